@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
+from trainkit.extras import install_command
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
 
 __all__ = [
@@ -148,7 +149,7 @@ class MissingExtraError(ConfigError):
     """A package that this config needs is not installed; the message contains the command that installs it."""
 
     def __init__(self, *, key: str, package: str, extra: str) -> None:
-        rule = f'needs the package {package}. Install it: pip install "trainkit[{extra}]"'
+        rule = f"needs the package {package}. Install it: {install_command(extra, package)}"
         super().__init__([Problem(key=key, rule=rule)])
 
 

@@ -137,6 +137,27 @@ def test_completion_knows_verbs_choices_keys_and_flags(line: str, expected: list
     assert candidates(line, parse([])[0]) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--config-dir conf model=mi", ["model=mine"]),
+        ("plan --config-dir=conf model=mine model.wi", ["model.width="]),
+        ("-cd 'my conf' model=ot", ["model=other"]),
+        ("--config-dir con", []),
+        ("--config-dir absent model=ml", ["model=mlp"]),
+    ],
+)
+def test_completion_knows_the_users_own_choices(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: list[str]
+) -> None:
+    for name in ("conf/model/mine.yaml", "my conf/model/other.yaml"):
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text("_target_: mypkg.Net\nwidth: 4\n")
+    monkeypatch.setenv("COMP_LINE", f"trainkit {words}")
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.splitlines() == expected
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_can_be_installed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-sc", f"install={shell}"]) == 0

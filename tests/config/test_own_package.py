@@ -114,5 +114,5 @@ def test_an_optional_package_that_is_absent_is_named_with_its_extra(monkeypatch:
     (found,) = [text for text in problems(composed) if "_target_" in text]
     assert found == (
         "model._target_=transformers.GPT2LMHeadModel: its module needs transformers, which is not installed. "
-        'Install it: pip install "trainkit[huggingface]" (command line)'
+        'Install it: pip install "transformers>=5" (command line)'
     )

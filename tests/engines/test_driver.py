@@ -171,7 +171,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it() -> None:
     with pytest.raises(MissingExtraError) as caught:
         Absent().launch({})
     assert str(caught.value).splitlines()[1] == (
-        '  cluster: needs the package no_such_package. Install it: pip install "trainkit[simple]"'
+        '  cluster: needs the package no_such_package. Install it: pip install "no_such_package"'
     )
 
 

@@ -23,6 +23,7 @@ from tests.support.present import present
 from trainkit.config.compose import Composer
 from trainkit.config.compose.loader import ComposedConfigLoader
 from trainkit.errors import ConfigError, MissingExtraError
+from trainkit.extras import install_command
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, run_described
 from trainkit.sweeps.backends.launching import ENGINES, Remote
@@ -200,7 +201,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(
     with pytest.raises(MissingExtraError) as caught:
         kind().require()
     assert str(caught.value).splitlines()[1] == (
-        f'  hydra/launcher: needs the package no_such_package. Install it: pip install "trainkit[{extra}]"'
+        f"  hydra/launcher: needs the package no_such_package. Install it: {install_command(extra, '')}"
     )
 
 

@@ -145,7 +145,7 @@ def test_an_absent_optuna_is_told_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refused(composer, "hydra/sweeper=optuna", "sweep.trials=3", "seed=1,2") == [
-        'hydra/sweeper=optuna: needs the package optuna. Install it: pip install "trainkit[optuna]"'
+        'hydra/sweeper=optuna: needs the package optuna. Install it: pip install "optuna>=4.4"'
     ]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.grammar import key_of
 from trainkit.config.provenance import NOWHERE, KeyPath, Level, Origin, dotted
@@ -15,6 +16,8 @@ from trainkit.config.secrets.secrets import redacted
 from trainkit.config.yaml_documents import Document
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
+
+_VARIABLE: Final = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^{}]*)?\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class Composition:
     """Notes for the summary: values displaced or dropped, files shadowed."""
     problems: tuple[Problem, ...] = ()
     """Problems found while composing."""
+    variables: Mapping[KeyPath, Any] = field(default_factory=dict)
+    """Keys whose values come from environment variables, as they were written: `${oc.env:X}`."""
     run_dir: Path | None = None
     """`hydra.run.dir` with its date filled in."""
     run_dir_given: bool = False
@@ -189,6 +194,17 @@ def problems_of_points(points: Sequence[Composition], found: Sequence[Iterable[P
             problem = replace(problem, rule=f"{problem.rule} In the {where} {label[:300]}.")
         named.append(problem)
     return named
+
+
+def variable_in(raw: Any) -> str | None:
+    """Return the environment variable whose text alone is a value as it was written; None if it is anything else.
+
+    Example:
+        >>> variable_in("${oc.env:EPOCHS}"), variable_in("${oc.env:EPOCHS,3}"), variable_in("run_${oc.env:USER}")
+        ('EPOCHS', 'EPOCHS', None)
+    """
+    match = _VARIABLE.fullmatch(raw) if isinstance(raw, str) else None
+    return match[1] if match else None
 
 
 def path_of(key: str | KeyPath) -> KeyPath:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trainkit.config.check.variables import read_variables
 from trainkit.config.compose import Composer
 from trainkit.config.composition import Composition, path_of
 from trainkit.config.grammar import COMMAND_LINE, key_of
@@ -27,6 +28,8 @@ Find = Callable[[Composition], list[Problem]]
 def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Problem]]:
     """Return the composition without keys that the user's keys make impossible, and the other problems.
 
+    Texts of environment variables become numbers where their keys take numbers.
+
     A key of a recipe is impossible if it has a problem that it does not have in the recipe alone; the value of the
     choice or of the defaults takes its place. A key of a choice is impossible if the class that the user named in place
     of the choice's does not take it.
@@ -35,7 +38,7 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
         composition: the result of `compose`.
         find: finds the problems.
     """
-    problems = find(composition)
+    composition, problems = read_variables(composition, find)
     broken: set[str] | None = None
     while True:
         of_files = [one for one in problems if one.origin != COMMAND_LINE]  # the mistake is not in an argument itself
@@ -47,7 +50,7 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
         if not displaced and not impossible:
             return composition, problems
         composition = _without_recipe_keys(_without_old_keys(composition, [*displaced]), impossible)
-        problems = find(composition)
+        composition, problems = read_variables(composition, find)
 
 
 def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:

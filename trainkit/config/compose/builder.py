@@ -18,8 +18,8 @@ from trainkit.config.compose.layers import Layers, first_line, shown
 from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.paths import shipped_conf, shipped_recipes
-from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
-from trainkit.config.schema import GROUPS, LIST_GROUPS
+from trainkit.config.provenance import Level, Origin, TrackedTree, dotted, lookup
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets.secrets import redacted
 from trainkit.config.values import closest
 from trainkit.config.yaml_documents import Document
@@ -97,6 +97,7 @@ class CompositionBuilder:
             config_dirs=self.composer.config_dirs,
             packages=self.composer.packages,
             notes=tuple(layers.notes),
+            variables=layers.variables,
             problems=(*self.problems, *layers.problems),
             run_dir=run_dir,
             run_dir_given=layers.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
@@ -249,7 +250,10 @@ class CompositionBuilder:
         if override.package is not None:
             self._report(override, f"{override.key_or_group} is not a group, so it takes no @package.")
         elif override.is_delete():
-            if not tree.remove(path):
+            if path[0] in hints_of(RunConfig).keys() - set(GROUPS) and path in tree.origins:
+                name = f"{dotted(path)}.KEY" if isinstance(lookup(tree.values, path), Mapping) else dotted(path)
+                self._report(override, f"belongs to every run and cannot be deleted. Give a value: {name}=VALUE.")
+            elif not tree.remove(path):
                 self._report(override, "there is no such key to delete.")
         else:
             value = override.value()

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.bounds import TooManyReferencesError, bounded_references, reference_problem
-from trainkit.config.composition import ConfigFile
+from trainkit.config.composition import ConfigFile, variable_in
 from trainkit.config.paths import shipped_conf, shipped_recipes
 from trainkit.config.provenance import KeyPath, Level, Origin, TrackedTree, dotted, is_path_key, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS
@@ -32,6 +32,8 @@ class Layers:
         """What the files and arguments set about Hydra itself."""
         self.notes: list[str] = []
         self.problems: list[Problem] = []
+        self.variables: dict[KeyPath, Any] = {}
+        """Keys whose values come from environment variables, as they were written."""
 
     def merge(self, files: Sequence[ConfigFile], swapped: Mapping[str, str]) -> None:
         """Merge files in ascending precedence.
@@ -140,6 +142,8 @@ class Layers:
             self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
             found = None
         self._set(values, path, found)
+        if found is not None and any(map(variable_in, value if isinstance(value, list) else [value])):
+            self.variables[path] = value
 
     def _unreadable(self, values: dict[str, Any], path: KeyPath, value: Any) -> bool:
         """Report a value whose references cannot be parsed, and set it to None."""

@@ -25,6 +25,7 @@ from trainkit.config.targets.kinds import (
 )
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
+from trainkit.extras import install_command
 from trainkit.fields import signature_hints
 
 INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
@@ -130,7 +131,7 @@ def imported(path: str) -> Any:
 def _install(package: str | None) -> str:
     """Return what is wrong and how to install a package that is missing."""
     extra = _EXTRAS.get((package or "").split(".")[0])
-    hint = f' Install it: pip install "trainkit[{extra}]"' if extra else ""
+    hint = f" Install it: {install_command(extra, extra)}" if extra else ""
     return f"its module needs {package}, which is not installed.{hint}"
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from trainkit.errors import ConfigError, Problem
@@ -51,8 +54,11 @@ def candidates(line: str, call: Call) -> list[str]:
         >>> candidates("trainkit emit sl", Call()), candidates("trainkit emit slurm --ti", Call())
         (['slurm'], ['--time'])
     """
-    words = line.split()[1:]
+    words = _words_of(line)[1:]
     last = "" if not line or line[-1].isspace() else (words.pop() if words else "")
+    words, folders = _without_config_dirs(words)
+    if folders and folders[-1] is None:  # the shell completes the name of the folder
+        return []
     found = []
     verb = next((word for word in words if word in VERBS), None)
     module = None if verb is None else verb_module(verb)
@@ -65,7 +71,31 @@ def candidates(line: str, call: Call) -> list[str]:
         return [flag for flag in (*own, *_FLAGS) if flag.startswith(last)]
     from trainkit.config.compose.jobs import complete  # noqa: PLC0415 - only where a key or choice is being completed
 
-    overrides = [word for word in words if "=" in word]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    given = [Path(name).expanduser() for name in folders if name is not None]
     return found + complete(
-        " ".join([*overrides, last]) if last else " ".join(overrides) + " ", config_dirs=call.config_dirs
+        " ".join([*overrides, last]) if last else " ".join(overrides) + " ",
+        config_dirs=[*call.config_dirs, *(folder for folder in given if folder.is_dir())],
     )
+
+
+def _words_of(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # a quote that is still open
+        return line.split()
+
+
+def _without_config_dirs(words: Sequence[str]) -> tuple[list[str], list[str | None]]:
+    """Return the words without `--config-dir` and its values, and the values; None for one that is being typed."""
+    rest: list[str] = []
+    folders: list[str | None] = []
+    left = iter(words)
+    for word in left:
+        if word in ("--config-dir", "-cd"):
+            folders.append(next(left, None))
+        elif word.startswith("--config-dir="):
+            folders.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return rest, folders

@@ -1,0 +1,57 @@
+"""Environment variables where a number is wanted, and run-level keys that are deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.check import checked
+from trainkit.config.compose import compose
+
+
+def test_the_text_of_a_variable_is_read_as_what_its_key_takes(
+    monkeypatch: pytest.MonkeyPatch, write_conf: Callable[[Mapping[str, str]], Path]
+) -> None:
+    given = {"EPOCHS": "3", "RATE": "1e-3", "WIDTHS": "[8, 16]", "ONE": "5", "NORM": "true", "NAME": "0123"}
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    folder = write_conf({"recipe/mine.yaml": "epochs: ${oc.env:EPOCHS}\nbatch: {global_size: '${oc.env:ABSENT,32}'}\n"})
+    own = ("optimizer.lr=${oc.env:RATE}", "model.hidden=${oc.env:WIDTHS}", "model.batch_norm=${oc.env:NORM}")
+    values = checked(compose(["recipe=mine", *own, "name=${oc.env:NAME}"], config_dirs=[folder])).values
+    assert (values["epochs"], values["batch"]["global_size"], values["optimizer"]["lr"]) == (3, 32, 0.001)
+    assert (values["model"]["hidden"], values["model"]["batch_norm"]) == ([8, 16], True)
+    assert values["name"] == "0123", "a key that takes text keeps it"
+    assert checked(compose(["model.hidden=[${oc.env:ONE},3]"])).values["model"]["hidden"] == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        (
+            "epochs=${oc.env:BAD}",
+            "epochs=many: must be a number or null. It is the value of the environment variable BAD. (command line)",
+        ),
+        (
+            "model.dropout=${oc.env:BAD}",
+            "model.dropout=many: must be a number. It is the value of the environment variable BAD. (command line)",
+        ),
+        (
+            "~batch.global_size",
+            (
+                "~batch.global_size: belongs to every run and cannot be deleted. Give a value: "
+                "batch.global_size=VALUE. (command line)"
+            ),
+        ),
+        (
+            "~warmup",
+            "~warmup: belongs to every run and cannot be deleted. Give a value: warmup.KEY=VALUE. (command line)",
+        ),
+    ],
+)
+def test_what_cannot_be_read_or_deleted_is_refused(
+    refuse: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, argument: str, problem: str
+) -> None:
+    monkeypatch.setenv("BAD", "many")
+    assert refuse("recipe=null", argument) == [problem]

@@ -1,0 +1,49 @@
+"""What the extras of trainkit install, by the names of the packages themselves.
+
+The name `trainkit` on the public package index is another project's: no text tells anyone to install it from there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+from typing import Final
+
+_PROJECT: Final = Path(__file__).resolve().parents[1] / "pyproject.toml"
+"""The project file of a checkout; an installed wheel has its metadata instead."""
+
+
+def install_command(extra: str, package: str) -> str:
+    """Return the command that installs an optional dependency.
+
+    Args:
+        extra: the extra of trainkit that it belongs to.
+        package: the package to install if there is no such extra.
+
+    Example:
+        >>> install_command("joblib", "joblib")
+        'pip install "joblib>=1.4"'
+    """
+    return " ".join(["pip install", *(f'"{name}"' for name in packages_of(extra) or (package,))])
+
+
+def packages_of(extra: str) -> tuple[str, ...]:
+    """Return the requirements of an extra, as pyproject.toml or the metadata of the installed package lists them.
+
+    Example:
+        >>> packages_of("joblib"), packages_of("no such extra")
+        (('joblib>=1.4',), ())
+    """
+    if _PROJECT.is_file():
+        project = tomllib.loads(_PROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "trainkit":
+            return tuple(project["optional-dependencies"].get(extra, ()))
+    try:
+        found = importlib.metadata.requires("trainkit") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
+    split = (text.partition(";") for text in found)
+    return tuple(name.strip() for name, _, condition in split if marker.search(condition))
