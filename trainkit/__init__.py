@@ -22,3 +22,8 @@ def __getattr__(name: str) -> Any:
         return getattr(api, name)
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    """Return the names that users need."""
+    return sorted([*__all__, "testing"])

@@ -20,10 +20,13 @@ from trainkit.errors import ConfigError, Problem
 TARGET: Final = "_target_"
 ALLOWED_PACKAGES: Final = ("trainkit", "torch", "torchvision", "timm", "transformers", "torchmetrics")
 """Packages that a `_target_` may name without being allowed on the command line."""
+IN_PROCESS: Final = "python_objects"
+"""The module that holds the objects given to `trainkit.train`, in the process of the call alone."""
 VARIABLE: Final = "TRAINKIT_ALLOW_PACKAGES"
 """The environment variable that passes the allowed packages to a worker, separated by commas."""
 OWN_CODE: Final = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
 """The remedy for targets that no config may name."""
+_OF_A_SESSION: Final = "was an object of a Python session. Give it to trainkit.train again, with 'resume=RUN'."
 
 _TORCH: Final = ("torch.nn", "torch.optim", "torch.utils.data")
 _OPENED: Final[Counter[str]] = Counter()
@@ -166,7 +169,7 @@ def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
     package, *parts = target.split(".")
     if package not in allowed:
         rule = f"{package} is not among the packages that targets may come from ({', '.join(allowed)})."
-        return f"{rule} To trust it: --allow-package {package}."
+        return _OF_A_SESSION if package == IN_PROCESS else f"{rule} To trust it: --allow-package {package}."
     if package not in ALLOWED_PACKAGES:
         return None
     private = next((part for part in parts if part.startswith("_")), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,8 @@ from trainkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from trainkit.api.result import TrainingResult
 
 __all__ = ["compose", "load", "train"]
 
@@ -51,34 +54,67 @@ def compose(
     return composition
 
 
-def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) -> dict[str, Any]:
-    """Check the values of a run and train it.
+def train(
+    run: Composition | RunConfig | Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+    model: object = None,
+    data: object = None,
+    objective: object = None,
+    optimizer: object = None,
+    write_source: bool = False,
+    **keys: Any,
+) -> TrainingResult:
+    """Check a run and train it.
 
     Args:
-        run: the result of `compose`, or a config made by hand.
+        run: arguments as on the command line, the result of `compose`, or a config made by hand.
         run_dir: the run folder; None: a new one below outputs, or `hydra.run.dir` if the composition sets it.
+        model: a `torch.nn.Module`, which stays as it is; a class or function that makes one, with its settings in
+            `functools.partial`; or the name of a choice. With a model or data of your own, no recipe applies unless
+            `run` names one.
+        data: a dataset, a pair (training, validation), a mapping from split to dataset, a class or function, or the
+            name of a choice.
+        objective: an `Objective`, a class or function that makes one, or the name of a choice.
+        optimizer: a `torch.optim.Optimizer` with one group of parameters, whose class and settings are used; its class
+            in `functools.partial`; or the name of a choice.
+        write_source: write the source of given classes that this session defines into the run's folder, so that a
+            strategy with several processes can import them.
+        keys: keys of the config and choices, `steps=100, strategy="mirrored", batch={"global_size": 32}`.
 
     Returns:
-        The content of `result.json`, and `folder`, the run folder.
+        The content of `result.json`, with `.metrics`, `.best`, `.folder` and `.model()`.
 
     Raises:
         ConfigError: every problem of the config; nothing was written.
         TrainkitError: the training failed; the message names the place and the cause, and the last checkpoint is kept.
 
     Example:
-        result = train(compose(["epochs=1"]))
-        result["metrics"]["val/accuracy"]
+        result = train(model=Net(), data=(train_set, val_set), objective="classification", optimizer="adamw", steps=100)
+        result.metrics["val/accuracy"], result.model()
     """
+    from trainkit.api.calls import composed, refuse_several  # noqa: PLC0415 - imports torch
+    from trainkit.api.objects import registered  # noqa: PLC0415 - imports torch
+    from trainkit.api.result import TrainingResult  # noqa: PLC0415 - imports torch
     from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
 
-    composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
+    objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
+    composition, given = composed(run, objects, keys, write_source=write_source)
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
-    with allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
-        return _train_checked(checked(composition), run_dir)
+    with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
+        composition = checked(composition)
+        refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
+        return TrainingResult(
+            _train_checked(composition, run_dir, given.kept_in), given=given, packages=composition.packages
+        )
 
 
-def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict[str, Any]:
+def _train_checked(
+    composition: Composition,
+    run_dir: str | Path | None,
+    kept_in: Callable[[Path], AbstractContextManager[None]],
+) -> dict[str, Any]:
     from trainkit.config.check.unused_keys import unused_keys_with_classes  # noqa: PLC0415 - imports the targets, and torch with them
     from trainkit.run import runner  # noqa: PLC0415
 
@@ -94,7 +130,7 @@ def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict
             run_dir=folder,
             notes=composition.notes,
             is_given=composition.is_given,
-            job=_hydra_job(composition),
+            job=_hydra_job(composition, kept_in),
             launch=launch,
         )
     except ConfigError as error:
@@ -147,8 +183,17 @@ def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
     return cluster.launch(os.environ)
 
 
-def _hydra_job(composition: Composition) -> Callable[[Path, Callable[[], Any]], Any]:
-    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
+def _hydra_job(
+    composition: Composition, kept_in: Callable[[Path], AbstractContextManager[None]]
+) -> Callable[[Path, Callable[[], Any]], Any]:
+    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets.
+
+    `kept_in` keeps the source of the session's classes in the run's folder meanwhile.
+    """
     from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
 
-    return lambda folder, task: run_job(composition, folder, task)
+    def job(folder: Path, task: Callable[[], Any]) -> Any:
+        with kept_in(folder):
+            return run_job(composition, folder, task)
+
+    return job

@@ -1,0 +1,119 @@
+"""`trainkit.train` with objects of a Python session."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import trainkit
+from trainkit.api.objects import Given
+from trainkit.api.result import TrainingResult
+from trainkit.api.source import module_of, source_of
+from trainkit.errors import ConfigError
+from trainkit.models.mlp import Mlp
+
+X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X[:64], (X[:64, 0] > 0).long()), TensorDataset(X[64:], (X[64:, 0] > 0).long())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(folder: Path, model: object, **keys: Any) -> TrainingResult:
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    options: dict[str, Any] = {"data": DATA, "objective": "classification", "optimizer": optimizer, "steps": 4, **keys}
+    return trainkit.train(["quiet=true"], run_dir=folder, model=model, batch={"global_size": 32}, **options)
+
+
+def test_the_given_model_is_where_the_training_begins_and_stays_as_it_is(tmp_path: Path) -> None:
+    given = net()
+    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    result = train(tmp_path / "run", given, optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    trained = result.model("last").state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in before.items())
+    train(tmp_path / "other", given)
+    assert all(torch.equal(given.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_an_optimizer_object_gives_its_class_and_settings() -> None:
+    given = Given()
+    made = torch.optim.AdamW(net().parameters(), lr=0.2, betas=(0.8, 0.9))
+    assert given.add("optimizer", made) == []
+    node = given.nodes["optimizer"]
+    assert (node["_target_"], node["lr"], node["betas"]) == ("torch.optim.adamw.AdamW", 0.2, [0.8, 0.9])
+    assert not given.in_process
+
+
+def test_a_class_that_can_be_imported_is_a_node_for_every_strategy() -> None:
+    given = Given()
+    assert given.add("model", functools.partial(Mlp, in_features=4, hidden=[8], out_features=2)) == []
+    assert given.nodes["model"] == {
+        "_target_": "trainkit.models.mlp.Mlp", "in_features": 4, "hidden": [8], "out_features": 2,
+    }  # fmt: skip
+    assert (given.in_process, given.packages) == (False, [])
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
+def test_a_strategy_of_several_processes_refuses_objects_and_names_the_remedy(tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "run", net(), strategy=strategy)
+    assert [problem.key for problem in caught.value.problems] == ["model", "data"]
+    assert "imported by name" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_object_of_a_wrong_kind_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "run", 3, data="digits", objective=nn.CrossEntropyLoss(), optimizer=net())
+    assert [problem.key for problem in caught.value.problems] == ["model", "objective", "optimizer"]
+    assert "classification (cross-entropy)" in str(caught.value)
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_refused(tmp_path: Path) -> None:
+    given = net()
+    with pytest.raises(ConfigError, match=r"optimizer: updates 2 of the 4 parameters"):
+        train(tmp_path / "run", given, optimizer=torch.optim.SGD(given[2].parameters(), lr=0.1))  # type: ignore[index]
+
+
+def test_keys_of_a_choice_that_an_object_replaces_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.hidden: has no effect: model is given as an object"):
+        trainkit.train(["model.hidden=[3]"], model=net(), data=DATA)
+
+
+def test_the_result_shows_figures_and_curves(tmp_path: Path) -> None:
+    result = train(tmp_path / "run", net(), callbacks=["plots"])
+    assert result.best is not None
+    assert result.best.is_relative_to(tmp_path)
+    page = result._repr_html_()
+    assert "val/accuracy" in page
+    assert "data:image/png;base64," in page
+
+
+def test_the_source_holds_what_a_class_names(tmp_path: Path) -> None:
+    file = tmp_path / "cells.py"
+    file.write_text(
+        "import math\nfrom torch import nn\nSIZE = 3\nSECRET = object()\n"
+        "def scaled(x):\n    return x * math.pi\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.size = SIZE\n"
+        "    def forward(self, x):\n        return scaled(x)\n"
+        "class Odd(nn.Module):\n    def forward(self, x):\n        return SECRET\n"
+    )
+    cells = {"__name__": "__main__"}
+    exec(compile(file.read_text(), str(file), "exec"), cells)
+    module = module_of(source_of({"model": cells["Net"]}))  # type: ignore[dict-item]
+    assert module.Net()(torch.ones(())).item() == pytest.approx(3.14159, abs=1e-4)
+    assert module.Net.__module__ == module.__name__
+    with pytest.raises(ConfigError, match=r"model: Odd uses SECRET, a object of this session"):
+        source_of({"model": cells["Odd"]})  # type: ignore[dict-item]
+
+
+def test_dir_lists_what_there_is() -> None:
+    assert dir(trainkit) == ["__version__", "compose", "load", "testing", "train"]

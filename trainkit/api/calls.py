@@ -1,0 +1,121 @@
+"""Compose the run that a call of `trainkit.train` describes: arguments, keys by name, and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.api.objects import Given, refusal
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.config.check import check_names
+from trainkit.config.compose import compose as compose_run
+from trainkit.config.composition import Composition
+from trainkit.config.grammar import key_of
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.allowed import IN_PROCESS
+from trainkit.errors import ConfigError, Problem
+from trainkit.run.planning.plan import make_plan
+
+__all__ = ["composed", "refuse_several"]
+
+
+def composed(
+    run: Composition | RunConfig | Sequence[str],
+    objects: Mapping[str, object],
+    keys: Mapping[str, Any],
+    *,
+    write_source: bool,
+) -> tuple[Composition, Given]:
+    """Return the composition of a call, and what it was given as objects.
+
+    Args:
+        run: arguments, a composition, or a config made by hand.
+        objects: group -> name, class, function, instance or None.
+        keys: keys and choices by name.
+        write_source: whether the source of classes of this session is to be written into the run's folder.
+
+    Raises:
+        ConfigError: every problem found.
+    """
+    given = Given()
+    problems = [problem for group, value in objects.items() if value is not None for problem in given.add(group, value)]
+    problems += _part_of_model(objects["model"], objects["optimizer"])
+    if problems:
+        raise ConfigError(problems)
+    if write_source:
+        given.write_source()
+    arguments = [*(f"{group}={name}" for group, name in given.choices.items()), *_arguments(keys)]
+    if isinstance(run, RunConfig):
+        run = Composition(values=run.to_dict(), overrides=("recipe=null",))
+    if isinstance(run, Composition):
+        if arguments:
+            rule = "is given beside a whole config. Give it to trainkit.compose."
+            raise ConfigError([Problem(key=key_of(argument), rule=rule) for argument in arguments])
+        composition = run
+    else:
+        own = any(group in given.nodes for group in ("model", "data"))
+        named = any(key_of(argument) == "recipe" for argument in (*run, *arguments))
+        recipe = ["recipe=null"] if own and not named else []
+        composition = compose_run([*recipe, *run, *arguments])
+    problems = [*_beside(given, composition.overrides), *check_names(composition)]
+    if problems:
+        raise ConfigError(problems)
+    packages = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
+    return replace(composition, values=composition.values | given.nodes, packages=tuple(packages)), given
+
+
+def refuse_several(given: Given, cfg: RunConfig, launch: LaunchEnvironment | None) -> None:
+    """Refuse objects of this process where a run has several processes, or runs in another process.
+
+    Raises:
+        ConfigError: each group that is given as such an object.
+    """
+    if not given.in_process:
+        return
+    plan = make_plan(cfg, launch=launch)
+    if len(plan.tasks) > 1 or plan.engine is not None:
+        raise refusal(given, len(plan.tasks))
+
+
+def _part_of_model(model: object, optimizer: object) -> Iterator[Problem]:
+    """Yield the problem of an optimizer that updates other parameters than those of the given model."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    wanted = {id(param) for param in model.parameters() if param.requires_grad}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not wanted <= held:
+        rule = f"updates {len(wanted & held)} of the {len(wanted)} parameters of the given model that are trained."
+        yield Problem(key="optimizer", rule=f"{rule} Freeze the others (requires_grad=False), or give its class.")
+
+
+def _beside(given: Given, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the keys of a choice that an object replaces."""
+    for argument in overrides:
+        key = key_of(argument)
+        group = key.partition(".")[0]
+        if group in given.nodes and not (group == "optimizer" and key.startswith("optimizer.groups")):
+            yield Problem(key=key, rule=f"has no effect: {group} is given as an object.")
+
+
+def _arguments(keys: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in keys.items():
+        if isinstance(value, Mapping):
+            yield from _arguments(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """Return a value in the grammar of the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return value if value.isidentifier() else f'"{escaped}"'
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_text, value))}]"
+    return str(value)
