@@ -11,7 +11,7 @@ from torch import nn
 
 from trainkit.api.objects import Given, refusal
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.check import check_names
+from trainkit.config.check import check_names, fitted
 from trainkit.config.compose import compose as compose_run
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import key_of
@@ -19,8 +19,6 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import IN_PROCESS
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.plan import make_plan
-
-__all__ = ["composed", "refuse_several"]
 
 
 def composed(
@@ -61,7 +59,8 @@ def composed(
         named = any(key_of(argument) == "recipe" for argument in (*run, *arguments))
         recipe = ["recipe=null"] if own and not named else []
         composition = compose_run([*recipe, *run, *arguments])
-    problems = [*_beside(given, composition.overrides), *check_names(composition)]
+    composition, found = fitted(composition, check_names)
+    problems = [*_beside(given, composition.overrides), *found]
     if problems:
         raise ConfigError(problems)
     packages = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
@@ -77,7 +76,7 @@ def refuse_several(given: Given, cfg: RunConfig, launch: LaunchEnvironment | Non
     if not given.in_process:
         return
     plan = make_plan(cfg, launch=launch)
-    if len(plan.tasks) > 1 or plan.engine is not None:
+    if len(plan.tasks) > 1 or plan.backend is not None:
         raise refusal(given, len(plan.tasks))
 
 

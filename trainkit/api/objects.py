@@ -30,8 +30,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.base import Objective
 from trainkit.run.folder.run_folder import write_atomically
 
-__all__ = ["Given", "refusal", "registered"]
-
 
 @dataclass(kw_only=True)
 class Given:

@@ -15,7 +15,6 @@ from trainkit.run.folder.model_file import load_model
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["TrainingResult"]
 
 _MOST: Final = 6
 """Number of plots shown in a notebook."""

@@ -16,8 +16,6 @@ from typing import Any, Final
 
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Definition", "module_of", "source_of"]
-
 Definition = type | Callable[..., Any]
 """A class or a function."""
 
