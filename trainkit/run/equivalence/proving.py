@@ -19,7 +19,7 @@ from trainkit.run.diagnosis import Examiner
 from trainkit.run.equivalence.answers import Numbers, Proof
 from trainkit.run.equivalence.comparing import compare
 from trainkit.run.equivalence.diagnosing import Case, Diagnosis, diagnose
-from trainkit.run.equivalence.running import bare, reference_weights, weights_by_step, with_precision
+from trainkit.run.equivalence.running import Weights, bare, reference_weights, weights_by_step, with_precision
 from trainkit.run.equivalence.sameness import Sameness, same_training
 from trainkit.run.folder.proof_records import keep_proof
 from trainkit.run.planning.coupling import Coupling
@@ -85,37 +85,39 @@ def prove(
         precision, expected = reference_weights(reference, Path(folder), log)
         reference = with_precision(reference, precision)
         examiner = Examiner(reference)
-        without = frozenset(f"param/{name}" for name in examiner.without_gradient)
-        elements = {f"param/{name}": mask for name, mask in examiner.elements_without_gradient.items()}
         for number, one in enumerate(judged):
             log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
-            cfg = with_precision(replace(one.plan.cfg, batch=sizes), precision)
-            found = weights_by_step(cfg, Path(folder) / str(number))
-            allowed = 1e-8 * sum(one.plan.rate(step) for step in range(one.plan.last_step))
-            exact = cfg.numerics.reproducible
-            case = Case(
-                label=one.label,
-                reference=reference,
-                plan=one.plan,
-                candidate=cfg,
-                expected=expected,
-                found=found,
-                comparisons=tuple(
-                    compare(
-                        expected,
-                        found,
-                        no_gradient=without,
-                        without_gradient=elements,
-                        allowed=allowed,
-                        exact=exact,
-                    )
-                ),
-            )
+            candidate = with_precision(replace(one.plan.cfg, batch=sizes), precision)
+            found = weights_by_step(candidate, Path(folder) / str(number))
+            case = _case(one, candidate, reference, examiner, expected, found)
             proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
             proofs.append(proof)
             if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
                 log(f"the proof could not be kept: {failure}")
     return proofs
+
+
+def _case(
+    one: _Candidate, candidate: RunConfig, reference: RunConfig, examiner: Examiner, expected: Weights, found: Weights
+) -> Case:
+    """Compare the weights of a candidate with those of the reference."""
+    comparisons = compare(
+        expected,
+        found,
+        no_gradient=frozenset(f"param/{name}" for name in examiner.without_gradient),
+        without_gradient={f"param/{name}": mask for name, mask in examiner.elements_without_gradient.items()},
+        allowed=1e-8 * sum(one.plan.rate(step) for step in range(one.plan.last_step)),
+        exact=candidate.numerics.reproducible,
+    )
+    return Case(
+        label=one.label,
+        reference=reference,
+        plan=one.plan,
+        candidate=candidate,
+        expected=expected,
+        found=found,
+        comparisons=tuple(comparisons),
+    )
 
 
 @contextmanager
