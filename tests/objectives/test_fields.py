@@ -31,7 +31,7 @@ class Pair(NamedTuple):
         ((1, 2), (None, None)),
         ([1, 2], (None, None)),
         (Pair(1, 2), (None, None)),
-        (Pair(2, 1), ("right", "left")),
+        (Pair(2, 1), (1, 0)),
         ({"input": 1, "target": 2, "label": 3}, (None, None)),
         ({"image": 1, "label": 2, "path": "a.png"}, (None, None)),
         ({"input_ids": 1, "labels": 2}, (None, None)),

@@ -55,8 +55,7 @@ def named_fields(batch: Any) -> Mapping[Field, Any]:
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, tuple | list):
-        names = getattr(batch, "_fields", ())
-        return {**dict(enumerate(batch)), **dict(zip(names, batch, strict=False))}
+        return dict(enumerate(batch))
     if is_dataclass(batch) and not isinstance(batch, type):
         return {one.name: getattr(batch, one.name) for one in fields(batch)}
     return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ __all__ = ["collate", "narrow", "to_device"]
 def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
     """Stack samples into one batch: tensors, arrays and numbers become tensors, text stays a list.
 
-    A batch has the structure of a sample: a tuple (named or not) of tensors, a dict of them, or any nesting of these;
-    dataclasses become dicts of their fields. Integers become int64, floats float32 (torch's default dtype).
+    A batch has the structure of a sample: a tuple of tensors, a dict of them, or any nesting of the two; a dataclass
+    becomes a dict of its fields. Integers become int64, floats float32 (torch's default dtype).
 
     Args:
         samples: at least one sample, all of one structure.
@@ -46,7 +46,7 @@ def _stack(column: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.stack(tuple(column))
     if isinstance(first, tuple | list):
-        return rebuilt(first, (_stack(part) for part in zip(*column, strict=True)))
+        return tuple(_stack(part) for part in zip(*column, strict=True))
     if isinstance(first, np.ndarray | np.generic):
         return torch.from_numpy(np.stack(column))
     if isinstance(first, bool | int | float):
@@ -56,12 +56,6 @@ def _stack(column: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes):
         return list(column)
     raise TypeError(f"a {type(first).__name__} cannot become part of a batch")
-
-
-def rebuilt(like: Any, parts: Iterable[Any]) -> tuple[Any, ...]:
-    """Return parts as a tuple, of the same class if `like` is a named tuple."""
-    kind = type(like)
-    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def _require_same_keys(sample: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,7 +104,7 @@ def narrow(batch: Any, start: int, size: int) -> Any:
     if isinstance(batch, Tensor):
         return batch.narrow(0, start, size)
     if isinstance(batch, tuple):
-        return rebuilt(batch, (narrow(part, start, size) for part in batch))
+        return tuple(narrow(part, start, size) for part in batch)
     if isinstance(batch, dict):
         return {key: narrow(part, start, size) for key, part in batch.items()}
     return batch[start : start + size]
@@ -121,7 +115,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple):
-        return rebuilt(batch, (to_device(part, device) for part in batch))
+        return tuple(to_device(part, device) for part in batch)
     if isinstance(batch, dict):
         return {key: to_device(part, device) for key, part in batch.items()}
     return batch
