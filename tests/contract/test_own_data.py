@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.contract.running import run
+from tests.contract.running import run, weights
+from tests.support import reference, zoo
 from trainkit.errors import ConfigError, DataError
 
 FIXED = ("model=net", "batch.global_size=16", "batch.micro_size=5", "optimizer=sgd", "epochs=2")
@@ -33,3 +35,54 @@ def test_fields_that_are_not_known_are_refused_before_the_start(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"objective\.target=grade: there is no such field: a sample has voxels, "):
         run(tmp_path / "a", *FIXED, *own("NamedPoints"), "objective.input=voxels", "objective.target=grade")
     assert not (tmp_path / "a").exists()
+
+
+SENTENCES = ("model=attention", "objective=language_modelling", "optimizer=sgd", "batch.global_size=8",
+             "batch.micro_size=3", "steps=8", "schedule=constant", "optimizer.lr=0.2")  # fmt: skip
+RAGGED = (*SENTENCES, *own("RaggedSentences"))
+ONE = ("strategy=one_device",)
+MIRRORED = ("strategy=mirrored", "strategy.replicas=2")
+FSDP = ("strategy=fsdp", "strategy.replicas=2")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [(ONE, 0), (ONE, 2), (MIRRORED, 2), (FSDP, 0)], ids=["one", "workers", "mirrored", "fsdp"]
+)
+def test_padded_sequences_train_by_their_tokens_on_every_layout(
+    tmp_path: Path, strategy: tuple[str, ...], workers: int
+) -> None:
+    settings = (*RAGGED, f"data.collate={OWN}.pad", f"loader.num_workers={workers}", *strategy)
+    first = run(tmp_path / "a", *settings, "stop_at_step=5")  # in the second epoch
+    assert first["steps"] == 5
+    result = run(tmp_path / "a", *settings, "resume=auto")
+    data, held_out = zoo.Sentences(), run(tmp_path / "b", *SENTENCES, "data=sentences")
+    expected = reference.train(
+        zoo.Attention(), [data[index] for index in range(29)], zoo.tokens_sum, optimizer=reference.sgd(),
+        rate=lambda _: 0.2, num_steps=8, global_size=8, seed=3,
+    )  # fmt: skip
+    assert reference.differences(weights(result), expected) == []
+    assert result["metrics"]["val/loss"] == pytest.approx(held_out["metrics"]["val/loss"], rel=1e-12)
+
+
+def test_what_a_collate_draws_is_keyed_by_the_shard(tmp_path: Path) -> None:
+    settings = (*RAGGED, f"data.collate={{_target_: {OWN}.hide_words, share: 0.3}}")
+    alone = run(tmp_path / "a", *settings)
+    spread = run(tmp_path / "b", *settings, *MIRRORED, "loader.num_workers=2", "stop_at_step=5")
+    assert spread["steps"] == 5
+    spread = run(tmp_path / "b", *settings, *MIRRORED, "loader.num_workers=2", "resume=auto")
+    one, other = weights(alone), weights(spread)
+    assert all(torch.allclose(one[name], other[name], rtol=1e-11, atol=1e-13) for name in one)
+    assert spread["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-11)
+    plain = weights(run(tmp_path / "c", *RAGGED, f"data.collate={OWN}.pad"))
+    assert not all(torch.allclose(one[name], plain[name]) for name in one)
+
+
+def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"int64 \(\d,\)\) beside .* need a collate: data\.collate=PACKAGE\.FUNCTION"):
+        run(tmp_path / "a", *RAGGED)
+    with pytest.raises(DataError, match=r"^data\.collate=tests\.support\.own_data\.drop_one makes \(int64 \(1, 1\), "):
+        run(tmp_path / "b", *RAGGED, f"data.collate={OWN}.drop_one")
+    with pytest.raises(ConfigError, match=r"loader\.cache=true: data\.collate makes its batches of single samples"):
+        run(tmp_path / "c", *RAGGED, f"data.collate={OWN}.pad", "loader.cache=true")
+    with pytest.raises(ConfigError, match=r"data\.collate=os\.listdir: os is not among the packages"):
+        run(tmp_path / "d", *RAGGED, "data.collate=os.listdir")

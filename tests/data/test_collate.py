@@ -33,7 +33,8 @@ def test_a_sample_of_another_shape_is_named() -> None:
         collate(samples, [11, 4, 8])
 
     assert str(caught.value) == (
-        "sample 8 cannot stand in a batch with sample 11: (float32 (3,), int) beside (float32 (2,), int)."
+        "sample 8 cannot stand in a batch with sample 11: (float32 (3,), int) beside (float32 (2,), int). "
+        "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
     )
 
 

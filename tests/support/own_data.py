@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from tests.support.zoo import Points
+from tests.support.zoo import PAD, Points, Sentences
+from trainkit.data.collates import PadSequences
 
-__all__ = ["NamedPoints", "PointStream", "Scan", "ScannedPoints"]
+__all__ = ["NamedPoints", "PointStream", "RaggedSentences", "Scan", "ScannedPoints", "drop_one", "hide_words", "pad"]
 
 
 class NamedPoints(Dataset[dict[str, Any]]):
@@ -63,3 +66,40 @@ class PointStream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the points."""
         return (self._points[index] for index in range(len(self)))
+
+
+class RaggedSentences(Dataset[tuple[Tensor, Tensor]]):
+    """The sentences of the zoo, each cut after its last token that counts."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    def __init__(self, split: str = "train") -> None:
+        self._whole = Sentences(split)
+
+    def __len__(self) -> int:
+        """Return the number of sentences."""
+        return len(self._whole)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and the next tokens, each (length,) int64, of another length for another sentence."""
+        inputs, targets = self._whole[index]
+        length = int((targets != PAD).sum())
+        return inputs[:length], targets[:length]
+
+
+def pad(samples: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """Pad to the longest."""
+    return PadSequences()(samples)
+
+
+def hide_words(samples: list[tuple[Tensor, Tensor]], share: float) -> Any:
+    """Pad, and set a random share of the tokens to zero; the samples are changed, as some collates do."""
+    for place, (inputs, targets) in enumerate(samples):
+        hidden = torch.from_numpy(np.random.random(len(inputs)) < share)  # noqa: NPY002 - what a user may draw from
+        samples[place] = (inputs.masked_fill(hidden | (torch.rand(len(inputs)) < share), 0), targets)
+    return pad(samples)
+
+
+def drop_one(samples: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """Pad all samples but the last."""
+    return pad(samples[:-1])

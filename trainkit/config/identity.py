@@ -13,7 +13,7 @@ from trainkit.config.provenance import KeyPath, dotted, leaves
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets.keys import secret_keys
 from trainkit.config.secrets.secrets import redacted
-from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
@@ -73,6 +73,8 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
         return placement if path[0] in _PLACES else maths
     if path[size:] in ((), (TARGET,)):
         return _tag_of_class(path[0], target)
+    if path[0] == "data" and path[1] in DATA_HOOKS and path[1] not in tags_of(target):
+        return maths(neutral=None)
     return _tag_below(target, path[size:])
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.reading.collate import collate, narrow, to_device
+from trainkit.data.hooks import DataHooks
+from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.sources import collated, whole_arrays
 from trainkit.data.reading.workers import Request, read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
 from trainkit.numerics.generators import Untouched
-from trainkit.numerics.randomness import sample_key
+from trainkit.numerics.randomness import sample_key, shard_key
 
 __all__ = ["EvalBatches", "num_eval_batches"]
 
@@ -60,8 +61,9 @@ class EvalBatches:
         device: torch.device,
         settings: LoaderSettings,
         together: bool = False,
+        hooks: DataHooks = DataHooks(),  # noqa: B008 - frozen
     ) -> None:
-        self._dataset = dataset
+        self._dataset, self._hooks = dataset, hooks
         self._device = device
         self._settings = settings
         count = size_of(dataset)
@@ -72,8 +74,9 @@ class EvalBatches:
             starts.append(starts[-1] if starts else 0)
         self._ranges = [(start, min(start + batch_size, count)) for start in starts]
         stream = isinstance(dataset, Stream)
-        self._arrays = None if stream or settings.cache is False else whole_arrays(dataset)
-        self._gather = None if settings.cache is False else getattr(dataset, "gather", None)
+        by_sample = settings.cache is False or hooks.collate is not None
+        self._arrays = None if stream or by_sample else whole_arrays(dataset)
+        self._gather = None if by_sample else getattr(dataset, "gather", None)
         if self._arrays is None and self._gather is None and settings.cache is True and not stream:
             self._arrays = collated(dataset)
 
@@ -96,7 +99,7 @@ class EvalBatches:
         elif self._settings.num_workers and self._ranges:
             host = self._by_workers()
         else:
-            reader = Reader(self._dataset, seed=0)
+            reader = Reader(self._dataset, seed=0, collate=self._hooks.collate)
             host = (_read(reader, start, stop) for start, stop in self._ranges)
         for batch in host:
             yield to_device(batch, self._device)
@@ -112,22 +115,28 @@ class EvalBatches:
                 samples = list(islice(items, stop - start))
             if len(samples) < stop - start:
                 raise stream.too_short(start + len(samples))
-            yield collate(samples, range(start, stop))
+            with Untouched(seed=shard_key(0, 0, start)):
+                batch = self._hooks.collate_function(samples, range(start, stop))
+            yield batch
             position = stop
 
     def _by_workers(self) -> Iterator[Any]:
-        requests: list[Request] = [(0, list(range(start, stop))) for start, stop in self._ranges]
-        ahead = read_ahead(self._dataset, requests, seed=0, device=self._device, settings=self._settings)
+        requests: list[Request] = [(0, list(range(*ends)), [ends[1] - ends[0]]) for ends in self._ranges]
+        collate = self._hooks.collate
+        ahead = read_ahead(
+            self._dataset, requests, seed=0, device=self._device, settings=self._settings, collate=collate
+        )
         try:
             for batch in ahead:
-                yield unwrap_worker_result(batch)
+                found = unwrap_worker_result(batch)
+                yield found if collate is None else found[0]
         finally:
             shut_down(ahead)
 
 
 def _read(reader: Reader, start: int, stop: int) -> Any:
     with Untouched(seed=0):
-        return reader.batch(0, range(start, stop))
+        return reader.cut(reader.read(0, range(start, stop), [stop - start]), [stop - start])[0]
 
 
 def _gathered(gather: Callable[[torch.Tensor], Any], start: int, stop: int) -> Any:

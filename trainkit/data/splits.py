@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.kinds import PLACES
+from trainkit.data.hooks import class_node
 from trainkit.errors import DataError
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.hashing import key32, name_id
@@ -32,7 +33,7 @@ def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
     target = resolve_target(node["_target_"], PLACES["data"])
     declared = getattr(target, "splits", None)
     if callable(declared):
-        declared = declared({key: value for key, value in node.items() if key != "_target_"})
+        declared = declared({key: value for key, value in class_node(node).items() if key != "_target_"})
     if declared is not None:
         return tuple(declared)
     return ("train", "val") if _takes_split(target) else ("train",)
@@ -54,6 +55,7 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.sets.digits.Digits"}).items()}
         {'train': 1437, 'val': 360}
     """
+    node = class_node(node)
     if (kept := _KEPT.get(_name_of(node))) is not None:
         return dict(kept)
     takes_split = _takes_split(resolve_target(node["_target_"], PLACES["data"]))
@@ -77,6 +79,7 @@ def keep_splits(node: Mapping[str, Any]) -> bool:
     """
     if not str(node.get("_target_")).startswith("trainkit."):
         return False
+    node = class_node(node)
     built = build_splits(node)
     if not all(hasattr(part, "tensors") for part in built.values()):
         return False

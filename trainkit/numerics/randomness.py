@@ -203,3 +203,8 @@ def sets_key(hook: object) -> bool:
 def sample_key(seed: int, epoch: int, sample: int) -> int:
     """Return the key of a sample's augmentation: the same on any worker, rank or attempt."""
     return key32(seed, epoch, sample, 0x617567)
+
+
+def shard_key(seed: int, epoch: int, first: int) -> int:
+    """Return the key of what a collate draws for the shard that begins with a sample."""
+    return key32(seed, epoch, first, 0x636F6C6C)

@@ -99,7 +99,8 @@ class Objective(ABC):
         """Return the weight of a sample if it is the same for all and does not depend on its targets.
 
         Args:
-            sample: any one sample of the dataset, not collated.
+            sample: any one sample of the dataset, not collated; None if `data.collate` makes the batches, so that only
+                a weight that no sample decides is known.
 
         Returns:
             The weight; None if it must be counted batch by batch; the loss is then divided by a planned power of two.

@@ -46,6 +46,8 @@ class LanguageModelling(Supervised):
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the sample's length if no sample is padded; otherwise None, and tokens are counted batch by batch."""
+        if sample is None:
+            return None
         targets = torch.as_tensor(self.split_batch(sample)[1])
         if self.padding or bool((targets == self.ignore_index).any()):
             return None

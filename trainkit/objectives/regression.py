@@ -48,8 +48,8 @@ class Regression(Supervised):
             raise ConfigError([Problem(key="objective.delta", value=self.delta, rule=rule)])
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """Return the number of values in a sample's target."""
-        return float(torch.as_tensor(self.split_batch(sample)[1]).numel())
+        """Return the number of values in a sample's target; None without a sample."""
+        return None if sample is None else float(torch.as_tensor(self.split_batch(sample)[1]).numel())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Loss:
         """Sum the error of predictions of the targets' shape (a further dim of size 1 is removed)."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
+from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import Problem
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
@@ -128,6 +129,8 @@ class PlanContext:
     """What scores a shard; None where it is not known."""
     sample: object = None
     """A sample of the training data, for shapes; None if there is none."""
+    collate: CollateFunction = collate
+    """Makes a batch of samples."""
     micro_size: int = 1
     """Samples of the largest shard; 1 if that is not decided yet."""
     launch: LaunchEnvironment | None = None

@@ -155,11 +155,12 @@ def _hydra_sweep_keys(composition: Composition) -> Iterator[Problem]:
 
 
 def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from trainkit.config.targets.build import resolve_target  # noqa: PLC0415 - imports targets: second phase only
+    from trainkit.config.targets.build import hooks_in, resolve_target  # noqa: PLC0415 - imports targets: second phase only
 
     loader = values["loader"]
     dataset = resolve_target(values["data"]["_target_"])
     in_memory = (hasattr(dataset, "tensors") or hasattr(dataset, "gather")) and loader["cache"] is not False
+    in_memory = in_memory and hooks_in(values["data"]).get("collate") is None  # which is given samples one by one
     if in_memory or loader["cache"] is True:
         reason = "has no effect: the dataset is in memory. With loader.cache=false its samples are read one by one."
         yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))

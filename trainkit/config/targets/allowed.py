@@ -24,6 +24,8 @@ IN_PROCESS: Final = "python_objects"
 """The module that holds the objects given to `trainkit.train`, in the process of the call alone."""
 VARIABLE: Final = "TRAINKIT_ALLOW_PACKAGES"
 """The environment variable that passes the allowed packages to a worker, separated by commas."""
+DATA_HOOKS: Final = ("collate", "batch_transform", "sampler")
+"""Keys of `data` that name a function or class: a node with `_target_`, or the dotted name alone."""
 OWN_CODE: Final = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
 """The remedy for targets that no config may name."""
 _OF_A_SESSION: Final = "was an object of a Python session. Give it to trainkit.train again, with 'resume=RUN'."
@@ -142,7 +144,7 @@ def root_of(path: str) -> str:
 
 
 def targets_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every `_target_` below a value, also in lists, with its path.
+    """Yield every `_target_` and dotted name of `data` below a value, also in lists, with its path.
 
     Example:
         >>> list(targets_in({"inner": [{"_target_": "a.B"}]}))
@@ -150,8 +152,8 @@ def targets_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
-            if name == TARGET:
-                yield (*path, TARGET), item
+            if name == TARGET or (path == ("data",) and name in DATA_HOOKS and isinstance(item, str) and "." in item):
+                yield (*path, str(name)), item
             yield from targets_in(item, (*path, str(name)))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):

@@ -8,12 +8,13 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any, Final
 
 from trainkit.config.secrets.references import with_variables
-from trainkit.config.targets.allowed import TARGET, allowed_packages, name_problem, root_of
+from trainkit.config.targets.allowed import DATA_HOOKS, TARGET, allowed_packages, name_problem, root_of
 from trainkit.config.targets.kinds import (
     ANY_KIND,
     PLACES,
@@ -30,8 +31,8 @@ from trainkit.fields import signature_hints
 
 INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
 """Group -> parameters of its classes that trainkit supplies; they are not keys of the config."""
-GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",)}
-"""Group -> keys of its node that belong to the group, not to the class."""
+GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",), "data": DATA_HOOKS}
+"""Group -> keys of its node that belong to the group, unless the class has parameters of these names."""
 
 
 _EXTRAS: Final[Mapping[str, str]] = {"PIL": "images", "torchmetrics": "metrics", "transformers": "huggingface"}
@@ -191,7 +192,47 @@ def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any)
     return _build(node, PLACES.get(place or "", ANY_KIND), (place,) if place else (), injected)
 
 
+def hooks_in(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a `data` node that name code beside its class: `collate`, `batch_transform`, `sampler`.
+
+    A key that is a parameter of the class belongs to the class.
+    """
+    given = [key for key in DATA_HOOKS if key in node]
+    own = signature_of(resolve_target(node[TARGET], PLACES["data"])).keys if given else {}
+    return {key: node[key] for key in given if key not in own}
+
+
+def build_callable(value: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return the function, or the object of a class, that a key of `data` names.
+
+    Args:
+        value: a dotted name, or a node with `_target_` and settings. The settings of a class are those of its
+            constructor, and its object is called; the settings of a function are passed in each call.
+        key: the full key, `data.collate`.
+
+    Raises:
+        ConfigError: as `build`; or the object cannot be called.
+    """
+    path = tuple(key.split("."))
+    if isinstance(value, str):
+        value = {TARGET: value}
+    target, arguments = _prepared(value, PLACES[key], path)
+    if not isinstance(target, type):
+        return partial(target, **arguments) if arguments else target
+    made = target(**arguments)
+    if not callable(made):
+        rule = f"an object of {target.__name__} cannot be called: it has no method __call__."
+        raise ConfigError([Problem(key=key, value=value[TARGET], rule=rule)])
+    return typing.cast("Callable[..., Any]", made)
+
+
 def _build(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...], injected: Mapping[str, Any]) -> Any:
+    target, arguments = _prepared(node, expected, path)
+    return target(**arguments, **injected)
+
+
+def _prepared(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """Return the target of a node and its arguments, after the objects inside it were built."""
     if TARGET not in node:
         rule = f"is missing beside {', '.join(map(str, node)) or 'no keys'}."
         raise ConfigError([Problem(key=".".join((*path, TARGET)), rule=rule)])
@@ -205,7 +246,7 @@ def _build(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...], i
         for name, value in with_variables(node, target).items()
         if name != TARGET
     }
-    return target(**arguments, **injected)
+    return target, arguments
 
 
 def _built(value: Any, path: tuple[str, ...], expected: Expected) -> Any:

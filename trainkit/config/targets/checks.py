@@ -11,7 +11,7 @@ from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.paths import shipped_conf
 from trainkit.config.provenance import KeyPath, dotted
 from trainkit.config.secrets.references import dereferenced, is_reference
-from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, limits_in, misfit, plain
@@ -39,12 +39,36 @@ def target_problems(
         return [composition.problem((*path, TARGET), rule, value=node[TARGET])]
     problems = list(_against_signature(composition, path, node, target, alternatives))
     hints = {name: key.hint for name, key in signature_of(target).keys.items()}
+    hooks = [key for key in DATA_HOOKS if path == ("data",) and key in node and key not in hints]
+    for key in hooks:
+        problems += _hook_problems(composition, (*path, key), node[key], alternatives)
     for inner, value in _nested(node, path):
-        expected = expected_by(hints.get(inner[len(path)], Any))
-        problems += target_problems(composition, inner, value, alternatives, expected)
+        if inner[len(path)] not in hooks:
+            expected = expected_by(hints.get(inner[len(path)], Any))
+            problems += target_problems(composition, inner, value, alternatives, expected)
     if not problems and _validates_itself(path, target):
         problems += _construction_errors(composition, path, node)
     return problems
+
+
+def _hook_problems(
+    composition: Composition, path: KeyPath, value: Any, alternatives: OtherChoices
+) -> Iterator[Problem]:
+    """Yield what is wrong with a key of `data` that names code: a dotted name, or a node with `_target_`."""
+    if isinstance(value, Mapping) and TARGET in value:
+        yield from target_problems(composition, path, value, alternatives, PLACES[dotted(path)])
+    elif isinstance(value, str):
+        try:
+            target = admitted({TARGET: value}, PLACES[dotted(path)])
+        except ConfigError as error:
+            yield from (composition.problem(path, item.rule, value=value) for item in error.problems)
+        except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+            yield composition.problem(path, f"cannot be imported: {type(error).__name__}: {error}", value=value)
+        else:
+            yield from _against_signature(composition, path, {TARGET: value}, target, alternatives)
+    elif value is not None:
+        rule = "must be the dotted name of a function or class, package.module.name, or a mapping with _target_."
+        yield composition.problem(path, rule, value=value)
 
 
 def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
@@ -61,9 +85,11 @@ def _against_signature(
 ) -> Iterator[Problem]:
     group = path[0]
     top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger"))
-    injected = INJECTED.get(group, ()) if top else ()
-    extra = GROUP_KEYS.get(group, ()) if top else ()
     signature = signature_of(target)
+    injected = INJECTED.get(group, ()) if top else ()
+    if dotted(path) in PLACES and not top and not isinstance(target, type):
+        injected = tuple(signature.keys)[:1]  # what a function of `data` is called with
+    extra = [key for key in GROUP_KEYS.get(group, ()) if key not in signature.keys] if top else []
     known = {name: key for name, key in signature.keys.items() if name not in injected}
     for name, value in node.items():
         if name == TARGET or name in extra:

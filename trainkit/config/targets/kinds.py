@@ -84,12 +84,22 @@ _NESTED: Final = (
     _TOKENIZER,
 )
 """Kinds that occur only inside another node."""
+_CALLED: Final = ("__call__",)
+_OF_HOOKS: Final = {
+    "data.collate": (
+        Kind(name="collate", home="trainkit.data.collates", methods=_CALLED),
+        Kind(name="data collator of transformers", home="transformers.data.data_collator", methods=_CALLED),
+    ),
+    "data.batch_transform": (Kind(name="batch transform", home="trainkit.data.batch_transforms", methods=_CALLED),),
+    "data.sampler": (Kind(name="sampler", home="trainkit.data.samplers", methods=_CALLED),),
+}
 ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), *_NESTED))))
 """What a place without an annotation accepts."""
 PLACES: Final[Mapping[str, Expected]] = {
-    group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()
+    **{group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()},
+    **{key: Expected(kinds=kinds, place=key) for key, kinds in _OF_HOOKS.items()},
 }
-"""Group of the config -> what its nodes must be."""
+"""Group of the config, or key of `data` that names code -> what its nodes must be."""
 
 _HOMES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch": (

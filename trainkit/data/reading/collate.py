@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,18 @@ from torch import Tensor
 
 from trainkit.errors import DataError
 
-__all__ = ["collate", "narrow", "to_device"]
+__all__ = ["CollateFunction", "collate", "narrow", "shape_text", "shards_of", "stack", "to_device"]
+
+
+class CollateFunction(Protocol):
+    """Makes a batch of samples."""
+
+    def __call__(self, samples: Sequence[Any], indices: Sequence[int], /) -> Any:
+        """Return the batch; `indices` are the indices of the samples in the dataset, for messages."""
+
+
+REMEDY: Final = "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
+"""What to do about samples that cannot be stacked."""
 
 
 def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
@@ -34,25 +45,33 @@ def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
                 [1., 1.]]), tensor([1, 0]))
     """
     try:
-        return _stack(samples)
+        return stack(samples)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(_first_odd_one(samples, indices, error)) from error
 
 
-def _stack(column: Sequence[Any]) -> Any:
+def stack(column: Sequence[Any]) -> Any:
+    """Stack the values of one field of some samples.
+
+    Raises:
+        TypeError: there is no batch of such values.
+        ValueError: arrays or structures differ.
+        RuntimeError: tensors differ in shape.
+        KeyError: dicts differ in their keys.
+    """
     if is_dataclass(first := column[0]):
         column = [{one.name: getattr(sample, one.name) for one in fields(sample)} for sample in column]
         first = column[0]
     if isinstance(first, Tensor):
         return torch.stack(tuple(column))
     if isinstance(first, tuple | list):
-        return tuple(_stack(part) for part in zip(*column, strict=True))
+        return tuple(stack(part) for part in zip(*column, strict=True))
     if isinstance(first, np.ndarray | np.generic):
         return torch.from_numpy(np.stack(column))
     if isinstance(first, bool | int | float):
         return torch.tensor(column)
     if isinstance(first, Mapping):
-        return {key: _stack([_require_same_keys(sample, first)[key] for sample in column]) for key in first}
+        return {key: stack([_require_same_keys(sample, first)[key] for sample in column]) for key in first}
     if isinstance(first, str | bytes):
         return list(column)
     raise TypeError(f"a {type(first).__name__} cannot become part of a batch")
@@ -68,29 +87,35 @@ def _first_odd_one(samples: Sequence[Any], indices: Sequence[int], error: Except
     """Find the sample that causes the error: the first that cannot be collated alone, or with the first."""
     for sample, index in zip(samples, indices, strict=True):
         try:
-            _stack([sample])
+            stack([sample])
         except (TypeError, ValueError, RuntimeError) as alone:
             return f"sample {index} cannot be part of a batch: {alone}."
     for sample, index in zip(samples, indices, strict=True):
         try:
-            _stack([samples[0], sample])
+            stack([samples[0], sample])
         except (TypeError, ValueError, RuntimeError, KeyError):
             return (
                 f"sample {index} cannot stand in a batch with sample {indices[0]}: "
-                f"{_shape(sample)} beside {_shape(samples[0])}."
+                f"{shape_text(sample)} beside {shape_text(samples[0])}. {REMEDY}"
             )
     return f"samples {indices[0]} to {indices[-1]} cannot be stacked: {error}"
 
 
-def _shape(sample: Any) -> str:
+def shape_text(sample: Any) -> str:
+    """Return the structure of a sample or batch with dtypes and shapes, for messages.
+
+    Example:
+        >>> shape_text({"x": torch.zeros(2, 3), "y": 1})
+        '{x: float32 (2, 3), y: int}'
+    """
     if isinstance(sample, Tensor | np.ndarray):
         return f"{sample.dtype} {tuple(sample.shape)}".removeprefix("torch.")
     if isinstance(sample, tuple | list):
-        return f"({', '.join(_shape(part) for part in sample)})"
+        return f"({', '.join(shape_text(part) for part in sample)})"
     if is_dataclass(sample) and not isinstance(sample, type):
-        return f"{type(sample).__name__}" + _shape({one.name: getattr(sample, one.name) for one in fields(sample)})
+        return f"{type(sample).__name__}" + shape_text({one.name: getattr(sample, one.name) for one in fields(sample)})
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {_shape(part)}" for key, part in sample.items()) + "}"
+        return "{" + ", ".join(f"{key}: {shape_text(part)}" for key, part in sample.items()) + "}"
     return type(sample).__name__
 
 
@@ -110,12 +135,28 @@ def narrow(batch: Any, start: int, size: int) -> Any:
     return batch[start : start + size]
 
 
+def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch into its shards, as views."""
+    shards, start = [], 0
+    for size in sizes:
+        shards.append(narrow(batch, start, size))
+        start += size
+    return shards
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on a device. A copy from pinned memory is asynchronous to the host."""
+    """Return the batch on a device. A copy from pinned memory is asynchronous to the host.
+
+    Objects that are neither tensors nor containers stay as they are, unless they have a method `to`.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):  # a packed sequence, a batch of transformers
+        return batch.to(device)
     if isinstance(batch, tuple):
         return tuple(to_device(part, device) for part in batch)
     if isinstance(batch, dict):
         return {key: to_device(part, device) for key, part in batch.items()}
+    if isinstance(batch, list):
+        return [to_device(part, device) for part in batch]
     return batch

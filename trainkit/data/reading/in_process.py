@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from trainkit.data.reading.collate import to_device
 from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader
-from trainkit.data.reading.sources import shards_of
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
@@ -68,7 +67,7 @@ class InProcessReader:
             raise batch
         if self._device.type != "cpu":
             batch = to_device(batch, self._device)
-        return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
+        return self._reader.cut(batch, self._positions.sizes(ticket))
 
     def close(self) -> None:
         """Drop the prefetched batches."""
@@ -92,7 +91,7 @@ class InProcessReader:
     def _attempt(self, ticket: Ticket) -> Any:
         indices = self._positions.indices(ticket).tolist()
         try:
-            return self._reader.batch(self._positions.epoch(ticket), indices)
+            return self._reader.read(self._positions.epoch(ticket), indices, self._positions.sizes(ticket))
         except DataError as error:
             return error
 

@@ -11,11 +11,11 @@ import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.config.values import at_least
-from trainkit.data.reading.collate import collate, to_device
+from trainkit.data.reading.collate import CollateFunction, collate, to_device
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.generators import Untouched, seed_host
-from trainkit.numerics.randomness import sample_key
+from trainkit.numerics.randomness import sample_key, shard_key
 
 __all__ = ["Stream", "StreamReader"]
 
@@ -102,7 +102,14 @@ class StreamReader:
     """
 
     def __init__(
-        self, stream: Stream, plan: BatchPlan, *, device: torch.device, settings: LoaderSettings, seed: int
+        self,
+        stream: Stream,
+        plan: BatchPlan,
+        *,
+        device: torch.device,
+        settings: LoaderSettings,
+        seed: int,
+        collate: CollateFunction = collate,
     ) -> None:
         if settings.num_workers:
             rule = "an iterable dataset is read by the training process. Use 0."
@@ -114,6 +121,7 @@ class StreamReader:
         self._plan = plan
         self._device = device
         self._seed = seed
+        self._collate = collate
         self._epoch = -1
         self._position = 0
         self._items: Iterator[Any] = iter(())
@@ -153,7 +161,9 @@ class StreamReader:
             self._epoch, self._position = epoch, 0
         for _ in range(start - self._position):
             self._next()
-        batch = collate([self._next() for _ in range(stop - start)], range(start, stop))
+        samples = [self._next() for _ in range(stop - start)]
+        seed_host(shard_key(self._seed, epoch, start))
+        batch = self._collate(samples, range(start, stop))
         return to_device(batch, self._device)
 
     def _next(self) -> Any:

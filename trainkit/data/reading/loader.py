@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.hooks import DataHooks
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader
 from trainkit.data.reading.positions import Positions
@@ -26,8 +27,8 @@ __all__ = ["Loader"]
 class Loader:
     """Batches by ticket, read in the fastest way that the dataset allows.
 
-    - in memory (a dataset with `tensors()` or `gather(indices)`, or `loader.cache=true`): one indexed gather per
-    ticket;
+    - in memory (a dataset with `tensors()` or `gather(indices)`, or `loader.cache=true`), if no collate is set: one
+    indexed gather per ticket;
     - `loader.num_workers=0`: samples are read and collated in this process, small batches several at a time;
     - workers: processes prefetch, from any step on, so that resuming costs nothing;
     - a `Stream`: read by position in its own order.
@@ -42,6 +43,7 @@ class Loader:
         settings: the `loader` keys of the config.
         seed: the run's seed.
         num_steps: steps of the run; nothing is read past them.
+        hooks: the code that the keys of `data` name.
 
     Raises:
         ConfigError: a setting is not possible with this dataset or device.
@@ -58,6 +60,7 @@ class Loader:
         settings: LoaderSettings,
         seed: int,
         num_steps: int,
+        hooks: DataHooks = DataHooks(),  # noqa: B008 - frozen
     ) -> None:
         if size_of(dataset) == 0:
             raise DataError(f"{type(dataset).__name__} is empty: it has no samples to train on.")
@@ -72,6 +75,7 @@ class Loader:
             settings=settings,
             seed=seed,
             num_steps=num_steps,
+            hooks=hooks,
         )
         self._last: tuple[Ticket, list[Any]] | None = None
         self.wait_s = 0.0
@@ -122,20 +126,20 @@ def _choose(
     settings: LoaderSettings,
     seed: int,
     num_steps: int,
+    hooks: DataHooks,
 ) -> BatchSource:
     if isinstance(dataset, Stream):
-        return StreamReader(dataset, plan, device=device, settings=settings, seed=seed)
+        return StreamReader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
     positions = Positions(plan, SampleOrder(num_samples=plan.num_samples, seed=seed, shuffle=settings.shuffle))
-    gather = getattr(dataset, "gather", None)
-    if gather is not None and settings.cache is not False:
-        return Gatherer(gather, positions, device=device)
-    arrays = None if settings.cache is False else whole_arrays(dataset)
-    if arrays is None and settings.cache is True:
-        arrays = collated(dataset)
-    if arrays is not None:
-        return Memory(arrays, positions, device=device)
+    if hooks.collate is None:
+        in_memory = _in_memory(dataset, positions, device=device, settings=settings)
+        if in_memory is not None:
+            return in_memory
+    elif settings.cache is True:
+        rule = "data.collate makes its batches of single samples. Use auto."
+        raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
     if settings.num_workers == 0:
-        reader = Reader(dataset, seed=seed)
+        reader = Reader(dataset, seed=seed, collate=hooks.collate)
         return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, device=device)
     return Workers(
         dataset,
@@ -145,4 +149,18 @@ def _choose(
         num_steps=num_steps,
         device=device,
         settings=settings,
+        collate=hooks.collate,
     )
+
+
+def _in_memory(
+    dataset: Any, positions: Positions, *, device: torch.device, settings: LoaderSettings
+) -> BatchSource | None:
+    """Return the source of a dataset that gives many samples at once; None for any other."""
+    gather = getattr(dataset, "gather", None)
+    if gather is not None and settings.cache is not False:
+        return Gatherer(gather, positions, device=device)
+    arrays = None if settings.cache is False else whole_arrays(dataset)
+    if arrays is None and settings.cache is True:
+        arrays = collated(dataset)
+    return None if arrays is None else Memory(arrays, positions, device=device)

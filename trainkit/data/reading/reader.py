@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from trainkit.data.reading.collate import collate
+from trainkit.data.reading.collate import CollateFunction, collate, shards_of
 from trainkit.errors import DataError
 from trainkit.numerics.generators import seed_host
-from trainkit.numerics.randomness import sample_key
+from trainkit.numerics.randomness import sample_key, shard_key
 
 __all__ = ["Reader", "result_without_draws"]
 
@@ -38,9 +39,11 @@ class Reader:
         True
     """
 
-    def __init__(self, dataset: Any, *, seed: int) -> None:
+    def __init__(self, dataset: Any, *, seed: int, collate: CollateFunction | None = None) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._collate = collate
+        self._collate_draws = False
         self._many = getattr(dataset, "__getitems__", None)
         self.draws = False
         """Whether a sample has drawn random numbers."""
@@ -52,6 +55,47 @@ class Reader:
             DataError: a sample cannot be read or collated; names its index.
         """
         return collate(self._samples(epoch, indices), indices)
+
+    def read(self, epoch: int, indices: Sequence[int], sizes: Sequence[int]) -> Any:
+        """Read and collate the samples of several shards: one batch of all, or with a collate a list of one a shard.
+
+        What a collate makes of a sample may depend on the others of its batch, so that it must see the samples of one
+        shard, however many shards this rank has.
+
+        Args:
+            epoch: the epoch.
+            indices: the samples of all shards, one shard after the other.
+            sizes: the number of samples of each shard.
+
+        Raises:
+            DataError: a sample cannot be read or collated; names its index.
+        """
+        if self._collate is None:
+            return self.batch(epoch, indices)
+        ends = list(accumulate(sizes))
+        return [
+            self._collated(self._collate, epoch, indices[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Return one batch a shard of what `read` has returned for shards of these sizes."""
+        if self._collate is not None:
+            return list(batch)
+        return [batch] if len(sizes) == 1 else shards_of(batch, sizes)
+
+    def _collated(self, function: CollateFunction, epoch: int, indices: Sequence[int]) -> Any:
+        """Collate one shard; random numbers depend on (seed, epoch, first sample of the shard)."""
+        if not self._collate_draws:
+            samples = self._samples(epoch, indices)
+            _WATCH.begin()
+            batch = function(samples, indices)
+            if not _WATCH.broken:
+                return batch
+            self._collate_draws = True
+        samples = self._samples(epoch, indices)  # anew: a collate may change the samples that it is given
+        seed_host(shard_key(self._seed, epoch, indices[0]))
+        return function(samples, indices)
 
     def _samples(self, epoch: int, indices: Sequence[int]) -> Sequence[Any]:
         if not self.draws:

@@ -8,14 +8,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.data.reading.collate import narrow, to_device
+from trainkit.data.reading.collate import shards_of, to_device
 from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader, result_without_draws
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
 
-__all__ = ["Arrays", "BatchSource", "Gatherer", "Memory", "collated", "shards_of", "whole_arrays"]
+__all__ = ["Arrays", "BatchSource", "Gatherer", "Memory", "collated", "whole_arrays"]
 
 _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
@@ -97,15 +97,6 @@ class Gatherer:
 
     def close(self) -> None:
         """Do nothing: no process was started."""
-
-
-def shards_of(batch: Any, sizes: list[int]) -> list[Any]:
-    """Cut a batch into its shards, as views."""
-    shards, start = [], 0
-    for size in sizes:
-        shards.append(narrow(batch, start, size))
-        start += size
-    return shards
 
 
 def whole_arrays(dataset: Any) -> Arrays | None:

@@ -13,10 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.reading.collate import to_device
+from trainkit.data.reading.collate import CollateFunction, to_device
 from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader
-from trainkit.data.reading.sources import shards_of
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
@@ -25,8 +24,8 @@ __all__ = ["Request", "Workers", "read_ahead", "shut_down", "unwrap_worker_resul
 
 _PR_SET_PDEATHSIG: Final = 1
 
-Request = tuple[int, list[int]]
-"""An epoch, and its samples to collate into one batch."""
+Request = tuple[int, list[int], list[int]]
+"""An epoch, samples of it, and the sizes of the shards that they form."""
 
 _T = TypeVar("_T")
 
@@ -48,8 +47,9 @@ class Workers:
         num_steps: int,
         device: torch.device,
         settings: LoaderSettings,
+        collate: CollateFunction | None = None,
     ) -> None:
-        self._dataset = dataset
+        self._dataset, self._collate = dataset, collate
         self._positions = positions
         self._seed = seed
         self._shards_at = shards_at
@@ -58,20 +58,19 @@ class Workers:
         self._settings = settings
         self._ahead: Iterator[Any] | None = None
         self._next_step = -1
-        self._reader = Reader(dataset, seed=seed)
+        self._reader = Reader(dataset, seed=seed, collate=collate)
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Return the next batch of the workers, or one read in this process."""
         if ticket.shards != tuple(self._shards_at(ticket.step)):
             with Untouched(seed=0):
-                batch = self._reader.batch(self._positions.epoch(ticket), self._positions.indices(ticket).tolist())
+                batch = self._reader.read(*_request(self._positions, ticket))
         else:
             if self._ahead is None or ticket.step != self._next_step:
                 self._start(ticket.step)
             batch = unwrap_worker_result(next(self._ahead))  # type: ignore[arg-type]
             self._next_step = self._after(ticket.step)
-        batch = to_device(batch, self._device)
-        return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
+        return self._reader.cut(to_device(batch, self._device), self._positions.sizes(ticket))
 
     def close(self) -> None:
         """Stop the workers and wait for them."""
@@ -86,6 +85,7 @@ class Workers:
             seed=self._seed,
             device=self._device,
             settings=self._settings,
+            collate=self._collate,
         )
 
     def _requests(self, first_step: int) -> Iterator[Request]:
@@ -94,7 +94,7 @@ class Workers:
         for step in range(first_step, self._num_steps):
             ticket = Ticket(step, tuple(self._shards_at(step)))
             if ticket.shards:
-                yield positions.epoch(ticket), positions.indices(ticket).tolist()
+                yield _request(positions, ticket)
 
     def _after(self, step: int) -> int:
         """Return the next step that has shards for this rank."""
@@ -102,12 +102,22 @@ class Workers:
         return next((later for later in following if self._shards_at(later)), self._num_steps)
 
 
+def _request(positions: Positions, ticket: Ticket) -> Request:
+    return positions.epoch(ticket), positions.indices(ticket).tolist(), positions.sizes(ticket)
+
+
 def read_ahead(
-    dataset: Any, requests: Iterable[Request], *, seed: int, device: torch.device, settings: LoaderSettings
+    dataset: Any,
+    requests: Iterable[Request],
+    *,
+    seed: int,
+    device: torch.device,
+    settings: LoaderSettings,
+    collate: CollateFunction | None = None,
 ) -> Iterator[Any]:
-    """Start workers on a series of requests; each item is a collated batch on the host, or an error."""
+    """Start workers on a series of requests; each item is what `Reader.read` returns, on the host, or an error."""
     loader = DataLoader(
-        _Remote(dataset, seed),
+        _Remote(Reader(dataset, seed=seed, collate=collate)),
         batch_size=None,
         sampler=requests,
         num_workers=settings.num_workers,
@@ -131,12 +141,12 @@ class _Failure:
 class _Remote(Dataset[Any]):
     """The dataset and its reader in a worker process."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._reader = Reader(dataset, seed=seed)
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            return self._reader.batch(*request)
+            return self._reader.read(*request)
         except DataError as error:
             return _Failure(str(error))
 

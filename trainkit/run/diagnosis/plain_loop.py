@@ -99,6 +99,7 @@ class PlainLoop:
             settings=plan.cfg.loader,
             seed=plan.cfg.seed,
             num_steps=plan.num_steps,
+            hooks=plan.components.hooks,
         )
         try:
             yield

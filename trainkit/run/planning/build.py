@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from trainkit.callbacks.screen import FinalSummary, StartupSummary
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.data.folds import folded
+from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.numerics.deferred import build_deferred
@@ -39,6 +41,8 @@ class Components:
     datasets: Mapping[str, Any]
     """Split -> dataset; `train` is always there."""
     numerics: Numerics
+    hooks: DataHooks = field(default_factory=DataHooks)
+    """The code that `data` names beside its class."""
 
     @cached_property
     def sample(self) -> Any:
@@ -49,11 +53,29 @@ class Components:
         with Untouched(seed=0):
             return train[0]
 
+    @cached_property
+    def example(self) -> Any:
+        """A sample, to look up its fields; a batch that holds it twice, if there is a collate."""
+        if self.hooks.collate is None or self.sample is None:
+            return self.sample
+        with Untouched(seed=0):
+            return self.hooks.collate([self.sample, self.sample], [0, 0])
+
     @property
     def weighing(self) -> LossWeighting:
         """How the loss is normalised, derived from one sample."""
+        if self.hooks.collate is not None:
+            return self._weighing_collated()
         per_sample = self.objective.weight_per_sample(self.sample)
         return LossWeighting(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(self.sample))
+
+    def _weighing_collated(self) -> LossWeighting:
+        """How the loss is normalised where a collate may pad: by a weight that no sample decides, else by counting."""
+        per_sample = None
+        with suppress(Exception):  # an objective that reads the sample cannot know its weight in a batch
+            per_sample = self.objective.weight_per_sample(None)
+        planned = per_sample or self.objective.planned_weight_per_sample(self.example) / 2
+        return LossWeighting(per_sample=per_sample, planned=planned)
 
 
 def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Components:
@@ -70,6 +92,7 @@ def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) ->
         objective=build(cfg.objective, "objective"),
         datasets=folded(build_splits(cfg.data), cfg.cv) if splits is None else splits,
         numerics=numerics_of(cfg),
+        hooks=DataHooks.of(cfg.data),
     )
 
 

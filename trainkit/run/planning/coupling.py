@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.reading.collate import collate
+from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.numerics.generators import HostStates, seed_host
 from trainkit.objectives.base import Objective
 
@@ -59,13 +59,16 @@ class Coupling:
         return ", and ".join(f"{subject} {' and '.join(does)}" for subject, does in by_subject.items())
 
 
-def probe(model: nn.Module, objective: Objective, samples: Sequence[Any]) -> Coupling:
+def probe(
+    model: nn.Module, objective: Objective, samples: Sequence[Any], collate: CollateFunction = collate
+) -> Coupling:
     """Run a model and an objective on variants of one shard, and compare.
 
     Args:
         model: a model for the probe alone, on the CPU, in training mode; its parameters are changed.
         objective: an objective for the probe alone.
         samples: an even number of samples of equal shapes; the second half replaces the first.
+        collate: makes a batch of samples.
 
     Returns:
         The findings. The generators of torch (CPU), `random` and NumPy are restored.
@@ -73,7 +76,7 @@ def probe(model: nn.Module, objective: Objective, samples: Sequence[Any]) -> Cou
     with kept_generators(), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         _vary_constant_parameters(model)
-        return _findings(Shard(model, objective, samples))
+        return _findings(Shard(model, objective, samples, collate))
 
 
 def _vary_constant_parameters(model: nn.Module) -> None:
@@ -206,10 +209,13 @@ class Shard:
         model: on the CPU, in training mode.
         objective: computes the loss of the shard.
         samples: the samples of the shard, and as many that replace them; all of equal shapes.
+        collate: makes a batch of samples.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, samples: Sequence[Any]) -> None:
-        self._model, self._objective = model, objective
+    def __init__(
+        self, model: nn.Module, objective: Objective, samples: Sequence[Any], collate: CollateFunction
+    ) -> None:
+        self._model, self._objective, self._collate = model, objective, collate
         self.size = len(samples) // 2
         self._first, self._other = samples[: self.size], samples[self.size :]
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -222,7 +228,7 @@ class Shard:
             places: the positions to run; None: all.
         """
         places = range(self.size) if places is None else places
-        batch = collate([(self._other if i in replaced else self._first)[i] for i in places], places)
+        batch = self._collate([(self._other if i in replaced else self._first)[i] for i in places], places)
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])

@@ -24,8 +24,8 @@ def refuse_unknown_fields(parts: Components) -> None:
         ConfigError: a field that the objective names does not exist.
         DataError: the structure of a sample leaves open which fields are meant.
     """
-    if _selects(parts.objective) and parts.sample is not None:
-        parts.objective.split_batch(parts.sample)  # type: ignore[attr-defined]
+    if _selects(parts.objective) and parts.example is not None:
+        parts.objective.split_batch(parts.example)  # type: ignore[attr-defined]
 
 
 def _selects(objective: Objective) -> bool:
@@ -34,10 +34,10 @@ def _selects(objective: Objective) -> bool:
 
 
 def _fields_left_out(parts: Components) -> list[str]:
-    if not _selects(parts.objective) or parts.sample is None:
+    if not _selects(parts.objective) or parts.example is None:
         return []
-    named = named_fields(parts.sample)
-    left_out = unused_fields(parts.sample, *parts.objective.field_names)  # type: ignore[attr-defined]
+    named = named_fields(parts.example)
+    left_out = unused_fields(parts.example, *parts.objective.field_names)  # type: ignore[attr-defined]
     numbers = [name for name in left_out if _is_number(named[name])]
     if not numbers:
         return []

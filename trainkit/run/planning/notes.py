@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainkit.config.targets.build import build
 from trainkit.data.reading.iterable import Stream
@@ -84,6 +86,34 @@ def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
 
 
 def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -> Coupling:
+    """Find what depends on the cut of the steps: the model, the objective, and the code that `data` names.
+
+    Args:
+        plan: the run.
+        model: possibly without data: only its parameters are counted.
+        at_any_size: whether a model of more than 50 million parameters is run as well.
+    """
+    found = _coupling_of_model(plan, model, at_any_size=at_any_size)
+    return replace(found, found=(*found.found, *_coupling_of_data(plan)))
+
+
+def _coupling_of_data(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield why batches depend on the cut: a collate that makes another shape of a sample beside a larger one."""
+    collate, train = plan.components.hooks.collate, plan.components.datasets["train"]
+    if collate is None or not hasattr(train, "__getitem__"):
+        return
+    with kept_generators(), suppress(Exception):  # the training reports what fails
+        samples = list({_shape(sample): sample for sample in _some(train)}.values())
+        alone = [_widths(collate([sample], [0])) for sample in samples]
+        if any(widths != _widths(collate(samples, range(len(samples)))) for widths in alone):
+            yield "data.collate", "pads samples to the largest of their shard"
+
+
+def _widths(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape[1:]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) -> Coupling:
     """Run the model of a plan on a few samples of its training data, on the CPU, and find what depends on the cut.
 
     The model and the objective are built anew for this, so that those of the training are not changed.
@@ -100,7 +130,7 @@ def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -
             samples = _samples_of_one_shape(plan.components.datasets["train"])
         if isinstance(samples, str):
             return Coupling(not_probed=samples)
-        return probe(build_model(plan.cfg), build(plan.cfg.objective), samples)
+        return probe(build_model(plan.cfg), build(plan.cfg.objective), samples, plan.components.hooks.collate_function)
     except Exception as error:  # noqa: BLE001 - a user's model may fail in any way; training reports it
         reason = str(error).partition("\n")[0]
         return Coupling(not_probed=f"a pass on the CPU failed ({type(error).__name__}: {reason[:200]})")

@@ -206,6 +206,7 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         optimizer=_class_of(cfg.optimizer),
         objective=parts.objective,
         sample=parts.sample,
+        collate=parts.hooks.collate_function,
         launch=launch,
     )
 

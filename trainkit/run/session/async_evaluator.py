@@ -134,6 +134,7 @@ class CheckpointEvaluator:
             num_ranks=1,
             device=self._executor.local.device,
             settings=cfg.loader,
+            hooks=parts.hooks,
         )
         self._watched = MonitoredMetric.of(cfg.eval)
         self._retention: Retention = retention_of(cfg)

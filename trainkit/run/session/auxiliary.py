@@ -68,4 +68,5 @@ def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
         settings=plan.cfg.loader,
         seed=plan.cfg.seed,
         num_steps=0,
+        hooks=plan.components.hooks,
     )

@@ -58,6 +58,7 @@ class EvalRunner:
             device=self._local.device,
             settings=self._plan.cfg.loader,
             together=self._plan.components.strategy.traits.forward_is_collective,
+            hooks=self._plan.components.hooks,
         )
         figures = evaluate(
             self._local,

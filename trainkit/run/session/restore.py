@@ -105,6 +105,7 @@ def loader_of(plan: RunPlan, executor: Executor) -> Loader:
         settings=plan.cfg.loader,
         seed=plan.cfg.seed,
         num_steps=plan.num_steps,
+        hooks=plan.components.hooks,
     )
 
 

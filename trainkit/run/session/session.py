@@ -141,8 +141,8 @@ class TaskSession:
     def train(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; return the content of result.json."""
         self.enter("data")
-        self._cleanup.callback(self._close_loader)
         self._open_loader()
+        self._cleanup.callback(self._close_loader)
         for line in tune(self.executor):
             self.warn(line)
         for callback in self.callbacks:

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from trainkit.data.reading.collate import collate
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.partition.blocks import Block
@@ -67,7 +66,7 @@ def activations_in(
         if facts is None or facts.objective is None or facts.sample is None:
             return None
         objective = facts.objective
-        batch = tree_map(lambda value: _of_size(value, facts.micro_size), collate([facts.sample], [0]))
+        batch = tree_map(lambda value: _of_size(value, facts.micro_size), facts.collate([facts.sample], [0]))
         return activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
 
     return find

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
-from trainkit.data.reading.collate import collate
 from trainkit.errors import Problem
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import noting_keys
@@ -183,7 +182,7 @@ def programs_of(model: nn.Module, context: PlanContext) -> tuple[Program, ...] |
 
 def _inputs(context: PlanContext) -> Any:
     """Return the inputs of a batch that holds the sample twice."""
-    batch = collate([context.sample, context.sample], [0, 0])
+    batch = context.collate([context.sample, context.sample], [0, 0])
     objective = context.objective
     return (objective.split_batch(batch) if isinstance(objective, Supervised) else split_batch(batch))[0]
 

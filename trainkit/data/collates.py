@@ -1,0 +1,217 @@
+"""Collates for `data.collate`: they make one batch of the samples of a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Final
+
+import torch
+from torch import Tensor
+
+from trainkit.config.values import at_least
+from trainkit.data.reading.collate import stack
+from trainkit.errors import DataError
+from trainkit.objectives.fields import TARGETS, Field
+
+__all__ = ["Dicts", "Lists", "PadImages", "PadSequences"]
+
+_IGNORED: Final = -100
+"""What cross entropy leaves out by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadSequences:
+    """Pad sequences at their end to the longest of the shard, and stack them; numbers are stacked.
+
+    A sequence is a tensor (length, ...) or a list of numbers.
+
+    Example:
+        >>> samples = [(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])), (torch.tensor([7]), torch.tensor([8]))]
+        >>> PadSequences()(samples)
+        (tensor([[1, 2, 3],
+                [7, 0, 0]]), tensor([[   2,    3,    4],
+                [   8, -100, -100]]))
+    """
+
+    padding: float = 0
+    """The value of padded places, except in the target."""
+    target_padding: float = _IGNORED
+    """The value of padded places in the target; -100 counts for no loss of trainkit's over classes or tokens."""
+    target: Field | None = None
+    """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
+    length: Annotated[int | None, at_least(1)] = None
+    """Pad to this length instead: batches then do not depend on how a step is cut. A longer sequence is refused."""
+    multiple_of: Annotated[int, at_least(1)] = 1
+    """Pad to a multiple of this."""
+    mask: str | None = None
+    """Add a field of this name to dict samples, (samples, length) int64: 1 where the first sequence has a value."""
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch."""
+        columns = _columns(samples)
+        target = _target_of(samples[0], columns, self.target)
+        batch: dict[Any, Any] = {}
+        mask = None
+        for name, column in columns.items():
+            tensors = _tensors(column)
+            if tensors is None or tensors[0].dim() == 0:
+                batch[name] = stack(column)
+                continue
+            longest = max(len(one) for one in tensors)
+            if self.length is not None and longest > self.length:
+                raise DataError(f"a sequence of length {longest} is longer than data.collate.length={self.length}.")
+            size = -(-(self.length or longest) // self.multiple_of) * self.multiple_of
+            value = self.target_padding if name == target else self.padding
+            batch[name] = _padded(tensors, [size, *tensors[0].shape[1:]], value)
+            if mask is None:
+                lengths = torch.tensor([len(one) for one in tensors])
+                mask = (torch.arange(size) < lengths.unsqueeze(1)).long()
+        if self.mask is not None:
+            batch[self.mask] = _mask_of(samples[0], mask, batch)
+        return _like(samples[0], batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadImages:
+    """Pad images of several sizes at their right and bottom to the largest of the shard, and stack them.
+
+    An image is a tensor (..., height, width); a target of the same kind, such as a mask of classes, is padded alike.
+
+    Example:
+        >>> batch = PadImages()([(torch.ones(3, 4, 2), 0), (torch.ones(3, 1, 5), 1)])
+        >>> batch[0].shape, batch[1]
+        (torch.Size([2, 3, 4, 5]), tensor([0, 1]))
+    """
+
+    padding: float = 0
+    """The value of padded pixels, except in the target."""
+    target_padding: float = _IGNORED
+    """The value of padded pixels in a target that is an image."""
+    target: Field | None = None
+    """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
+    multiple_of: Annotated[int, at_least(1)] = 1
+    """Pad height and width to a multiple of this, such as the stride of the model."""
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch."""
+        columns = _columns(samples)
+        target = _target_of(samples[0], columns, self.target)
+        batch = {}
+        for name, column in columns.items():
+            tensors = _tensors(column)
+            if tensors is None or tensors[0].dim() < 2:
+                batch[name] = stack(column)
+                continue
+            largest = [max(one.shape[dim] for one in tensors) for dim in (-2, -1)]
+            size = [-(-side // self.multiple_of) * self.multiple_of for side in largest]
+            value = self.target_padding if name == target else self.padding
+            batch[name] = _padded(tensors, [*tensors[0].shape[:-2], *size], value)
+        return _like(samples[0], batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lists:
+    """Keep the values of each field as a list, for models that take images of several sizes, such as detectors.
+
+    Example:
+        >>> images, boxes = Lists()([(torch.ones(3, 4, 2), {"n": 1}), (torch.ones(3, 1, 5), {"n": 0})])
+        >>> [tuple(image.shape) for image in images], boxes
+        ([(3, 4, 2), (3, 1, 5)], [{'n': 1}, {'n': 0}])
+    """
+
+    stacked: list[Field] = field(default_factory=list)
+    """Fields to stack nevertheless."""
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch."""
+        columns = _columns(samples)
+        return _like(samples[0], {name: stack(c) if name in self.stacked else list(c) for name, c in columns.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dicts:
+    """Collate each field of dicts or dataclasses in a way of its own; fields without one are stacked.
+
+    Example:
+        >>> samples = [{"words": torch.tensor([5, 6]), "n": 2}, {"words": torch.tensor([7]), "n": 1}]
+        >>> batch = Dicts(pad={"words": 0})(samples)
+        >>> batch["words"].tolist(), batch["n"].tolist()
+        ([[5, 6], [7, 0]], [2, 1])
+    """
+
+    pad: dict[str, float] = field(default_factory=dict)
+    """Fields to pad at the end of every dim to the largest of the shard -> the value of padded places."""
+    keep: list[str] = field(default_factory=list)
+    """Fields that stay a list."""
+    drop: list[str] = field(default_factory=list)
+    """Fields to leave out."""
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Return the batch."""
+        columns = _columns(samples)
+        unknown = [name for name in (*self.pad, *self.keep, *self.drop) if name not in columns]
+        if unknown:
+            held = ", ".join(map(str, columns))
+            raise DataError(f"data.collate names {', '.join(unknown)}, and a sample has {held}.")
+        return {name: self._field(name, column) for name, column in columns.items() if name not in self.drop}
+
+    def _field(self, name: str, column: Sequence[Any]) -> Any:
+        if name in self.keep:
+            return list(column)
+        if name not in self.pad:
+            return stack(column)
+        tensors = [torch.as_tensor(value) for value in column]
+        largest = [max(sizes) for sizes in zip(*(one.shape for one in tensors), strict=True)]
+        return _padded(tensors, largest, self.pad[name])
+
+
+def _columns(samples: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Return field -> its value in each sample; samples that are no containers have one field."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: [sample[key] for sample in samples] for key in first}
+    if is_dataclass(first):
+        return {one.name: [getattr(sample, one.name) for sample in samples] for one in fields(first)}
+    if isinstance(first, tuple | list):
+        return dict(enumerate(map(list, zip(*samples, strict=True))))
+    return {None: list(samples)}
+
+
+def _like(sample: Any, batch: dict[Any, Any]) -> Any:
+    """Return the fields of a batch in the structure of a sample; a dataclass becomes a dict."""
+    if isinstance(sample, tuple | list):
+        return tuple(batch.values())
+    return batch.get(None, batch)
+
+
+def _target_of(sample: Any, columns: Mapping[Any, Any], named: Field | None) -> Any:
+    if named is not None:
+        return named
+    if isinstance(sample, tuple | list):
+        return len(columns) - 1 if len(columns) > 1 else None
+    return next((name for name in TARGETS if name in columns), None)
+
+
+def _tensors(column: Sequence[Any]) -> list[Tensor] | None:
+    """Return the values of a field as tensors; None for text and other objects."""
+    try:
+        return [torch.as_tensor(value) for value in column]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _padded(tensors: Sequence[Tensor], shape: Sequence[int], value: float) -> Tensor:
+    """Return the tensors in one, each in the corner of places of a value."""
+    batch = tensors[0].new_full((len(tensors), *shape), value)
+    for row, one in zip(batch, tensors, strict=True):
+        row[tuple(slice(0, size) for size in one.shape)] = one
+    return batch
+
+
+def _mask_of(sample: Any, mask: Tensor | None, batch: Mapping[Any, Any]) -> Tensor:
+    if isinstance(sample, tuple | list) or None in batch:
+        raise DataError("data.collate.mask names a field, and the samples are no dicts. Give dicts, or leave it out.")
+    if mask is None:
+        raise DataError("data.collate.mask needs a sequence, and a sample has none.")
+    return mask

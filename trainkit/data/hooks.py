@@ -1,0 +1,117 @@
+"""The code that `data` names beside its class: how samples form a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import build_callable, hooks_in
+from trainkit.data.reading.collate import CollateFunction, collate, shape_text
+from trainkit.errors import DataError, TrainkitError
+
+__all__ = ["DataHooks", "UserCollate", "class_node"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCollate:
+    """The function of `data.collate`, called with the samples of one shard.
+
+    Example:
+        >>> UserCollate(function=list, name="list")([3, 4], [0, 1])
+        [3, 4]
+    """
+
+    function: Callable[[list[Any]], Any]
+    name: str
+    """The text of the config that names it."""
+
+    def __call__(self, samples: Sequence[Any], indices: Sequence[int], /) -> Any:
+        """Return the batch.
+
+        Raises:
+            DataError: the function fails, or its batch holds another number of samples.
+        """
+        try:
+            batch = self.function(list(samples))
+        except TrainkitError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"data.collate={self.name} fails on the samples {_listed(indices)}: {type(error).__name__}: {error}. "
+                f"They are {_shapes(samples)}."
+            ) from error
+        if not _holds(batch, len(samples)):
+            raise DataError(
+                f"data.collate={self.name} makes {shape_text(batch)} of the {len(samples)} samples {_listed(indices)}: "
+                "every sample must be in the batch once. To leave out samples, leave them out of the dataset."
+            )
+        return batch
+
+
+def _holds(batch: Any, count: int) -> bool:
+    """Return whether the sizes in a batch allow that it holds so many samples.
+
+    Vectors and lists have an element a sample; without any, the first or second dim of a tensor is the sample.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    lengths = {len(leaf) for leaf in leaves if leaf.dim() == 1} | set(_lengths_of_lists(batch))
+    if count in lengths or not (leaves or lengths):
+        return True
+    return not lengths and any(count in leaf.shape[:2] for leaf in leaves)
+
+
+def _lengths_of_lists(batch: Any) -> list[int]:
+    if isinstance(batch, Mapping):
+        return [length for part in batch.values() for length in _lengths_of_lists(part)]
+    if isinstance(batch, tuple):
+        return [length for part in batch for length in _lengths_of_lists(part)]
+    return [len(batch)] if isinstance(batch, list) else []
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return f"{', '.join(map(str, indices[:8]))}{' ...' if len(indices) > 8 else ''}"
+
+
+def _shapes(samples: Sequence[Any]) -> str:
+    found = list(dict.fromkeys(shape_text(sample) for sample in samples))
+    return f"{'; '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataHooks:
+    """What the keys of `data` beside those of its class name."""
+
+    collate: UserCollate | None = None
+    """Makes a batch of the samples of a shard; None: they are stacked."""
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any]) -> DataHooks:
+        """Build what a `data` node names.
+
+        Raises:
+            ConfigError: something cannot be imported or built.
+        """
+        given = {key: value for key, value in hooks_in(node).items() if value is not None}
+        made = {key: (build_callable(value, f"data.{key}"), _name_of(value)) for key, value in given.items()}
+        collate = made.get("collate")
+        return cls(collate=None if collate is None else UserCollate(function=collate[0], name=collate[1]))
+
+    @property
+    def collate_function(self) -> CollateFunction:
+        """Makes a batch of samples: the function of the config, or the one that stacks."""
+        return collate if self.collate is None else self.collate
+
+
+def class_node(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a `data` node that belong to its class."""
+    hooks = hooks_in(node)
+    return {key: value for key, value in node.items() if key not in hooks}
+
+
+def _name_of(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else str(value[TARGET])
