@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from trainkit.api.source import Definition, module_of, source_of
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, root_of
-from trainkit.config.targets.build import imported, signature_keys
+from trainkit.config.targets.build import imported, signature_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.base import Objective
 from trainkit.run.folder.run_folder import write_atomically
@@ -139,7 +139,7 @@ class Given:
         if len(value.param_groups) > 1:
             rule = "has several groups of parameters. Give its class and optimizer.groups instead."
             return [Problem(key="optimizer", rule=rule)]
-        known = signature_keys(type(value))
+        known = signature_of(type(value)).keys
         settings = {key: setting for key, setting in value.defaults.items() if key in known}
         return self._add_factory("optimizer", type(value), _plain(settings))
 
@@ -266,7 +266,7 @@ def _split(splits: Mapping[str, Any], split: str) -> Any:
 
 def _data_target(make: Callable[..., Any], splits: Sequence[str] | Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a target for the group data, with the signature and the splits of what it stands for."""
-    takes_split = "split" in signature_keys(make)
+    takes_split = "split" in signature_of(make).keys
 
     def with_split(split: str) -> Any:
         return make(split=split)
