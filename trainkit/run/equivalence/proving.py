@@ -89,7 +89,9 @@ def prove(
             log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
             candidate = with_precision(replace(one.plan.cfg, batch=sizes), precision)
             found = weights_by_step(candidate, Path(folder) / str(number))
-            case = _case(one, candidate, reference, examiner, expected, found)
+            case = _case(
+                one, candidate=candidate, reference=reference, examiner=examiner, expected=expected, found=found
+            )
             proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
             proofs.append(proof)
             if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
@@ -98,7 +100,13 @@ def prove(
 
 
 def _case(
-    one: _Candidate, candidate: RunConfig, reference: RunConfig, examiner: Examiner, expected: Weights, found: Weights
+    one: _Candidate,
+    *,
+    candidate: RunConfig,
+    reference: RunConfig,
+    examiner: Examiner,
+    expected: Weights,
+    found: Weights,
 ) -> Case:
     """Compare the weights of a candidate with those of the reference."""
     comparisons = compare(
