@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from tests.support import drawing_models, reference, zoo
+from tests.support import drawing_models, own_objectives, reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
 from trainkit.config.targets.build import build, resolve_target
@@ -112,6 +112,11 @@ TASKS = {
     "mixup": Trial(zoo.Net, zoo.Points, zoo.classes_sum, drawing_models.Mixup),
     "noisy_scores": Trial(drawing_models.drop_path, zoo.Points, zoo.classes_sum, drawing_models.NoisyScores),
     "masked_words": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, drawing_models.MaskedWords),
+    "two_terms": Trial(zoo.Net, zoo.Points, own_objectives.two_terms_sum, own_objectives.TwoTerms),
+    "two_heads": Trial(own_objectives.TwoHeads, zoo.Points, own_objectives.both_heads_sum, own_objectives.BothHeads),
+    "gradient_penalty": Trial(zoo.Net, zoo.Points, own_objectives.penalty_sum, own_objectives.GradientPenalty),
+    "weight_penalty": Trial(zoo.Net, zoo.Points, own_objectives.weight_penalty_sum, own_objectives.WeightPenalty),
+    "taught": Trial(zoo.Net, zoo.Points, own_objectives.taught_sum, own_objectives.Taught),
     "resnet": Trial(zoo.small_resnet, zoo.Pictures, zoo.classes_sum, Classification),
 }
 

@@ -11,6 +11,7 @@ from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.pipeline import Pipeline
 
@@ -96,6 +97,6 @@ def test_a_pipeline_refuses_an_objective_with_a_loss_of_its_own() -> None:
         def loss(self, model: Model, batch: Any) -> Loss:
             return super().loss(model, batch)
 
-    (problem,) = Pipeline().validate(PlanContext(objective=Own()))
+    (problem,) = access_problems(Pipeline(), PlanContext(objective=Own()))
     assert problem.key == "objective"
     assert "Use a Supervised objective without a loss of its own." in str(problem)

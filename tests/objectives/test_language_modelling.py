@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from tests.objectives.ranks import Alone, on_ranks
 from trainkit.objectives.base import Collective
-from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.language_modelling import LanguageModelling, Perplexity
 
 SCORES = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
 PADDED = torch.tensor([[1, 2, -100], [4, -100, -100]])
@@ -47,7 +47,7 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
     objective = LanguageModelling()
 
     def evaluate(collective: Collective) -> float:
-        metric = objective.metrics()["perplexity"]
+        metric = Perplexity()
         part = slice(collective.rank, collective.rank + 1)
         metric.update(objective.score(SCORES[part], PADDED[part]), None)
         return metric.compute(collective)
@@ -55,4 +55,4 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
     expected = math.exp(functional.cross_entropy(SCORES.flatten(0, 1).double(), PADDED.flatten()))
 
     assert on_ranks(2, evaluate) == [pytest.approx(expected, rel=1e-6)] * 2
-    assert math.isnan(objective.metrics()["perplexity"].compute(Alone()))
+    assert math.isnan(Perplexity().compute(Alone()))

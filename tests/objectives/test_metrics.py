@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from tests.objectives.ranks import Alone, on_ranks
-from trainkit.errors import ConfigError
+from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective, Loss
 from trainkit.objectives.classification import Classification
+from trainkit.objectives.confusion import ConfusionMatrix, PerClass
 from trainkit.objectives.metrics import TopK, gather_ragged
+from trainkit.objectives.tables import Table, results_of
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -20,8 +22,8 @@ LABELS = torch.randint(4, (50,), generator=GENERATOR)
 PARTS = [slice(0, 33), slice(33, 50)]
 
 
-def evaluate(prototype: Any, parts: list[slice]) -> Callable[[Collective], float]:
-    def work(collective: Collective) -> float:
+def evaluate(prototype: Any, parts: list[slice]) -> Callable[[Collective], Any]:
+    def work(collective: Collective) -> Any:
         metric = Classification(extra_metrics={"it": prototype}).metrics()["it"]
         part = parts[collective.rank]
         if len(LABELS[part]):
@@ -56,10 +58,47 @@ def test_an_evaluation_starts_empty() -> None:
     assert not prototype.update_called
 
 
-def test_a_metric_with_many_numbers_is_refused() -> None:
-    prototype = torchmetrics.F1Score(task="multiclass", num_classes=4, average="none")
-    with pytest.raises(ConfigError, match=r"objective.extra_metrics: MulticlassF1Score gives more than one number"):
-        evaluate(prototype, [slice(0, 50)])(Alone())
+@pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
+def test_a_confusion_matrix_counts_the_same_on_two_ranks_as_on_one(parts: list[slice]) -> None:
+    expected = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=4)(SCORES, LABELS)
+
+    found = on_ranks(2, evaluate(ConfusionMatrix(4, names=["a", "b", "c", "d"]), parts))
+
+    assert found == [Table.of(expected, ["a", "b", "c", "d"])] * 2
+    theirs = on_ranks(2, evaluate(torchmetrics.ConfusionMatrix(task="multiclass", num_classes=4), parts))
+    assert all(one.equal(expected) for one in theirs)
+
+
+def test_each_class_has_its_precision_recall_and_f1() -> None:
+    (found,) = on_ranks(1, evaluate(PerClass(4), [slice(0, 50)]))
+
+    for column, name in enumerate(("Precision", "Recall", "F1Score"), start=1):
+        each = getattr(torchmetrics, name)(task="multiclass", num_classes=4, average="none")(SCORES, LABELS)
+        assert [row[column] for row in found.rows] == pytest.approx(each.tolist(), abs=1e-6)
+    assert [row[-1] for row in found.rows] == torch.bincount(LABELS).tolist()
+
+
+def test_padded_places_do_not_count() -> None:
+    labels = torch.tensor([[0, 1, -100], [1, -100, -100]])
+    metric = ConfusionMatrix(2)
+    metric.update(Loss(torch.tensor(0.0), 3, None, torch.zeros(2, 3, 2), labels), None)
+
+    assert metric.compute(Alone()).rows == (("0", 1.0, 0.0), ("1", 2.0, 0.0))
+
+
+def test_what_a_metric_gives_is_a_number_or_a_table() -> None:
+    value = {"mean": torch.tensor([0.5]), "each": torch.tensor([0.25, float("nan")]), "cube": torch.zeros(1, 1, 2)}
+
+    figures, tables = results_of("val/f1", value)
+
+    assert figures == {"val/f1/mean": 0.5}
+    assert tables["val/f1/each"].to_json() == {"columns": ["index", "value"], "rows": [["0", 0.25], ["1", None]]}
+    assert tables["val/f1/cube"].rows == (("(0, 0, 0)", 0.0), ("(0, 0, 1)", 0.0))
+
+
+def test_what_is_neither_is_named() -> None:
+    with pytest.raises(TrainingError, match=r"^the metric val/f1 gives a list, and must give a number, a t"):
+        results_of("val/f1", [1.0])
 
 
 def test_accuracy_is_exact_over_unequal_ranks() -> None:

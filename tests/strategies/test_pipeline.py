@@ -18,6 +18,7 @@ from trainkit.models.resnet import ResNet
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.pipeline import Pipeline
 from trainkit.strategies.pipeline.schedules import ideal_bubble, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
@@ -34,7 +35,8 @@ def gpt() -> nn.Module:
 
 def refusals(strategy: Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
     known = PlanContext(sample=sample, **facts)
-    return [str(problem) for problem in strategy.validate(known) or strategy.validate_model(model, known)]
+    found = [*strategy.validate(known), *access_problems(strategy, known)]
+    return [str(problem) for problem in found or strategy.validate_model(model, known)]
 
 
 def stages(strategy: Pipeline, model: nn.Module, sample: Any = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every logged row, one JSON object per line."""
+"""`metrics.jsonl`: every logged row, one JSON object per line; `tables.jsonl`: every table of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit.bounded_json import expect_map, parse_json
 from trainkit.errors import AbsentFileError
+from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_lines, size_of
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
@@ -29,12 +30,13 @@ class MetricsFile(Callback):
         self._flush_s = flush_s
         self._clock = clock
         self._rows: list[Row] = []
+        self._tables: list[dict[str, Any]] = []
         self._due = -math.inf
 
     def run_start(self, run: Run) -> None:
         """Drop the rows of an earlier attempt after the step that this one starts from: they are created again."""
         if run.is_owner:
-            keep_until(_path(run), run.state.step)
+            _keep(run)
 
     def log(self, run: Run, row: Row) -> None:
         """Add a row."""
@@ -44,11 +46,16 @@ class MetricsFile(Callback):
         """Add the metrics of an evaluation, as a separate row."""
         self._add(run, {"step": run.state.step, "epoch": run.state.epoch, **metrics})
 
+    def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
+        """Add the tables of an evaluation, a line each."""
+        place = {"step": run.state.step, "epoch": run.state.epoch}
+        self._tables += [{**place, "name": name, **table.to_json()} for name, table in tables.items()]
+
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the rows of the steps that are trained again."""
         self._flush(run)
         if run.is_owner:
-            keep_until(_path(run), run.state.step)
+            _keep(run)
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
         """Write the buffered rows: a run that resumes from here has every earlier row."""
@@ -71,15 +78,27 @@ class MetricsFile(Callback):
 
     def _flush(self, run: Run) -> None:
         rows, self._rows = self._rows, []
+        tables, self._tables = self._tables, []
         self._due = self._clock() + self._flush_s
-        if rows and run.is_owner:
-            text = "".join(f"{_line(row)}\n" for row in rows).encode()
-            with naming(_path(run), needed=len(text)), open_regular(_path(run), "ab") as file:
-                file.write(text)
+        if run.is_owner:
+            _append(_path(run), [_line(row) for row in rows])
+            _append(_path(run, "tables.jsonl"), [json.dumps(table) for table in tables])
 
 
-def _path(run: Run) -> Path:
-    return run.folder / "metrics.jsonl"
+def _path(run: Run, name: str = "metrics.jsonl") -> Path:
+    return run.folder / name
+
+
+def _keep(run: Run) -> None:
+    for name in ("metrics.jsonl", "tables.jsonl"):
+        keep_until(_path(run, name), run.state.step)
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    if lines:
+        text = "".join(f"{line}\n" for line in lines).encode()
+        with naming(path, needed=len(text)), open_regular(path, "ab") as file:
+            file.write(text)
 
 
 def _line(row: Row) -> str:

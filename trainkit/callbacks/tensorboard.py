@@ -1,4 +1,4 @@
-"""Scalars and the first images for TensorBoard."""
+"""Scalars, tables and the first images for TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainkit.config.values import above
 from trainkit.fields import cosmetic
+from trainkit.objectives.tables import Table
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ class TensorBoard(Callback):
         """Write the metrics of an evaluation."""
         if run.is_owner:
             self._write(run, metrics)
+
+    def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
+        """Write the tables of an evaluation as text."""
+        if run.is_owner:
+            for name, table in tables.items():
+                self._events(run).text(name, table.markdown(), step=run.state.step, wall_time=time.time())
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Begin a new file, which replaces what was written about the steps that are trained again."""

@@ -6,20 +6,51 @@ combined, sums can. The trainer divides by the weight of the whole global batch.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainkit.objectives.fields import Fields, split_batch
+from trainkit.errors import Problem, TrainingError
+from trainkit.objectives.fields import Fields, split_batch, unused_fields
+from trainkit.objectives.tables import Result
 
-__all__ = ["Collective", "Loss", "Metric", "Model", "Objective", "RunningMean", "Supervised", "split_batch"]
+__all__ = [
+    "Access",
+    "Collective",
+    "Loss",
+    "Metric",
+    "Model",
+    "Objective",
+    "RunningMean",
+    "Supervised",
+    "needs_of",
+    "parameters_of",
+    "split_batch",
+]
 
 Model = Callable[..., Any]
 """The model that an objective runs: an nn.Module, or a strategy's wrapper of it."""
+
+
+class Access(Enum):
+    """What an objective may need of the model besides its outputs for one input; the values are parts of sentences."""
+
+    calls = "runs the model itself"
+    """`loss` calls the model: several times, with other inputs, or with what a pipeline's last stage does not have."""
+    methods = "calls methods or parts of the model"
+    """`model.encode(x)`, `model.layers[0](x)`: not through the model's own `forward`."""
+    parameters = "reads the parameters of the model"
+    """`model.parameters()`, for a penalty on weights: whole, and with their gradients."""
+    derivatives = "differentiates the model by its inputs"
+    """`torch.autograd.grad(outputs, inputs, create_graph=True)`, for a gradient penalty; gradients are then on in
+    evaluation, too.
+    """
 
 
 @dataclass(slots=True)
@@ -43,6 +74,49 @@ class Loss:
     """The model's predictions, for metrics only, which must not use the graph."""
     targets: Any = None
     """The targets of the predictions, aligned with `outputs`."""
+    terms: Mapping[str, Tensor] | None = None
+    """Parts of the loss to log, by the names in `Objective.term_names`: each () a sum over this shard's targets.
+
+    Gradients come from `loss_sum` alone.
+    """
+
+    @classmethod
+    def of_terms(
+        cls,
+        terms: Mapping[str, Tensor],
+        weight: Tensor | float,
+        *,
+        factors: Mapping[str, float] | None = None,
+        outputs: Any = None,
+        targets: Any = None,
+    ) -> Loss:
+        """Return the loss that adds up several terms, each logged without its factor.
+
+        Args:
+            terms: name -> () the sum over this shard's targets, with its graph.
+            weight: the number or weight of the targets; the same for all terms.
+            factors: name -> factor of the term in the loss; 1 where none is given.
+            outputs: as in `Loss`.
+            targets: as in `Loss`.
+
+        Raises:
+            TrainingError: a factor has the name of no term.
+
+        Example:
+            >>> terms = {"labels": torch.tensor(6.0), "norm": torch.tensor(10.0)}
+            >>> float(Loss.of_terms(terms, 3.0, factors={"norm": 0.1}).loss_sum)
+            7.0
+        """
+        given = factors or {}
+        if unknown := given.keys() - terms.keys():
+            raise TrainingError(
+                f"a factor is given for {', '.join(sorted(unknown))}, and the terms are {', '.join(terms)}."
+            )
+        parts = [term * given[name] if name in given else term for name, term in terms.items()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return cls(total, weight, None, outputs, targets, terms)
 
 
 class Collective(Protocol):
@@ -66,13 +140,20 @@ class Collective(Protocol):
 class Metric(ABC):
     """One metric of an evaluation, counted batch by batch, combined over ranks once at its end."""
 
+    gives_table: ClassVar[bool] = False
+    """Whether it gives a table and no number, so that `eval.metric` cannot name it."""
+
     @abstractmethod
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch. It calls no collective and does not synchronize with the device."""
 
     @abstractmethod
-    def compute(self, collective: Collective) -> float:
-        """Return the value over all ranks, the same on each. Collective; synchronizes with the device."""
+    def compute(self, collective: Collective) -> Result:
+        """Return the value over all ranks, the same on each. Collective; synchronizes with the device.
+
+        A number is logged as it is; a tensor of more elements and a `Table` become tables; of a mapping, each value
+        under `name/key`.
+        """
 
 
 class Objective(ABC):
@@ -80,6 +161,14 @@ class Objective(ABC):
 
     couples_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends on the others of its shard (contrastive losses)."""
+    term_names: ClassVar[tuple[str, ...]] = ()
+    """The names in `Loss.terms` of every shard; the mean of each over all targets is logged: `train/NAME`, `val/NAME`.
+    """
+    needs: ClassVar[frozenset[Access]] = frozenset()
+    """What `loss` needs of the model besides its outputs; a strategy that cannot give it refuses the objective.
+
+    `Access.calls` need not be named: whatever has a `loss` of its own runs the model itself.
+    """
     log_scores: ClassVar[bool] = False
     """Whether outputs are scores whose softmax over the last dim gives probabilities, which an ensemble averages."""
 
@@ -119,6 +208,21 @@ class Objective(ABC):
         """Return new metrics for one evaluation, by name. The trainer computes the loss itself."""
         return {}
 
+    def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
+        """Return what is wrong with this objective for a model and its samples, before anything starts.
+
+        Args:
+            model: possibly without data, on the meta device.
+            sample: any one sample of the dataset, not collated; None where none can be read beforehand.
+        """
+        del model, sample
+        return []
+
+    def notes(self, model: nn.Module, sample: Any) -> list[str]:
+        """Return lines for the plan and the summary; arguments as in `validate_model`."""
+        del model, sample
+        return []
+
 
 class Supervised(Objective):
     """An objective that needs only the model's outputs and the targets, which may be on different devices.
@@ -146,9 +250,44 @@ class Supervised(Objective):
         outputs = model(*inputs) if isinstance(self.field_names[0], list | tuple) else model(inputs)
         return self.score(outputs, targets)
 
+    def notes(self, model: nn.Module, sample: Any) -> list[str]:
+        """Return whether the model would compute its own loss, with more of a sample than this objective uses."""
+        taken, _ = parameters_of(model)
+        if not isinstance(sample, Mapping) or "labels" not in taken or "labels" not in sample:
+            return []
+        rest = [name for name in unused_fields(sample, *self.field_names) if name in taken]
+        if not rest:
+            return []
+        named = f"{type(model).__name__} computes its own loss"
+        return [f"{named}, and this objective leaves out {', '.join(rest)}: objective=own_loss passes every field."]
+
     @abstractmethod
     def score(self, outputs: Any, targets: Any) -> Loss:
         """Sum the loss of given outputs (the last stage of a pipeline calls this)."""
+
+
+def parameters_of(model: nn.Module) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the arguments of a model's `forward`, and whether it takes others by name, too.
+
+    Example:
+        >>> parameters_of(nn.Linear(2, 2))
+        (('input',), False)
+    """
+    found = inspect.signature(model.forward).parameters.values()
+    by_name = tuple(one.name for one in found if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
+    return by_name, any(one.kind is one.VAR_KEYWORD for one in found)
+
+
+def needs_of(objective: Objective) -> frozenset[Access]:
+    """Return what the loss of an objective needs of the model, `Access.calls` included.
+
+    Example:
+        >>> from trainkit.objectives.classification import Classification
+        >>> needs_of(Classification())
+        frozenset()
+    """
+    alone = isinstance(objective, Supervised) and type(objective).loss is Supervised.loss
+    return objective.needs | (frozenset() if alone else {Access.calls})
 
 
 class RunningMean:

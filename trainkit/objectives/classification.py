@@ -49,6 +49,8 @@ class Classification(Supervised):
     """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
+    output: Annotated[Field | None, maths(neutral=None)] = None
+    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -74,7 +76,7 @@ class Classification(Supervised):
 
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, classes) scores against (samples,) int64 classes."""
-        outputs = scores_of(outputs)
+        outputs = scores_of(outputs, self.output)
         scores = outputs if outputs.dtype in _EXACT else outputs.float()
         if self.class_weights is None:
             loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)

@@ -41,6 +41,8 @@ class LanguageModelling(Supervised):
     """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
+    output: Annotated[Field | None, maths(neutral=None)] = None
+    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -59,7 +61,7 @@ class LanguageModelling(Supervised):
 
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, vocabulary) scores against (samples, length) int64 tokens."""
-        outputs = scores_of(outputs)
+        outputs = scores_of(outputs, self.output)
         scores = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
         loss_sum = functional.cross_entropy(
             scores.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=self.ignore_index

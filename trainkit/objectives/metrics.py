@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
+from trainkit.objectives.tables import Result
 
 __all__ = ["MeanOf", "TopK", "TorchMetric", "fresh_metrics", "gather_ragged"]
 
@@ -79,23 +79,20 @@ class TorchMetric(Metric):
         self._metric.to(outputs.device)
         self._metric.update(outputs, loss.targets)
 
-    def compute(self, collective: Collective) -> float:
-        """Combine the states of all ranks by the metric's own rules, then compute.
-
-        Raises:
-            ConfigError: the metric gives more than one number.
-        """
+    def compute(self, collective: Collective) -> Result:
+        """Combine the states of all ranks by the metric's own rules, then compute."""
         self._metric.distributed_available_fn = lambda: collective.num_ranks > 1
         self._metric.dist_sync_fn = lambda state, **_group: gather_ragged(state, collective)
         with warnings.catch_warnings():
             # A rank without samples computes too: its states come from the others.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-            value = self._metric.compute()
+            value: Any = self._metric.compute()
         if isinstance(value, Tensor) and value.numel() == 1:
             return float(value)
-        name = type(self._metric).__name__
-        rule = f"{name} gives more than one number. Choose its average (average: macro), or another metric."
-        raise ConfigError([Problem(key="objective.extra_metrics", rule=rule)])
+        if isinstance(value, tuple | list):  # a curve: its axes by number
+            return {str(place): axis for place, axis in enumerate(value)}
+        found: Result = value
+        return found
 
 
 def gather_ragged(tensor: Tensor, collective: Collective) -> list[Tensor]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainkit.errors import DataError, TrainingError
+from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic
 from trainkit.moved import moved_attribute
-from trainkit.objectives.base import Loss, Metric, Model, Objective
+from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_of
 from trainkit.objectives.fields import named_fields
 from trainkit.objectives.metrics import fresh_metrics
 
@@ -65,7 +65,31 @@ class ModelComputesLoss(Objective):
             raise TrainingError(
                 "the model reports no loss: objective=own_loss needs `loss`, one number, in its output."
             )
-        return Loss(mean.reshape(()) * weight, weight, None, _part(output, "logits", 1), labels)
+        # The mean over no target is NaN, and so would be the step.
+        loss_sum = torch.where(weight > 0, mean.reshape(()) * weight, 0.0)
+        return Loss(loss_sum, weight, None, _part(output, "logits", 1), labels)
+
+    def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
+        """Return the fields of a sample that the model does not take."""
+        if not isinstance(sample, Mapping):
+            return []
+        taken, takes_more = parameters_of(model)
+        unknown = [str(name) for name in sample if name not in taken]
+        if takes_more or not unknown:
+            return []
+        rule = (
+            f"passes a sample's fields to the model by name, and {type(model).__name__} takes no {', '.join(unknown)}. "
+            f"It takes {', '.join(taken)}. Leave them out of the samples."
+        )
+        return [Problem(key="objective", value=type(self).__name__, rule=rule)]
+
+    def notes(self, model: nn.Module, sample: Any) -> list[str]:
+        """Return whether the model shifts its labels by itself."""
+        del sample
+        if self.shifted or getattr(model, "loss_type", None) != "ForCausalLM":
+            return []
+        why = f"{type(model).__name__} predicts each next label, and the first of a row is no target"
+        return [f"{why}: with padding, only objective.shifted=true counts the targets exactly."]
 
     def metrics(self) -> dict[str, Metric]:
         """Return the metrics of the config."""

@@ -15,6 +15,7 @@ from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Loss, Metric, Supervised
 from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import MeanOf, fresh_metrics
+from trainkit.objectives.outputs import scores_of
 
 __all__ = ["Regression"]
 
@@ -39,6 +40,8 @@ class Regression(Supervised):
     """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
+    output: Annotated[Field | None, maths(neutral=None)] = None
+    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -51,8 +54,9 @@ class Regression(Supervised):
         """Return the number of values in a sample's target; None without a sample."""
         return None if sample is None else float(torch.as_tensor(self.split_batch(sample)[1]).numel())
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+    def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the error of predictions of the targets' shape (a further dim of size 1 is removed)."""
+        outputs = scores_of(outputs, self.output)
         if outputs.shape[:-1] == targets.shape and outputs.shape[-1] == 1:
             outputs = outputs.squeeze(-1)
         if outputs.shape != targets.shape:

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.compat.proto.summary_pb2 import DataClass, HistogramProto, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DataType
 
 from trainkit.storage import naming
 from trainkit.trainer.ownership import OwnershipToken
@@ -26,7 +29,7 @@ _HPARAMS = "hparams"
 
 
 class EventFile:
-    """A file of scalars and images for TensorBoard; `flush` makes them visible.
+    """A file of scalars, images and texts for TensorBoard; `flush` makes them visible.
 
     Example:
         >>> import tempfile
@@ -93,6 +96,15 @@ class EventFile:
 
         value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR)
         self._add(Event(wall_time=wall_time, summary=Summary(value=[value])))
+
+    def text(self, name: str, markdown: str, *, step: int, wall_time: float) -> None:
+        """Add a text, as Markdown."""
+        plugin = SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name="text"), data_class=DataClass.DATA_CLASS_TENSOR
+        )
+        tensor = TensorProto(dtype=DataType.DT_STRING, tensor_shape=TensorShapeProto(), string_val=[markdown.encode()])
+        value = Summary.Value(tag=name, metadata=plugin, tensor=tensor)
+        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
 
     def flush(self) -> None:
         """Write what was added since the last flush.

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
+from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
@@ -49,6 +50,27 @@ class ValidatesModel(Protocol):
 def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -> list[Problem]:
     """Return the problems of a strategy for a model; for a strategy without problems in `validate`."""
     return strategy.validate_model(model, context) if isinstance(strategy, ValidatesModel) else []
+
+
+@runtime_checkable
+class LimitsAccess(Protocol):
+    """A strategy that cannot give an objective all of the model."""
+
+    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
+        """Return what an objective cannot have, each with the reason and what to choose instead; pure."""
+
+
+def access_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
+    """Return the problem of an objective that needs of the model what a strategy cannot give it."""
+    objective = context.objective
+    if objective is None or not isinstance(strategy, LimitsAccess):
+        return []
+    reasons, needs = strategy.withheld(context), needs_of(objective)
+    found = next((access for access in Access if access in needs and access in reasons), None)
+    if found is None:
+        return []
+    rule = f"{found.value}, and {reasons[found]}"
+    return [Problem(key="objective", value=type(objective).__name__, rule=rule)]
 
 
 @runtime_checkable

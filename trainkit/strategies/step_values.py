@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import Tensor
@@ -70,6 +70,8 @@ class StepOutcome:
     """The steps that all ranks know to be skipped: this one, or several since the last average."""
     tickets: tuple[Ticket, ...] = ()
     """The shards of this update, if they are not those of `step`."""
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """This rank's sums of the terms of the loss, () each, by name; empty where it had no shard."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
-from trainkit.objectives.base import Objective, RunningMean
+from trainkit.objectives.base import Access, Objective, RunningMean
+from trainkit.objectives.tables import Table, results_of
+from trainkit.objectives.terms import terms_of
 from trainkit.strategies.base import LocalModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The results on a split, by name; the same on every rank."""
+
+    figures: dict[str, float]
+    """`split/loss` and each term of the loss, their means over all targets, and the metrics that are numbers."""
+    tables: dict[str, Table]
+    """The metrics that are tensors of several numbers, or tables."""
 
 
 def evaluate(
     local: LocalModel, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
-) -> dict[str, float]:
+) -> Evaluation:
     """Evaluate the model on a split; collective.
 
     Random numbers of the model or the objective depend on (seed, batch number, block): they are the same in every
@@ -29,16 +42,20 @@ def evaluate(
         num_counted: how many of the first batches count; None: all. The others exist because other ranks run the model
             together with this one.
 
-    Returns:
-        `split/loss`, the mean over all targets, and each metric, the same on every rank.
+    Raises:
+        TrainingError: a metric gives something else than numbers and tables.
     """
     model = local.model
     tally, metrics = RunningMean(), objective.metrics()
+    terms = {name: RunningMean() for name in objective.term_names}
     keys = keys_of(model) or BlockKeys(model, seed=0, devices=[local.device])
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), local.precision.autocast(local.device_types):
+        with (
+            torch.set_grad_enabled(Access.derivatives in objective.needs),
+            local.precision.autocast(local.device_types),
+        ):
             for place, batch in enumerate(batches):
                 with Untouched(seed=0, devices=[local.device]):
                     keys.enter_evaluation(batch=place * local.num_ranks + local.rank, objective=objective)
@@ -46,10 +63,17 @@ def evaluate(
                 if num_counted is not None and place >= num_counted:
                     continue
                 tally.add(loss.loss_sum, loss.weight)
+                for name, term in terms_of(objective, loss).items():
+                    terms[name].add(term, loss.weight)
                 for metric in metrics.values():
                     metric.update(loss, batch)
     finally:
         model.train(was_training)
     figures = {f"{split}/loss": tally.mean(local.data_ranks)}
-    figures.update({f"{split}/{name}": metric.compute(local.data_ranks) for name, metric in metrics.items()})
-    return figures
+    figures.update({f"{split}/{name}": sums.mean(local.data_ranks) for name, sums in terms.items()})
+    tables: dict[str, Table] = {}
+    for name, metric in metrics.items():
+        numbers, more = results_of(f"{split}/{name}", metric.compute(local.data_ranks))
+        figures.update(numbers)
+        tables.update(more)
+    return Evaluation(figures=figures, tables=tables)

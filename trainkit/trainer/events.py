@@ -4,6 +4,7 @@ run_start          before the first step, when everything is placed
   step_end         after every step (only callbacks that override it are called)
   log              with a row of metrics, every `log_every_steps`
   eval_end         with the metrics of an evaluation
+  eval_tables      with its tables, where a metric gives any
   checkpoint_saved a checkpoint in the run folder is complete
   rolled_back      the training continues from an earlier step
 train_end          after the last step, before the ranks leave the process group run_end            with the result,
@@ -28,6 +29,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective
+from trainkit.objectives.tables import Table
 from trainkit.strategies.base import StepOutcome
 from trainkit.trainer.state import State
 
@@ -109,6 +111,9 @@ class Callback:
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Handle the metrics of an evaluation."""
+
+    def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
+        """Handle the tables of an evaluation, after `eval_end`; called only where there are any."""
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
         """Handle a complete checkpoint; called on rank 0 only, which writes it."""

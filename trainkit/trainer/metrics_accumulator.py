@@ -16,10 +16,10 @@ from trainkit.trainer.left_out import REMEDY, listed
 
 
 class MetricsAccumulator:
-    """Collects the outcomes of steps and aggregates them into rows."""
+    """Collects the outcomes of steps and aggregates them into rows; `terms` are the names of the terms of the loss."""
 
-    def __init__(self, run: Run, local: LocalModel, waited: Callable[[], float]) -> None:
-        self._run, self._local, self._waited = run, local, waited
+    def __init__(self, run: Run, local: LocalModel, waited: Callable[[], float], *, terms: Sequence[str] = ()) -> None:
+        self._run, self._local, self._waited, self._terms = run, local, waited, tuple(terms)
         self._outcomes: list[StepOutcome] = []
         self._samples = run.state.samples
         self._seconds = run.state.seconds
@@ -57,21 +57,27 @@ class MetricsAccumulator:
         if not outcomes:
             return None
         by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes))]
-        losses, weights, norms, skips = _added(by_rank).tolist()
+        losses, weights, norms, skips, *terms = _added(by_rank).tolist()
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
             if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
                 at = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[0, place])]
                 self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
-        return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
+        loss_sum, *term_sums = (sum(sums[i] for i in applied) for sums in (losses, *terms))
+        return self._row(outcomes, loss_sum, sum(weights[i] for i in applied), term_sums)
 
     def _measured(self, outcomes: list[StepOutcome]) -> Tensor:
-        """Return (4, steps) loss, weight, gradient norm and skips of this rank; a skipped step has weight zero."""
+        """Return (4 + terms, steps) loss, weight, gradient norm, skips and terms of this rank; a skipped step has
+        weight zero.
+        """
         device = self._local.device
         zero = torch.zeros((), device=device)
         skips = [one.status is Status.skipped for one in outcomes]
         counted = list(zip(outcomes, skips, strict=True))
-        losses = torch.stack([zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]).double()
+        seen = [zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]
+        for name in self._terms:
+            seen += [zero if skip else one.terms.get(name, zero) for one, skip in counted]
+        losses, *terms = torch.stack(seen).double().view(-1, len(outcomes)).unbind(0)
         given = [0.0 if skip else one.weight for one, skip in counted]
         if any(isinstance(one, Tensor) for one in given):
             weights = torch.stack([torch.as_tensor(one, device=device).double() for one in given])
@@ -83,7 +89,7 @@ class MetricsAccumulator:
             found = [zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]
             norms = torch.stack(found).double()
         skipped = torch.tensor(skips, dtype=torch.float64, device=device)
-        return torch.stack([losses, weights, norms, skipped])
+        return torch.stack([losses, weights, norms, skipped, *terms])
 
     def _refuse(self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int]) -> None:
         step = outcome.step
@@ -102,7 +108,9 @@ class MetricsAccumulator:
                 f"step {step}: the {found}{of}. {REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
             )
 
-    def _row(self, outcomes: list[StepOutcome], loss_sum: float, weight: float) -> dict[str, float]:
+    def _row(
+        self, outcomes: list[StepOutcome], loss_sum: float, weight: float, terms: Sequence[float]
+    ) -> dict[str, float]:
         state = self._run.state
         self.pause()
         self.proceed()
@@ -113,11 +121,12 @@ class MetricsAccumulator:
             "epoch": state.epoch,
             "samples": samples,
             "seconds": seconds,
-            "train/loss": loss_sum / weight if weight else math.nan,
+            "train/loss": _mean(loss_sum, weight),
             "lr": self._run.rate(outcomes[-1].step),
             "samples_per_s": (samples - self._samples) / elapsed,
             "data_wait": min((waited - self._wait) / elapsed, 1.0),
         }
+        row.update({f"train/{name}": _mean(term, weight) for name, term in zip(self._terms, terms, strict=True)})
         norm = outcomes[-1].grad_norm
         if norm is not None:
             row["grad_norm"] = float(norm)
@@ -130,6 +139,10 @@ class MetricsAccumulator:
             row["skipped_steps"] = state.skipped
         self._seconds, self._samples, self._wait = seconds, samples, waited
         return row
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

@@ -116,11 +116,14 @@ def check_values(composition: Composition) -> list[Problem]:
 def _unknown_metric(composition: Composition) -> Iterator[Problem]:
     """Report `eval.metric` where the objective computes no metric of this name."""
     metric = composition.values["eval"]["metric"]
-    metrics = getattr(build(composition.values["objective"], "objective"), "metrics", None)
+    objective = build(composition.values["objective"], "objective")
+    metrics = getattr(objective, "metrics", None)
     if metric is None or not callable(metrics):
         return
-    known = ["val/loss", *(f"val/{name}" for name in metrics())]
-    if metric not in known:
+    given = [name for name, one in metrics().items() if not getattr(one, "gives_table", False)]
+    known = ["val/loss", *(f"val/{name}" for name in (*getattr(objective, "term_names", ()), *given))]
+    of_several = metric.rpartition("/")[0]  # val/f1/cat, where the metric f1 gives a number a class
+    if metric not in known and of_several not in known[1:]:
         near = closest(metric, known)
         hint = f"Did you mean {near}? " if near else ""
         rule = f"no such metric. {hint}There are: {', '.join(known)}."

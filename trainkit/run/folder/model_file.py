@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.bounded_json import expect_map
 from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
@@ -23,8 +23,7 @@ from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableErr
 from trainkit.numerics.precision import Precision
 from trainkit.reading import read_text
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
-from trainkit.run.planning.build import build_model
-from trainkit.strategies.core.replica import refuse_mismatch
+from trainkit.run.planning.build import build_model, load_weights
 from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
@@ -66,27 +65,13 @@ def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
     cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
     _refuse_foreign(cfg.model)
     model = build_model(cfg).to(_precision(cfg).master_dtype)
-    tensors = _checkpoint(folder, checkpoint).tensors
-    own = {**_named("param", model.named_parameters()), **_named("buffer", _saved_buffers(model))}
-    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
-    with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(tensors[key])
+    load_weights(model, _checkpoint(folder, checkpoint).tensors)
     return model.eval()
 
 
 def _precision(cfg: RunConfig) -> Precision:
     precision: Precision = build(cfg.precision, "precision")
     return precision
-
-
-def _named(kind: str, tensors: Any) -> dict[str, Tensor]:
-    return {f"{kind}/{name}": tensor.detach() for name, tensor in tensors}
-
-
-def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    saved = model.state_dict()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
 
 def _checkpoint(folder: Path, which: Which) -> Loaded:

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.callbacks.metrics_file import MetricsFile
 from trainkit.callbacks.screen import FinalSummary, StartupSummary
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets.secrets import with_own_secrets
 from trainkit.config.targets.build import build
 from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits
-from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
+from trainkit.objectives.frozen import frozen_models
+from trainkit.reading import read_map
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
+from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback
+from trainkit.trainer.manifest import is_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +96,24 @@ def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) ->
         strategy=build(cfg.strategy, "strategy"),
         precision=build(cfg.precision, "precision"),
         schedule=build(cfg.schedule, "schedule"),
-        objective=build(cfg.objective, "objective"),
+        objective=build_objective(cfg),
         datasets=folded(build_splits(cfg.data), cfg.cv) if splits is None else splits,
         numerics=numerics_of(cfg),
         hooks=DataHooks.of(cfg.data),
     )
+
+
+def build_objective(cfg: RunConfig) -> Objective:
+    """Build the objective of a run; what its constructor draws depends on the run's seed alone.
+
+    Raises:
+        ConfigError: a frozen model of it names no folder of a run.
+    """
+    with Untouched(seed=cfg.seed):
+        seed_host(cfg.seed)
+        objective: Objective = build(cfg.objective, "objective")
+    _bind_frozen_models(objective, build(cfg.precision, "precision"))
+    return objective
 
 
 def numerics_of(cfg: RunConfig) -> Numerics:
@@ -229,3 +249,64 @@ def _matches(name: str, owner: str, patterns: Sequence[str]) -> bool:
         fnmatchcase(owner, pattern.removeprefix("type:")) if pattern.startswith("type:") else fnmatchcase(name, pattern)
         for pattern in patterns
     )
+
+
+def _bind_frozen_models(objective: Objective, precision: Precision) -> None:
+    """Let the frozen models of an objective load the runs that they name, in the dtype of a precision."""
+    for name, frozen in frozen_models(objective):
+        key = f"objective.{name.lstrip('_')}"
+        if isinstance(frozen.source, str) and not (_run_folder(frozen.source) / "resolved.yaml").is_file():
+            rule = "is no folder of a run: it holds no resolved.yaml. Name the folder that the teacher's run printed."
+            raise ConfigError([Problem(key=key, value=frozen.source, rule=rule)])
+        frozen.bind(dtype=precision.model_dtype, load=trained_model)
+
+
+def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
+    """Return the model of a run with the weights of a checkpoint, on the CPU; the last one where there is no best.
+
+    Raises:
+        ConfigError: its class is of a package that is not allowed.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    path = _run_folder(folder)
+    cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), ("model",))
+    precision: Precision = build(cfg.precision, "precision")
+    model = build_model(cfg).to(precision.master_dtype)
+    load_weights(model, _checkpoint(path / "checkpoints", which).tensors)
+    return model
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the parameters and saved buffers of a checkpoint into a model.
+
+    Raises:
+        CheckpointError: they are those of another model.
+    """
+    saved = model.state_dict()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    own = {**_named("param", model.named_parameters()), **_named("buffer", buffers)}
+    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
+
+
+def _named(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{kind}/{name}": tensor.detach() for name, tensor in tensors}
+
+
+def _run_folder(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _checkpoint(folder: Path, which: Literal["best", "last"]) -> Loaded:
+    try:
+        name = read_map(folder / "index.json", {which: (str, type(None))})[which] or ""
+    except AbsentFileError:
+        name = ""
+    if is_checkpoint(name):
+        return load_below(folder, name)
+    found = newest_valid(folder, report=lambda _: None)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no complete checkpoint.")
+    return found

@@ -12,14 +12,14 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainkit.config.targets.build import build
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
-from trainkit.run.planning.build import build_model, model_transforms_of
+from trainkit.run.planning.build import build_model, build_objective, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.data_notes import data_notes
 from trainkit.run.planning.key_notes import is_never_given, key_notes
+from trainkit.run.planning.objective_notes import objective_notes, objective_problems
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
@@ -42,13 +42,15 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
     named = plan.cfg.strategy["_target_"].rpartition(".")[2]
     problems += shaping_problems(model, shaping, compiles=strategy.traits.compiles, strategy=named)
+    problems += objective_problems(plan, model)
     if problems:
         raise ConfigError(problems)
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
     keys = key_notes(plan, model, is_given)
-    return [*keys, *data_notes(plan.components), *notes_of(strategy, model), *shaping_notes(model, shaping)]
+    of_data = [*data_notes(plan.components), *objective_notes(plan, model)]
+    return [*keys, *of_data, *notes_of(strategy, model), *shaping_notes(model, shaping)]
 
 
 def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:
@@ -130,7 +132,7 @@ def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) ->
             samples = _samples_of_one_shape(plan.components.datasets["train"])
         if isinstance(samples, str):
             return Coupling(not_probed=samples)
-        return probe(build_model(plan.cfg), build(plan.cfg.objective), samples, plan.components.hooks.collate_function)
+        return probe(build_model(plan.cfg), build_objective(plan.cfg), samples, plan.components.hooks.collate_function)
     except Exception as error:  # noqa: BLE001 - a user's model may fail in any way; training reports it
         reason = str(error).partition("\n")[0]
         return Coupling(not_probed=f"a pass on the CPU failed ({type(error).__name__}: {reason[:200]})")

@@ -24,6 +24,7 @@ from trainkit.run.planning.build import Components, build_components
 from trainkit.run.planning.data_notes import refuse_unknown_fields
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import (
+    access_problems,
     default_shards_per_replica,
     next_sync_step,
     resolve,
@@ -169,7 +170,7 @@ def make_plan(
     backend = cluster if isinstance(cluster, ProcessBackend) else None
     parts = build_components(cfg, splits)
     facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
-    problems = parts.strategy.validate(facts)
+    problems = [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
     if not problems:
         problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts)]
     if problems:

@@ -23,6 +23,7 @@ from trainkit.cluster.identity import Identity
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_bytes, read_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model
@@ -37,7 +38,7 @@ from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Retention, exclusive, list_complete, load
-from trainkit.trainer.evaluate import evaluate
+from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.manifest import MANIFEST, is_checkpoint
 from trainkit.trainer.state import State
 
@@ -166,7 +167,7 @@ class CheckpointEvaluator:
         parts = self._plan.components
         self._on_phase("evaluate", self.step)
         try:
-            figures = evaluate(self._executor.local, parts.objective, self._watched_batches(requested), split="val")
+            found = evaluate(self._executor.local, parts.objective, self._watched_batches(requested), split="val")
         except EvaluationAbortedError:
             return None
         state = State(plan=self._plan.batch)
@@ -174,12 +175,13 @@ class CheckpointEvaluator:
         row = {
             "step": checkpoint.step,
             "epoch": round(state.epoch, 6),
-            **figures,
+            **found.figures,
+            **({"tables": _plain_tables(found.tables)} if found.tables else {}),
             "checkpoint": checkpoint.folder.name,
             "manifest": mark,
             "seconds": round(time.monotonic() - started, 3),
         }
-        self._note(row, figures)
+        self._note(row, found)
         return row
 
     def close(self) -> None:
@@ -212,13 +214,16 @@ class CheckpointEvaluator:
             self._on_phase("evaluate", self.step)
             yield batch
 
-    def _note(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+    def _note(self, row: Mapping[str, Any], found: Evaluation) -> None:
         """Write a row to the event file, to `evaluations.jsonl`, and to the index that selects the best checkpoint."""
         if self._events is None:
             from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, with the first evaluation
 
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
-        self._events.scalars(figures, step=row["step"], wall_time=time.time())
+        now = time.time()
+        self._events.scalars(found.figures, step=row["step"], wall_time=now)
+        for name, table in found.tables.items():
+            self._events.text(name, table.markdown(), step=row["step"], wall_time=now)
         self._events.flush()
         text = f"{json.dumps(row)}\n".encode()
         path = self._folder.evaluations
@@ -239,6 +244,10 @@ class CheckpointEvaluator:
             if isinstance(row.get(name), float | int) and (root / row["checkpoint"]).is_dir()
         }
         self._retention.judge(root, EvaluatedIndex(metrics=metrics))
+
+
+def _plain_tables(tables: Mapping[str, Table]) -> dict[str, Any]:
+    return {name: table.to_json() for name, table in tables.items()}
 
 
 class EvaluationAbortedError(Exception):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
+from trainkit.errors import ConfigError, Problem
+from trainkit.objectives.tables import Table
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import LocalModel
-from trainkit.trainer.evaluate import evaluate
+from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.events import Callback, Run
 from trainkit.trainer.manifest import better
+
+MOST_CELLS: Final = 10_000
+"""Cells up to which a table is in result.json; larger ones are in tables.jsonl alone."""
 
 
 class EvalRunner:
@@ -32,6 +38,8 @@ class EvalRunner:
         self._validated_at: int | None = None
         self.figures: dict[str, float] = {}
         """The newest value of each metric."""
+        self.tables: dict[str, Table] = {}
+        """The newest of each table."""
 
     @property
     def is_up_to_date(self) -> bool:
@@ -43,10 +51,17 @@ class EvalRunner:
         """The monitored metric, if it was measured at this step."""
         return self.figures.get(self._watched.metric) if self.is_up_to_date else None
 
+    def results(self) -> dict[str, Any]:
+        """Return the entries of result.json: the metrics, and the tables where there are any."""
+        figures = {name: value for name, value in self.figures.items() if not math.isnan(value)}
+        small = {name: table.to_json() for name, table in self.tables.items() if table.num_cells <= MOST_CELLS}
+        return {"metrics": figures, "tables": small} if small else {"metrics": figures}
+
     def forget(self) -> None:
         """Drop the metrics: the training rolls back to an earlier step, or measures them again."""
         self._validated_at = None
         self.figures.clear()
+        self.tables.clear()
 
     def score(self, split: str) -> None:
         """Evaluate a split; collective."""
@@ -60,19 +75,31 @@ class EvalRunner:
             together=self._plan.components.strategy.traits.forward_is_collective,
             hooks=self._plan.components.hooks,
         )
-        figures = evaluate(
+        found = evaluate(
             self._local,
             self._plan.components.objective,
             self._with_heartbeats(batches),
             split=split,
             num_counted=batches.num_counted,
         )
-        self.figures.update(figures)
-        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
+        self._refuse_unknown(split, found)
+        self.figures.update(found.figures)
+        self.tables.update(found.tables)
+        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **found.figures}
         for callback in self._callbacks:
             callback.eval_end(self._run, row)
+        for callback in self._callbacks if found.tables else ():
+            callback.eval_tables(self._run, found.tables)
         if split == "val":
             self._validated_at = self._run.state.step
+
+    def _refuse_unknown(self, split: str, found: Evaluation) -> None:
+        """Refuse a monitored metric of this split that is no number: no checkpoint would ever be the best."""
+        name = self._watched.metric
+        if name.startswith(f"{split}/") and name not in found.figures:
+            what = "is a table, and no number" if name in found.tables else "is given by no metric"
+            rule = f"{what}. There are: {', '.join(found.figures)}."
+            raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
 
     def _with_heartbeats(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Report a heartbeat per batch: `supervisor.eval_timeout_s` is the limit of a batch."""

@@ -166,7 +166,12 @@ class TaskSession:
     def _open_loader(self) -> None:
         """Start to read the data at the current step of the run."""
         self._loader = loader_of(self.plan, self.executor)
-        self._journal = MetricsAccumulator(self.run, self.executor.local, lambda: self._loader.wait_s)
+        self._journal = MetricsAccumulator(
+            self.run,
+            self.executor.local,
+            lambda: self._loader.wait_s,
+            terms=self.parts.objective.term_names,
+        )
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
         if found is not None:
             self.warn(found)
@@ -332,8 +337,7 @@ class TaskSession:
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, as recorded in result.json."""
-        figures = {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)}
-        return {**progress_of(self.run), "metrics": figures, "fingerprint": self.fingerprint}
+        return {**progress_of(self.run), **self._scorer.results(), "fingerprint": self.fingerprint}
 
 
 def every_n_steps(steps: int) -> Callable[[int], int]:

@@ -137,7 +137,8 @@ class AsyncCentralExecutor(CentralExecutor):
         assert work.loss_sum is not None
         tickets = (sent.ticket,)
         left_out = (LeftOut(version, tickets),) if status is Status.skipped else ()
-        return StepOutcome(version, status, work.loss_sum.to(local.device), weight, norm, left_out, tickets)
+        terms = {name: term.to(local.device) for name, term in work.terms.items()}
+        return StepOutcome(version, status, work.loss_sum.to(local.device), weight, norm, left_out, tickets, terms)
 
     def state_dict(self) -> StateDict:
         """Return the variables and the first copy's optimizer state; that of other copies in slots `NAME@COPY`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from trainkit.data.reading.collate import to_device
@@ -73,7 +74,8 @@ class CentralExecutor(Executor):
         counted = sum_of([work.weight.to(device) for work in works if isinstance(work.weight, Tensor)])
         known = sum(work.weight for work in works if not isinstance(work.weight, Tensor))
         weight = known if counted is None else counted + known
-        return StepOutcome(ticket.step, status, loss_sum, weight, norm, left_out)
+        terms = _terms(works, device)
+        return StepOutcome(ticket.step, status, loss_sum, weight, norm, left_out, terms=terms)
 
     def _works(self, ticket: Ticket, batches: Sequence[Batch]) -> list[ThreadWork]:
         """Return each copy's share of the shards, with its batches on its device."""
@@ -116,3 +118,12 @@ class CentralExecutor(Executor):
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank
         """End the threads."""
         self._copies.close()
+
+
+def _terms(works: Sequence[ThreadWork], device: torch.device) -> dict[str, Tensor]:
+    """Return the terms of the loss, summed over the threads that had a shard."""
+    found: dict[str, Tensor] = {}
+    for work in works:
+        for name, term in work.terms.items():
+            found[name] = found[name] + term.to(device) if name in found else term.to(device)
+    return found

@@ -17,6 +17,7 @@ from trainkit.errors import TrainingError
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
+from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, LossWeighting, StepContext
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
@@ -79,6 +80,7 @@ class ShardStep:
         self.divisor = _divisor_of(training.weighing, self.batch_size)
         self.loss_sum: Tensor | None = None
         self.weight: Tensor | float = 0.0
+        self.terms: dict[str, Tensor] = {}
         self._sparse: dict[int, Tensor | None] = {}
 
     def run(self) -> Sequence[Tensor | None]:
@@ -132,6 +134,7 @@ class ShardStep:
             replica.accumulate_in_masters()
         seen = loss.loss_sum.detach()
         self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+        add_terms(self.terms, self.training.objective, loss)
         return loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
 
     def _enter(self, phase: str) -> None:

@@ -176,7 +176,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         status, norm = apply_update(replica, sums, work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum)
         replica.end_update(ticket.step)
         left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
-        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, left_out)
+        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
 
     def state_dict(self) -> StateDict:
         """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -13,6 +14,7 @@ from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, clo
 from trainkit.errors import Problem
 from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import Placement
@@ -22,6 +24,7 @@ from trainkit.strategies.core.sharded.base import (
     cuts_of,
     sharding_problems,
     unsharded_model_problems,
+    withheld_where_sharded,
     without_order,
 )
 from trainkit.strategies.core.sharded.fully import (
@@ -99,6 +102,10 @@ class Fsdp(ProcessGroupOptions, Strategy):
             rule = "keeps in the memory of the host what a GPU computes with, and the replicas are on the CPU. Leave "
             found.append(Problem(key="strategy.offload", value=True, rule=f"{rule}it out."))
         return found
+
+    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
+        """Return what needs parameters outside of the model's forward pass, where ranks hold parts of them."""
+        return withheld_where_sharded("fsdp") if self.num_replicas(context) > 1 else {}
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
         """Return problems: parameters that cannot be sharded, and classes that the model does not have."""

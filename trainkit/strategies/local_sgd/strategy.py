@@ -200,7 +200,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         if status is Status.skipped:
             self._skipped += [(ticket.step, shard) for shard in ticket.shards]
             return StepOutcome(ticket.step, status, None, 0.0)
-        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm)
+        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, terms=work.terms)
 
     def _left_out_by_any(self) -> tuple[LeftOut, ...]:
         """Return the steps of the window that a replica has skipped, with the shards; collective."""

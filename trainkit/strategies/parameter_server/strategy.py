@@ -16,6 +16,7 @@ from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, TaskContext, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.refusals import async_problems, no_rollback
@@ -96,6 +97,12 @@ class ParameterServer(Strategy):
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
             rule = "cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave it out."
             found.append(Problem(key="strategy.replay", value=self.replay, rule=rule))
+        if sparse_tables(model) and context.objective is not None and Access.parameters in needs_of(context.objective):
+            rule = (
+                "reads the parameters of the model, and of a sparse table a worker has those rows alone that it looked "
+                "up. Use strategy=mirrored, or a dense table."
+            )
+            found.append(Problem(key="objective", value=type(context.objective).__name__, rule=rule))
         return found
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> ParameterServer:  # noqa: ARG002 - no model needed

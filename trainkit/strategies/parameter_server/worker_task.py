@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from threading import Lock
 from typing import Any, Literal
 
@@ -69,6 +70,8 @@ class Computed:
     divisor: LossDivisor
     """The divisor of the loss."""
     loss_sum: float
+    terms: dict[str, float]
+    """The sums of the terms of the loss, by name."""
 
 
 class WorkerReplicas(ComputingCopies):
@@ -104,7 +107,10 @@ class WorkerReplicas(ComputingCopies):
         if not self._is_ordered:
             weights, sums = [sum(weights)], [total_of(sums)]
         loss_sum = sum(float(loss) for loss in losses if loss is not None)
-        return Computed(sums=sums, weights=weights, divisor=works[0].divisor, loss_sum=loss_sum)
+        terms: dict[str, float] = {}
+        for name, term in chain.from_iterable(works[place].terms.items() for place in places):
+            terms[name] = terms.get(name, 0.0) + float(term)
+        return Computed(sums=sums, weights=weights, divisor=works[0].divisor, loss_sum=loss_sum, terms=terms)
 
     def _share(
         self, rank: int, ticket: Ticket, batches: Sequence[Batch], training: StepContext, batch_size: int
@@ -221,7 +227,8 @@ class Worker:
 
     def _stage(self, order: WorkOrder, read: int, computed: Computed) -> WorkReport:
         replica, norm = self._replica, None
-        report = WorkReport(number=order.number, read=read, loss_sum=computed.loss_sum, weights=tuple(computed.weights))
+        weights, terms = tuple(computed.weights), computed.terms
+        report = WorkReport(number=order.number, read=read, loss_sum=computed.loss_sum, weights=weights, terms=terms)
         if self._mode == "async":
             (sums,) = computed.sums
             status, norm = apply_update(

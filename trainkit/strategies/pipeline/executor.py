@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Supervised
+from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
@@ -222,6 +223,7 @@ class PipelineWork(ShardStep):
                 return total * 0.0
             seen = loss.loss_sum.detach()
             self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+            add_terms(self.terms, objective, loss)
             self.weight = self.weight + (loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
             # Backward begins with this factor: the same bits as dividing the loss, without that kernel.
             return total * (replica.loss_scale.scale / self.divisor.value)

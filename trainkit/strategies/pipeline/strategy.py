@@ -15,7 +15,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Objective, Supervised
+from trainkit.objectives.base import Access, Supervised
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import PlacedModel, Placement
@@ -156,14 +156,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if context.numerics.reproducible:
             rule = "cannot be had with strategy=pipeline, which sums in an order of its own. Leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-        if context.objective is not None and not _scores_alone(context.objective):
-            named = type(context.objective).__name__
-            rule = (
-                "runs the model itself, and a pipeline has outputs on its last stage only. "
-                "Use a Supervised objective without a loss of its own."
-            )
-            found.append(Problem(key="objective", value=named, rule=rule))
-        elif isinstance(context.objective, Supervised) and isinstance(context.objective.field_names[0], list | tuple):
+        if isinstance(context.objective, Supervised) and isinstance(context.objective.field_names[0], list | tuple):
             rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
             found.append(Problem(key="objective.input", value=context.objective.field_names[0], rule=rule))
         if self.map == {}:
@@ -171,6 +164,11 @@ class Pipeline(ProcessGroupOptions, Strategy):
             found.append(Problem(key="strategy.map", value="{}", rule=rule))
         found += self._limits.problems()
         return found or super().validate(context)
+
+    def withheld(self, context: PlanContext) -> Mapping[Access, str]:  # noqa: ARG002 - of any
+        """Return everything but the outputs: the last stage calls `score`, and no rank has the whole model."""
+        reason = "a pipeline has outputs on its last stage only. Use a Supervised objective without a loss of its own."
+        return dict.fromkeys(Access, reason)
 
     @property
     def _limits(self) -> Limits:
@@ -304,11 +302,6 @@ def _keep_stages(kept: StageParams, model: nn.Module, precision: Precision, plac
     return PlacedModel(
         model=held.model, params=params, masters=params if held.masters is held.params else _here(held.masters)
     )
-
-
-def _scores_alone(objective: Objective) -> bool:
-    """Return whether an objective needs only outputs and targets: its own `loss` would not be called."""
-    return isinstance(objective, Supervised) and type(objective).loss is Supervised.loss
 
 
 def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

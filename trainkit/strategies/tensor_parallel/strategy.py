@@ -19,6 +19,7 @@ from trainkit.fields import placement
 from trainkit.numerics.drawing import draws_at_random, draws_nothing
 from trainkit.numerics.hashing import hash64
 from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import PlacedModel, Placement, SingleDevicePlacement
@@ -28,6 +29,7 @@ from trainkit.strategies.core.sharded.base import (
     cut_and_cast,
     sharding_problems,
     unsharded_model_problems,
+    withheld_where_sharded,
     without_order,
 )
 from trainkit.strategies.core.sharded.fully import (
@@ -164,6 +166,13 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             rule = "has no effect with 1 replica. Use strategy.replicas=2 or more."
             problems.append(Problem(key="strategy.shard", value=True, rule=rule))
         return problems
+
+    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
+        """Return what needs whole parameters, where ranks hold parts of them."""
+        if self.shard and self.num_replicas(context) > 1:
+            return withheld_where_sharded("tensor_parallel")
+        found = withheld_where_sharded("tensor_parallel") if self.degree > 1 else {}
+        return {access: reason for access, reason in found.items() if access is not Access.methods}
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
         """Return problems of the plan for this model, and parameters that cannot be sharded over the replicas."""

@@ -202,7 +202,7 @@ def _metrics_of(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) 
         data_ranks=LocalCollective(),
         precision=precision,
     )
-    return evaluate(local, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split)
+    return evaluate(local, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split).figures
 
 
 def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:

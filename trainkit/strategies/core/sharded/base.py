@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.errors import Problem
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, StateDict, StepContext
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel, Placement, replica_state, restore_replica
@@ -57,6 +58,20 @@ def unsharded_model_problems(model: nn.Module) -> list[Problem]:
             rule = f"{name} has no dims, and cannot be cut. Give it the shape (1,)."
             found.append(Problem(key="model", rule=rule))
     return found
+
+
+def withheld_where_sharded(name: str) -> dict[Access, str]:
+    """Return what an objective cannot have of a model whose parameters are whole in its forward pass alone.
+
+    Args:
+        name: the strategy, for messages.
+    """
+    choose = "Use strategy=mirrored, where each replica is whole"
+    return {
+        Access.methods: f"{name} gathers parameters for forward only. {choose}, or let forward call them.",
+        Access.parameters: f"each rank of {name} holds a part of them. {choose}.",
+        Access.derivatives: f"{name} lets go of gathered parameters after the first backward pass. {choose}.",
+    }
 
 
 def cut_and_cast(cut: CutModel, model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:

@@ -127,9 +127,9 @@ class ShardedWork(ShardStep):
 
     def _repeat(self, batch: Batch) -> None:
         """Take part in the collectives of a shard, and add nothing."""
-        seen, self._counts = self.loss_sum, False
+        seen, terms, self._counts = self.loss_sum, dict(self.terms), False
         self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
-        self.loss_sum, self._counts = seen, True
+        self.loss_sum, self.terms, self._counts = seen, terms, True
 
     def _shard_fraction(self, shard: int) -> float:
         return super()._shard_fraction(shard) if self._counts else 0.0

@@ -285,7 +285,9 @@ class UpdateDispatcher:
         weight = sum(weight for report in reports for weight in report.weights)
         tickets = tuple(item.ticket for item in merge.items)
         left_out = (LeftOut(merge.version, tickets),) if status is Status.skipped else ()
-        outcome = StepOutcome(merge.version, status, self._number(losses), weight, norm, left_out, tickets)
+        names = dict.fromkeys(name for report in reports for name in report.terms)
+        terms = {name: self._number(sum(report.terms.get(name, 0.0) for report in reports)) for name in names}
+        outcome = StepOutcome(merge.version, status, self._number(losses), weight, norm, left_out, tickets, terms)
         if status is Status.retry:
             self.scheduler.requeue_after_overflow(merge)
             return outcome

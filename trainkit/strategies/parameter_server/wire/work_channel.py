@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
 
 from trainkit.errors import LinkError
@@ -52,6 +52,8 @@ class WorkReport:
     """The global norm of the gradient before clipping, if the worker clips."""
     is_finite: bool = True
     """False: the worker skips it by policy, and has staged nothing."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The sums of the terms of the loss, by name."""
     mixed: bool = False
     """Whether it was computed from variables of several versions: no attempt found all servers at one."""
 

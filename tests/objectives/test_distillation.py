@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.contract.running import run, weights
+from trainkit.errors import ConfigError, TrainingError
+from trainkit.objectives.base import Loss, Objective
+from trainkit.objectives.distillation import Distillation
+from trainkit.objectives.frozen import FrozenModel
+from trainkit.objectives.outputs import scores_of
+from trainkit.objectives.terms import add_terms
+from trainkit.trainer.checkpoint import load
+
+INPUTS, LABELS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
+SAME = ("model=net", "data=points", "optimizer=sgd", "batch.global_size=16", "batch.micro_size=4", "epochs=1")
+
+
+def test_the_loss_is_that_of_hinton() -> None:
+    teacher, student = nn.Linear(4, 3), nn.Linear(4, 3)
+    loss = Distillation(teacher=teacher, temperature=3.0, share=0.7).loss(student, (INPUTS, LABELS))
+
+    soft = functional.softmax(teacher(INPUTS) / 3, dim=1)
+    kl = (soft * (soft.log() - functional.log_softmax(student(INPUTS) / 3, dim=1))).sum()
+    expected = 0.3 * functional.cross_entropy(student(INPUTS), LABELS, reduction="sum") + 0.7 * 9 * kl
+
+    torch.testing.assert_close(loss.loss_sum, expected)
+    assert loss.terms is not None
+    torch.testing.assert_close(loss.terms["teacher"], kl)
+
+
+def test_a_frozen_model_is_evaluated_without_gradients_and_one_copy_a_device() -> None:
+    norm = nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.Linear(4, 3), norm, nn.Dropout(0.5)).train()
+    frozen = FrozenModel(model)
+    frozen.bind(dtype=torch.float64, load=lambda _folder, _which: nn.Identity())
+
+    first, second = frozen(INPUTS), frozen(INPUTS)
+
+    assert torch.equal(first, second)
+    assert first.dtype == torch.float64
+    assert not first.requires_grad
+    assert not any(param.requires_grad for param in model.parameters())
+    assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "fsdp", "central_storage"])
+def test_a_teacher_from_a_run_teaches_the_same_on_every_placement(strategy: str, tmp_path: Path) -> None:
+    teacher = run(tmp_path / "teacher", *SAME, "objective=classification", "model.width=5")
+    taught = ("objective=distillation", f"objective.teacher={tmp_path / 'teacher'}", "objective.share=0.8")
+    alone = run(tmp_path / "alone", *SAME, *taught)
+    other = run(tmp_path / strategy, *SAME, *taught, f"strategy={strategy}")
+
+    for name, expected in weights(alone).items():
+        torch.testing.assert_close(weights(other)[name], expected, rtol=1e-12, atol=1e-13)
+    row = json.loads((tmp_path / strategy / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"val/loss", "val/labels", "val/teacher", "val/accuracy"} <= row.keys()
+    # It is in no checkpoint, and its own weights are those that its run ended with.
+    assert {key.rpartition("/")[2] for key in load(Path(other["last"])).tensors} == {*weights(alone)}
+    assert weights(teacher)["0.weight"].shape == (5, 6)
+
+
+def test_a_teacher_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"objective\.teacher=\S+nowhere: is no folder of a run"):
+        run(tmp_path / "run", *SAME, "objective=distillation", f"objective.teacher={tmp_path / 'nowhere'}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        (None, "gives the terms none, and its term_names are kl"),
+        ({"kl": torch.tensor(1.0), "x": torch.tensor(1.0)}, "gives the terms kl, x, and its term_names are kl"),
+        ({"kl": torch.ones(3)}, "the term kl is a tensor of shape (3,), and must be a tensor of one number"),
+        ({"kl": 1.0}, "the term kl is a float, and must be a tensor of one number"),
+    ],
+)
+def test_terms_that_are_not_those_named_are_refused(terms: Any, said: str) -> None:
+    class Named(Objective):
+        term_names = ("kl",)
+
+        def loss(self, model: Any, batch: Any) -> Loss:
+            raise NotImplementedError
+
+    with pytest.raises(TrainingError) as caught:
+        add_terms({}, Named(), Loss(torch.tensor(1.0), 1.0, terms=terms))
+    assert said in str(caught.value)
+
+
+def test_an_output_is_named_by_key_or_place() -> None:
+    assert scores_of({"a": INPUTS, "b": LABELS}, "b") is LABELS
+    assert scores_of((INPUTS, LABELS), 1) is LABELS
+    with pytest.raises(ConfigError, match=r"objective\.output=c: there is no such output: the model returns"):
+        scores_of({"a": INPUTS, "b": LABELS}, "c")
+    with pytest.raises(TrainingError, match=r"Name the output: objective\.output=NAME"):
+        scores_of((INPUTS, LABELS))

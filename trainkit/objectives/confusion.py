@@ -1,0 +1,70 @@
+"""Which classes are mistaken for which, and what each class comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.objectives.base import Collective, Loss, Metric
+from trainkit.objectives.tables import Table
+
+
+class ConfusionMatrix(Metric):
+    """A row a true class: how many of its samples were given to each class. Counts are exact on any number of ranks.
+
+    Outputs are scores with the classes in the last dim, targets class numbers of the other dims.
+
+    Args:
+        num_classes: classes.
+        names: of the classes; their numbers by default.
+        ignore_index: the target of a padded place, which does not count.
+    """
+
+    gives_table: ClassVar[bool] = True
+
+    def __init__(self, num_classes: int, names: Sequence[str] | None = None, ignore_index: int = -100) -> None:
+        if num_classes < 2:
+            raise ConfigError([Problem(key="num_classes", value=num_classes, rule="must be 2 or more.")])
+        if names is not None and len(names) != num_classes:
+            raise ConfigError([Problem(key="names", value=list(names), rule=f"must be {num_classes}, one a class.")])
+        self._size, self._ignored = num_classes, ignore_index
+        self._names = list(map(str, range(num_classes))) if names is None else list(names)
+        self._counts = torch.zeros(num_classes * num_classes + 1, dtype=torch.float64)
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        scores, labels = loss.outputs.detach(), loss.targets.flatten()
+        if scores.shape[-1] != self._size:
+            raise TrainingError(f"a confusion matrix of {self._size} classes got scores of {scores.shape[-1]}.")
+        guesses = scores.argmax(dim=-1).flatten()
+        counted = labels != self._ignored
+        # What does not count is added to the last place.
+        places = torch.where(counted, labels * self._size + guesses, self._size * self._size)
+        self._counts = self._counts.to(scores.device)
+        self._counts.index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+
+    def compute(self, collective: Collective) -> Table:
+        """Return the counts over all ranks."""
+        return Table.of(self._matrix(collective), self._names)
+
+    def _matrix(self, collective: Collective) -> Tensor:
+        """Return (true class, guessed class) float64 counts over all ranks."""
+        total = collective.sum(self._counts)[:-1]
+        return total.reshape(self._size, self._size)
+
+
+class PerClass(ConfusionMatrix):
+    """Precision, recall, F1 and number of samples of each class; NaN where a share is 0 / 0."""
+
+    def compute(self, collective: Collective) -> Table:
+        """Return a row a class."""
+        matrix = self._matrix(collective).cpu()
+        hits, true, guessed = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+        columns = (hits / guessed, hits / true, 2 * hits / (true + guessed), true)
+        rows = zip(self._names, *(column.tolist() for column in columns), strict=True)
+        return Table(columns=("class", "precision", "recall", "f1", "samples"), rows=tuple(rows))

@@ -1,0 +1,93 @@
+"""Distillation: learn the classes and the scores of a trained teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainkit.config.values import above, within
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import cosmetic, maths
+from trainkit.objectives.base import Loss, Metric, Model, Objective
+from trainkit.objectives.fields import Field, split_batch
+from trainkit.objectives.frozen import FrozenModel
+from trainkit.objectives.metrics import TopK, fresh_metrics
+from trainkit.objectives.outputs import scores_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Objective):
+    """Cross entropy of the targets, and of the softened scores of a frozen teacher, summed over samples.
+
+    The loss is (1 - share) * labels + share * temperature^2 * teacher, where `teacher` is the Kullback-Leibler
+    divergence of both models' scores over the temperature. Both terms are logged.
+
+    Example:
+        >>> objective = Distillation(teacher=nn.Linear(2, 3), share=0.9)
+        >>> loss = objective.loss(nn.Linear(2, 3), (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0])))
+        >>> sorted(loss.terms), loss.weight
+        (['labels', 'teacher'], 4.0)
+
+    Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531.
+    """
+
+    draws_nothing: ClassVar[bool] = True
+    log_scores: ClassVar[bool] = True
+    term_names: ClassVar[tuple[str, ...]] = ("labels", "teacher")
+
+    teacher: Any
+    """The folder of a run that trained it, or a node with `_target_` that builds a model with its weights."""
+    teacher_checkpoint: Literal["best", "last"] = "best"
+    """Which checkpoint of the teacher's run."""
+    temperature: Annotated[float, above(0)] = 2.0
+    """Both models' scores are divided by it: the higher, the more the less likely classes count."""
+    share: Annotated[float, within(0, 1)] = 0.5
+    """The part of the loss that is the teacher's; the rest is that of the targets."""
+    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
+    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
+    target: Annotated[Field | None, maths(neutral=None)] = None
+    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
+    output: Annotated[Field | None, maths(neutral=None)] = None
+    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
+    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
+    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
+    _teacher: FrozenModel = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.teacher, str | nn.Module) or not self.teacher:
+            rule = "must be the folder of a run, or a node with _target_ that builds a model."
+            raise ConfigError([Problem(key="objective.teacher", value=repr(self.teacher), rule=rule)])
+        object.__setattr__(self, "_teacher", FrozenModel(self.teacher, self.teacher_checkpoint))
+
+    def loss(self, model: Model, batch: Any) -> Loss:
+        """Run both models on the inputs; (samples, classes) scores, (samples,) int64 targets."""
+        inputs, targets = split_batch(batch, self.input, self.target)
+        given = inputs if isinstance(self.input, list | tuple) else (inputs,)
+        outputs = scores_of(model(*given), self.output)
+        scores, wanted = _exact(outputs), _exact(scores_of(self._teacher(*given)))
+        soft = functional.kl_div(
+            functional.log_softmax(scores / self.temperature, dim=-1),
+            functional.log_softmax(wanted / self.temperature, dim=-1),
+            reduction="sum",
+            log_target=True,
+        )
+        return Loss.of_terms(
+            {"labels": functional.cross_entropy(scores, targets, reduction="sum"), "teacher": soft},
+            float(targets.shape[0]),
+            factors={"labels": 1 - self.share, "teacher": self.share * self.temperature**2},
+            outputs=outputs,
+            targets=targets,
+        )
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return accuracy, and the metrics of the config."""
+        return {"accuracy": TopK(1), **fresh_metrics(self.extra_metrics)}
+
+
+def _exact(scores: Tensor) -> Tensor:
+    """Return scores in float32, or in float64 if they are: a sum of logarithms in bf16 keeps two digits."""
+    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()

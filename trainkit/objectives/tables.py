@@ -1,0 +1,123 @@
+"""Results of a metric that are more than one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+from torch import Tensor
+
+from trainkit.errors import TrainingError
+
+Cell = str | float
+"""A cell of a table."""
+
+MAX_CELLS: Final = 1_000_000
+"""Most cells of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text and numbers, such as a line a class.
+
+    Example:
+        >>> Table(columns=("class", "recall"), rows=(("cat", 0.5), ("dog", 1.0))).markdown().splitlines()[2]
+        '| cat | 0.5 |'
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    """Each has a cell a column."""
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise TrainingError(f"every row of a table needs {len(self.columns)} cells, one a column.")
+
+    @classmethod
+    def of(cls, values: Tensor, names: Sequence[str] | None = None) -> Table:
+        """Return the table of a tensor: a vector as a row an element, a matrix as it is, more dims by their indices.
+
+        Args:
+            values: of any device and dtype.
+            names: of the rows, and of the columns of a square matrix; their numbers by default.
+
+        Example:
+            >>> import torch
+            >>> Table.of(torch.eye(2), ["cat", "dog"]).rows
+            (('cat', 1.0, 0.0), ('dog', 0.0, 1.0))
+        """
+        shape = tuple(values.shape)
+        if values.numel() > MAX_CELLS:
+            raise TrainingError(f"a table of {values.numel():,} cells is too large: {MAX_CELLS:,} at most.")
+        numbers = values.detach().double().cpu()
+        if len(shape) > 2:
+            places = product(*(range(size) for size in shape))
+            cells = zip(places, numbers.flatten().tolist(), strict=True)
+            return cls(columns=("index", "value"), rows=tuple((str(place), value) for place, value in cells))
+        named = list(map(str, range(shape[0]))) if names is None else list(names)
+        if len(shape) == 1:
+            return cls(columns=("index", "value"), rows=tuple(zip(named, numbers.tolist(), strict=True)))
+        square = names is not None and shape[1] == len(named)
+        columns = named if square else list(map(str, range(shape[1])))
+        rows = zip(named, numbers.tolist(), strict=True)
+        return cls(columns=("", *columns), rows=tuple((name, *cells) for name, cells in rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return columns and rows for JSON; NaN and infinity, which JSON cannot represent, become null."""
+        return {"columns": list(self.columns), "rows": [[_plain(cell) for cell in row] for row in self.rows]}
+
+    @property
+    def num_cells(self) -> int:
+        """Cells, without the columns' names."""
+        return len(self.columns) * len(self.rows)
+
+    def markdown(self, most: int = 200) -> str:
+        """Return the table as Markdown; of more than `most` rows the first."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows[:most]]
+        text = "\n".join("| " + " | ".join(map(_text, line)) + " |" for line in lines)
+        return text if len(self.rows) <= most else f"{text}\n\n{len(self.rows) - most:,} more rows"
+
+
+Result = float | Tensor | Table | Mapping[str, Any]
+"""What a metric may give: a number, a tensor, a table, or several of these by name."""
+
+
+def results_of(name: str, value: Result | object) -> tuple[dict[str, float], dict[str, Table]]:
+    """Sort what a metric gives into numbers and tables, by name; those of a mapping are `name/key`.
+
+    Raises:
+        TrainingError: it is something else.
+
+    Example:
+        >>> import torch
+        >>> figures, tables = results_of("val/f1", {"mean": 0.5, "each": torch.tensor([0.0, 1.0])})
+        >>> figures, list(tables)
+        ({'val/f1/mean': 0.5}, ['val/f1/each'])
+    """
+    if isinstance(value, Table):
+        return {}, {name: value}
+    if isinstance(value, int | float):
+        return {name: float(value)}, {}
+    if isinstance(value, Tensor):
+        return ({name: float(value)}, {}) if value.numel() == 1 else ({}, {name: Table.of(value)})
+    if not isinstance(value, Mapping):
+        rule = "a number, a tensor, a Table, or a mapping of names to these"
+        raise TrainingError(f"the metric {name} gives a {type(value).__name__}, and must give {rule}.")
+    figures: dict[str, float] = {}
+    tables: dict[str, Table] = {}
+    for key, part in value.items():
+        numbers, more = results_of(f"{name}/{key}", part)
+        figures.update(numbers)
+        tables.update(more)
+    return figures, tables
+
+
+def _plain(cell: Cell) -> Cell | None:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+
+def _text(cell: Cell) -> str:
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell).replace("|", "\\|").replace("\n", " ")
