@@ -29,8 +29,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks import report
-from trainkit.cluster.identity import Identity
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.run.process.store import HostedStore
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored

@@ -32,10 +32,9 @@ config.check.unused_keys: _idle_for_launcher _idle_numerics _idle_rates without_
 config.compose.builder: Composing
 config.compose.layers: Layers.lay settle
 config.compose.loader: Loader
-config.composition: ChoiceFile Composition.located Composition.noting
+config.composition: ChoiceFile Composition.located Composition.noting Layered
 config.identity: _idle _mildest
 config.schema: Watched
-config.provenance: Layered
 config.sections: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
 config.targets.checks: _built_problems _judges_itself
 config.yaml_documents: Trap
@@ -80,9 +79,8 @@ run.process.exit: end_process
 run.process.fork_client: ForkServer ForkServerClient.tell
 run.process.fork_server: ForkServer._bury ForkServer._told Forks Order become warm_up
 run.process.heartbeat: Pulse pulse_of read_pulse
-run.process.parent_death_pipe: arm hold
+run.process.worker_group: arm hold Exited WorkerGroup._tell _pass_on _signals_held
 run.process.setup: identity_in into_log prepare_process
-run.process.worker_group: Exited WorkerGroup._tell _pass_on _signals_held
 run.process.worker_groups: may_fork rank_groups
 run.rendezvous.barrier: Meeting ProcessBarrier._leave ProcessBarrier._next_round ProcessBarrier._patience
     ProcessBarrier.ask ProcessBarrier.each ProcessBarrier.first ProcessBarrier.gather ProcessBarrier.hurry
@@ -238,7 +236,7 @@ MODULES: Final = """
 cluster.emit cluster.emit.job cluster.emit.kubernetes cluster.emit.skypilot cluster.emit.slurm cluster.emit.torchrun
 cluster.emit.vertex cluster.processes config.allowed config.build config.check config.compose.composing
 config.doclines config.documents config.effects config.exclusive config.kinds config.neighbours config.origins
-config.own_folders config.places config.references config.resuming config.searching config.secret_keys config.secrets
+config.own_folders config.places config.references config.resuming config.searching config.secret_keys
 config.semantics config.targets config.watched data.collate data.digits data.direct data.fashion_mnist data.files
 data.image_folder data.iterable data.loader data.positions data.reading data.sources data.synthetic data.text
 data.token_memmap data.windows data.workers engine engine.agreement engine.checkpoint engine.checkpoint.background

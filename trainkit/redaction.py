@@ -1,6 +1,6 @@
 """Which keys are secret, by their name; texts and the command line of this process without secrets.
 
-This module knows only names and texts. `trainkit.config.secrets.secrets` applies it to the values of a config, where
+This module knows only names and texts. `trainkit.config.secrets` applies it to the values of a config, where
 the class of a `_target_` can mark further fields with `trainkit.fields.secret`.
 """
 

@@ -1,7 +1,6 @@
 import pytest
 
-from trainkit.cluster.identity import VARIABLES, Identity
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import VARIABLES, Identity, Task
 from trainkit.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from tests.support.present import present
 from trainkit.config.compose import compose
 from trainkit.config.identity import fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.secrets.secrets import (
+from trainkit.config.secrets import (
     given_arguments,
     hidden_arguments,
     redacted,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.support import drawing_models, own_objectives, reference, zoo
 from tests.support.pool import Place, Pool
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.order import SampleOrder

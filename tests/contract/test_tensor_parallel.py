@@ -12,8 +12,7 @@ from tests.contract.stepping import Case, oracle, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from tests.support.requests import request_for
-from trainkit.cluster.identity import Identity
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.model_transforms import ModelTransforms

@@ -12,7 +12,7 @@ from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
-from trainkit.numerics.drawing import blocks_of
+from trainkit.numerics.randomness import blocks_of
 
 TINY: dict[str, Any] = {"vocab_size": 11, "context": 8, "num_layers": 2, "num_heads": 2, "width": 8}
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import drawing_models, zoo
-from trainkit.numerics.drawing import Drawing
 from trainkit.numerics.generators import GENERATORS_LOCK, Untouched
-from trainkit.numerics.randomness import BlockKeys, keys_of
+from trainkit.numerics.randomness import BlockKeys, Drawing, keys_of
 from trainkit.objectives.classification import Classification
 
 CPU = torch.device("cpu")

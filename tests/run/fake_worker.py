@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import errors
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.run import worker_main as worker
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter

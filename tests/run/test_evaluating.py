@@ -12,8 +12,7 @@ import pytest
 
 import trainkit
 from tests.support.present import present
-from trainkit.cluster.identity import Identity
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import load_resolved
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import ConfigError

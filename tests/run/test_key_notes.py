@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli import main
-from trainkit.run.planning import key_notes
+from trainkit.run.planning import notes as planning_notes
 
 PACKAGE = """\
 import torch
@@ -84,7 +84,7 @@ def test_a_pattern_that_matches_nothing_is_refused_where_the_user_wrote_it(notes
 def test_the_groups_of_the_user_name_their_parameters(
     notes: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_notes, "_SHOWN", 1)
+    monkeypatch.setattr(planning_notes, "_SHOWN", 1)
     groups = "optimizer.groups={head:{match:['layers.2.*'],lr:0.1},none:{match:['*.bias']}}"
     assert notes("recipe=null", "optimizer=sgd", groups) == [
         "optimizer.groups.head holds 2 of 4 parameters: layers.2.weight and 1 more",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support import zoo
 from tests.support.requests import request_for
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, Strategy
 from trainkit.strategies.one_device import OneDevice

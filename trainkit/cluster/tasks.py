@@ -1,8 +1,13 @@
-"""A task: one process of a run, with role, index, rank and device."""
+"""A task: one process of a run, with role, index, rank and device, and how it reaches the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from trainkit.config.texts import whole_number
+from trainkit.errors import MISSING, ConfigError, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,3 +35,131 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.role}:{self.index}"
+
+
+VARIABLES: Final = (
+    "TRAINKIT_RANK",
+    "TRAINKIT_RANKS",
+    "TRAINKIT_ROLE",
+    "TRAINKIT_INDEX",
+    "TRAINKIT_DEVICE",
+    "TRAINKIT_STORE",
+    "TRAINKIT_PREFIX",
+    "TRAINKIT_ATTEMPT",
+    "TRAINKIT_LIFE",
+    "TRAINKIT_HOST",
+    "TRAINKIT_TOKEN",
+)
+"""All environment variables that `Identity.to_environ` writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """The task of a process, and how it reaches the others.
+
+    Example:
+        >>> Identity.from_environ({"TRAINKIT_RANK": "1", "TRAINKIT_RANKS": "2"}).task.rank
+        1
+        >>> Identity.from_environ({}) == Identity.solo()
+        True
+    """
+
+    task: Task
+    num_ranks: int = 1
+    """Number of processes of this run, over all roles."""
+    store: tuple[str, int] | None = None
+    """Host and port of the rendezvous store; None for a single process."""
+    prefix: str = ""
+    """The prefix of every key in the store: new for every attempt, so that no address of a dead process is read."""
+    attempt: int = 0
+    """0 at the first start, then one more per restart; above 0 the newest checkpoint is resumed."""
+    life: int = 0
+    """How often this task alone was restarted in this attempt, while the others continued."""
+    host: str = "127.0.0.1"
+    """The name or address of this host for the others; loopback if all processes are on one host."""
+    token: str = field(default="", repr=False)
+    """A secret that only the tasks of this run know; empty if none was made."""
+
+    @classmethod
+    def solo(cls, device: str = "cpu") -> Identity:
+        """Return the identity of a run with a single process."""
+        return cls(task=Task(role="worker", index=0, rank=0, device=device))
+
+    def to_environ(self) -> dict[str, str]:
+        """Return the environment variables that `from_environ` reads."""
+        store = {} if self.store is None else {"TRAINKIT_STORE": f"{self.store[0]}:{self.store[1]}"}
+        token = {"TRAINKIT_TOKEN": self.token} if self.token else {}
+        return {
+            "TRAINKIT_RANK": str(self.task.rank),
+            "TRAINKIT_RANKS": str(self.num_ranks),
+            "TRAINKIT_ROLE": self.task.role,
+            "TRAINKIT_INDEX": str(self.task.index),
+            "TRAINKIT_DEVICE": self.task.device,
+            "TRAINKIT_PREFIX": self.prefix,
+            "TRAINKIT_ATTEMPT": str(self.attempt),
+            "TRAINKIT_LIFE": str(self.life),
+            "TRAINKIT_HOST": self.host,
+            **store,
+            **token,
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Identity:
+        """Read an identity; without `TRAINKIT_RANK`, return the one of a run with a single process.
+
+        Args:
+            environ: `os.environ`, or a replacement in a test. If unset, `TRAINKIT_ROLE` is worker, `TRAINKIT_INDEX` the
+                rank and `TRAINKIT_DEVICE` cpu.
+
+        Raises:
+            ConfigError: every problem: a variable is not a number, a rank is out of range, or the store is not
+                HOST:PORT.
+        """
+        if "TRAINKIT_RANK" not in environ:
+            return cls.solo(environ.get("TRAINKIT_DEVICE", "cpu"))
+        problems: list[Problem] = []
+        rank = _number(environ, "TRAINKIT_RANK", None, problems)
+        num_ranks = _number(environ, "TRAINKIT_RANKS", 1, problems)
+        index = _number(environ, "TRAINKIT_INDEX", rank, problems)
+        attempt = _number(environ, "TRAINKIT_ATTEMPT", 0, problems)
+        life = _number(environ, "TRAINKIT_LIFE", 0, problems)
+        store = _store(environ, problems)
+        if not problems and rank >= num_ranks:
+            rule = f"ranks go from 0 to TRAINKIT_RANKS - 1 = {num_ranks - 1}."
+            problems.append(Problem(key="TRAINKIT_RANK", value=rank, rule=rule, origin="environment"))
+        if problems:
+            raise ConfigError(problems)
+        role, device = environ.get("TRAINKIT_ROLE", "worker"), environ.get("TRAINKIT_DEVICE", "cpu")
+        return cls(
+            task=Task(role=role, index=index, rank=rank, device=device),
+            num_ranks=num_ranks,
+            store=store,
+            prefix=environ.get("TRAINKIT_PREFIX", ""),
+            attempt=attempt,
+            life=life,
+            host=environ.get("TRAINKIT_HOST", "127.0.0.1"),
+            token=environ.get("TRAINKIT_TOKEN", ""),
+        )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None, problems: list[Problem]) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    number = whole_number(text, low=0, high=2**31 - 1)
+    if number is not None:
+        return number
+    rule = "must be a whole number, 0 or more."
+    problems.append(Problem(key=name, value=text or MISSING, rule=rule, origin="environment"))
+    return 0
+
+
+def _store(environ: Mapping[str, str], problems: list[Problem]) -> tuple[str, int] | None:
+    text = environ.get("TRAINKIT_STORE", "")
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    number = whole_number(port, low=1, high=65535)
+    if host and number is not None:
+        return host, number
+    rule = "must be HOST:PORT, as in 127.0.0.1:29400."
+    problems.append(Problem(key="TRAINKIT_STORE", value=text, rule=rule, origin="environment"))
+    return None

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
-from trainkit.config.secrets.references import reference
+from trainkit.config.secrets import reference
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.provenance import KeyPath, dotted, leaves
+from trainkit.config.composition import KeyPath, dotted, leaves
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
-from trainkit.config.secrets.keys import secret_keys
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import plain

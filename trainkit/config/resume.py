@@ -10,9 +10,8 @@ from typing import Final
 
 from trainkit.config.compose import Composer
 from trainkit.config.compose.layers import resolve_exclusive
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, Level, Origin, TrackedTree, lookup
 from trainkit.config.grammar import key_of, replacing
-from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
 from trainkit.config.schema import GROUPS, NO_RUN, RunConfig, load_resolved
 from trainkit.config.sections import CvConfig, SweepConfig
 from trainkit.config.yaml_documents import read_document

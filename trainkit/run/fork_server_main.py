@@ -13,9 +13,9 @@ import sys
 from typing import Final
 
 from trainkit.run import worker_main as worker
-from trainkit.run.process import parent_death_pipe
 from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.fork_server import ForkServer, enter_child, preload
+from trainkit.run.process.worker_group import LIFELINE
 
 _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer does it
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     if request is None:
         return 0
     enter_child(request)
-    os.environ[parent_death_pipe.VARIABLE] = str(request.reader)
+    os.environ[LIFELINE] = str(request.reader)
     sys.argv = [str(worker.__file__), *request.arguments]
     return worker.main(request.arguments)
 

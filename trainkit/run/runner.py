@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import redacted, refuse_to_carry, to_environment
+from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
 from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
 from trainkit.run.hang_detection.watch import TimeLimits
-from trainkit.run.planning.key_notes import is_never_given
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
+from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.planning.shared_plan import plan_to_environ
 from trainkit.run.process.heartbeat import beats_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, StorageError

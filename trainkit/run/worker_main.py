@@ -1,6 +1,6 @@
 """Run one task of a run in its own process: `python -m trainkit.run.worker_main RUN/resolved.yaml`.
 
-The environment holds the identity of the process (`trainkit.cluster.identity`), the run folder everything else. Hydra
+The environment holds the identity of the process (`trainkit.cluster.tasks`), the run folder everything else. Hydra
 is not imported.
 
 A rank can be started by hand, for example in a debugger: start every rank in its own terminal, with a free port that
@@ -26,20 +26,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.config.paths import config_dirs_from, with_config_dirs
-from trainkit.config.secrets.secrets import in_environment, restored
+from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.reading import open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.process import parent_death_pipe
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.store import HostedStore
+from trainkit.run.process.worker_group import LIFELINE, watch_parent
 from trainkit.run.signals import EXIT_CODES, StopFlag, stop_signals, worker_signals
 from trainkit.storage import as_storage_error
 from trainkit.trainer import failpoints
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     """Run the task of this process; return the exit code."""
-    signals = worker_signals() if parent_death_pipe.VARIABLE in os.environ else stop_signals()
+    signals = worker_signals() if LIFELINE in os.environ else stop_signals()
     with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost
-        supervised = parent_death_pipe.watch_parent(os.environ)
+        supervised = watch_parent(os.environ)
         if len(arguments) != 1:
             print("usage: python -m trainkit.run.worker_main RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
             return 2

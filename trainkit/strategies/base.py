@@ -16,9 +16,8 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import Problem
 from trainkit.moved import moved_attribute

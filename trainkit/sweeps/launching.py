@@ -17,12 +17,11 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainkit.config.composition import dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
-from trainkit.config.provenance import dotted, leaves
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.keys import secret_keys
-from trainkit.config.secrets.secrets import missing_secrets, redacted
+from trainkit.config.secrets import missing_secrets, redacted, secret_keys
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem

@@ -13,11 +13,10 @@ from typing import Any, Final
 
 from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
-from trainkit.config.composition import Composition, ConfigFile
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup
 from trainkit.config.grammar import key_of
-from trainkit.config.provenance import KeyPath, dotted, is_path_key, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
-from trainkit.config.secrets.secrets import missing_secrets
+from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys

@@ -13,9 +13,8 @@ from typing import Any
 
 from trainkit.config.check.variables import read_variables
 from trainkit.config.compose import Composer
-from trainkit.config.composition import Composition, path_of
+from trainkit.config.composition import Composition, KeyPath, Level, Origin, TrackedTree, dotted, lookup, path_of
 from trainkit.config.grammar import COMMAND_LINE, key_of
-from trainkit.config.provenance import KeyPath, Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
 

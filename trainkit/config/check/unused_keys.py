@@ -10,9 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from trainkit.config.composition import Composition, path_of
+from trainkit.config.composition import Composition, Level, lookup, path_of
 from trainkit.config.identity import SCALING_KEYS
-from trainkit.config.provenance import Level, lookup
 from trainkit.errors import ConfigError, Problem
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from trainkit.bounded_yaml import parse_yaml
-from trainkit.config.composition import Composition, path_of, variable_in
-from trainkit.config.provenance import KeyPath, TrackedTree, lookup
+from trainkit.config.composition import Composition, KeyPath, TrackedTree, lookup, path_of, variable_in
 from trainkit.errors import Problem
 
 _WORDS: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None}

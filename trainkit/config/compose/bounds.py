@@ -17,8 +17,8 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
 from trainkit.bounded_yaml import MAX_DEPTH
+from trainkit.config.composition import KeyPath, dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.provenance import KeyPath, dotted, leaves
 from trainkit.errors import ConfigError, Problem
 
 MAX_ARGUMENT: Final = 10_000

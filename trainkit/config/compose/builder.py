@@ -15,12 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, first_line, shown
-from trainkit.config.composition import Composition, ConfigFile
+from trainkit.config.composition import Composition, ConfigFile, Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.paths import shipped_conf, shipped_recipes
-from trainkit.config.provenance import Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted
 from trainkit.config.values import closest
 from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem

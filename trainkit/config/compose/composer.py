@@ -15,10 +15,9 @@ from trainkit.config.compose.builder import CompositionBuilder, repeated
 from trainkit.config.compose.files import hydra_state
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, ConfigSearchPathImpl
 from trainkit.config.compose.space import Space, read_space
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, Level, dotted
 from trainkit.config.grammar import COMMAND_LINE, key_of, unreadable
 from trainkit.config.paths import shipped_conf, shipped_recipes
-from trainkit.config.provenance import Level, dotted
 from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.targets.allowed import refuse_packages
 from trainkit.config.yaml_documents import read_document

@@ -22,7 +22,7 @@ from trainkit.config.compose.hydra_adapter import Callbacks, completions
 from trainkit.config.compose.loader import ComposedConfigLoader, about_one_job, redact_hydra, redacted_lines
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, key_of
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted
 from trainkit.errors import Problem
 from trainkit.redaction import redacted_argument
 

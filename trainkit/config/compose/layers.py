@@ -13,13 +13,21 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.bounds import TooManyReferencesError, bounded_references, reference_problem
-from trainkit.config.composition import ConfigFile, variable_in
+from trainkit.config.composition import (
+    ConfigFile,
+    KeyPath,
+    Level,
+    Origin,
+    TrackedTree,
+    dotted,
+    is_path_key,
+    leaves,
+    lookup,
+    variable_in,
+)
 from trainkit.config.paths import shipped_conf, shipped_recipes
-from trainkit.config.provenance import KeyPath, Level, Origin, TrackedTree, dotted, is_path_key, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS
-from trainkit.config.secrets.keys import import_marks
-from trainkit.config.secrets.references import dereferenced, reference_paths
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import dereferenced, import_marks, redacted, reference_paths
 from trainkit.errors import ConfigError, Problem
 
 

@@ -26,11 +26,9 @@ from trainkit.config.compose.hydra_adapter import (
     ConfigLoaderImpl,
     get_overrides_dirname,
 )
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, dotted
 from trainkit.config.grammar import replacing
-from trainkit.config.provenance import dotted
-from trainkit.config.secrets.keys import texts_in
-from trainkit.config.secrets.secrets import hidden_arguments, redacted
+from trainkit.config.secrets import hidden_arguments, redacted, texts_in
 from trainkit.config.targets.allowed import TARGET, root_of
 from trainkit.config.targets.build import imported
 from trainkit.errors import ConfigError, Problem

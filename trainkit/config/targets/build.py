@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any, Final
 
-from trainkit.config.secrets.references import with_variables
+from trainkit.config.secrets import with_variables
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET, allowed_packages, name_problem, root_of
 from trainkit.config.targets.kinds import (
     ANY_KIND,

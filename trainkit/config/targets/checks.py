@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from trainkit.config.composition import Composition, ConfigFile
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted
 from trainkit.config.paths import shipped_conf
-from trainkit.config.provenance import KeyPath, dotted
-from trainkit.config.secrets.references import dereferenced, is_reference
+from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by

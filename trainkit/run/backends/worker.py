@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment, workers
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.reading import open_regular
 from trainkit.run.backends.attempt import RankError, stop_file, stop_reason
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
 from trainkit.run.planning.build import make_optimizer, transformed_model

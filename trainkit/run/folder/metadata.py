@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.config.paths import config_dir_environ
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted
 from trainkit.config.targets.allowed import package_environ
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.folder.run_folder import RunFolder, write_atomically, write_json_atomically

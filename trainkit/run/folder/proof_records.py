@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from trainkit.config.identity import fingerprint
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
 from trainkit.moved import with_original_targets
 from trainkit.reading import read_json

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from trainkit.bounded_json import Kind
 from trainkit.config.paths import config_dir_arguments
-from trainkit.config.secrets.secrets import keys_to_add
+from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.callbacks.metrics_file import MetricsFile
 from trainkit.callbacks.screen import FinalSummary, StartupSummary
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.secrets.secrets import with_own_secrets
+from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.build import build
 from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from trainkit.cluster.host import ProcessId
 from trainkit.reading import open_descriptor
-from trainkit.run.process import parent_death_pipe
+from trainkit.run.process.worker_group import arm_kill_on_parent_death
 from trainkit.run.signals import stop_signals
 from trainkit.trainer import failpoints
 
@@ -138,7 +138,7 @@ class ForkServer:
 def enter_child(request: SpawnRequest) -> None:
     """Set up the session, parent-death pipe, output and environment of a fork."""
     os.setsid()
-    parent_death_pipe.arm_kill_on_parent_death(request.reader, os.getpid())
+    arm_kill_on_parent_death(request.reader, os.getpid())
     gone = select.poll()
     gone.register(request.reader, select.POLLHUP)
     if gone.poll(0):  # the client closed the pipe before it was armed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import UnreadableError
 from trainkit.reading import open_descriptor, read_bytes
 from trainkit.run.folder.run_folder import RunFolder

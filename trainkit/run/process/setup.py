@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainkit.cluster.address import Address, is_loopback
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Identity
 from trainkit.reading import open_regular
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.network import own_address, socket_environ

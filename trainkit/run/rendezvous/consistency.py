@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainkit.config.provenance import dotted, leaves
+from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.rendezvous.barrier import ProcessBarrier

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import torch
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import redacted
+from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError
 from trainkit.run.begin import (
     Job,
@@ -42,9 +42,8 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.metadata import own_cores, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
-from trainkit.run.planning.key_notes import is_never_given
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
+from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.tasks import Task
-from trainkit.config.secrets.secrets import to_environment
+from trainkit.cluster.tasks import Identity, Task
+from trainkit.config.secrets import to_environment
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.metadata import num_cores, worker_environ
 from trainkit.run.folder.run_folder import RunFolder

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.bounded_json import expect_map, parse_json
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan

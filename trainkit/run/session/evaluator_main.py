@@ -17,10 +17,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainkit.cluster.identity import Identity
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
-from trainkit.config.secrets.secrets import in_environment, restored
+from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, Problem, TrainkitError, UnreadableError
 from trainkit.reading import read_map

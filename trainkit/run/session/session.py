@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.numerics.deferred import lazy_init_values

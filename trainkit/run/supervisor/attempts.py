@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Final
 
-from trainkit.cluster.identity import Identity
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence

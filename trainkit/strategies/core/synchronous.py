@@ -11,9 +11,8 @@ from torch import nn
 
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket, shards_of_rank
-from trainkit.numerics.drawing import Drawing
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import BlockKeys
+from trainkit.numerics.randomness import BlockKeys, Drawing
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,

@@ -9,9 +9,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.tasks import Task
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import Problem
 from trainkit.fields import placement

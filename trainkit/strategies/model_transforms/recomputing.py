@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.numerics.drawing import Drawing, Draws
 from trainkit.numerics.generators import HostStates
-from trainkit.numerics.randomness import keys_of
+from trainkit.numerics.randomness import Drawing, Draws, keys_of
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_changes
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.drawing import draws_at_random, draws_nothing
-from trainkit.numerics.randomness import sets_key
+from trainkit.numerics.randomness import draws_at_random, draws_nothing, sets_key
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.drawing import draws_at_random
+from trainkit.numerics.randomness import draws_at_random
 
 Layout = Literal["whole", "cut", "stretch"]
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
-from trainkit.numerics.drawing import draws_at_random, draws_nothing
 from trainkit.numerics.hashing import hash64
 from trainkit.numerics.precision import Precision
+from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory

@@ -18,7 +18,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import refuse_to_carry
+from trainkit.config.secrets import refuse_to_carry
 from trainkit.errors import Problem, UnreadableError
 from trainkit.reading import open_regular, read_text
 from trainkit.redaction import redacted_argument

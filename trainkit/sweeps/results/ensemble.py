@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import difference, fingerprint
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.secrets.secrets import with_own_secrets
+from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches

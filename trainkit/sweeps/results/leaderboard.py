@@ -15,8 +15,7 @@ from typing import Final
 from trainkit.config.grammar import key_of
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
-from trainkit.config.secrets.references import reference
-from trainkit.config.secrets.secrets import keys_to_add
+from trainkit.config.secrets import keys_to_add, reference
 from trainkit.config.sections import EvalConfig
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.errors import ConfigError, UnreadableError

@@ -41,9 +41,8 @@ def explanation(call: Call) -> Iterator[str]:
         ConfigError: there is no such key, or the composition has problems.
     """
     from trainkit.api import compose  # noqa: PLC0415 - Hydra only where one composes
-    from trainkit.config.provenance import dotted, leaves, lookup  # noqa: PLC0415
-    from trainkit.config.secrets.keys import secret_keys  # noqa: PLC0415
-    from trainkit.config.secrets.secrets import redacted  # noqa: PLC0415
+    from trainkit.config.composition import dotted, leaves, lookup  # noqa: PLC0415
+    from trainkit.config.secrets import redacted, secret_keys  # noqa: PLC0415
     from trainkit.config.values import closest  # noqa: PLC0415
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)

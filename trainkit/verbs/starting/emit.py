@@ -12,7 +12,7 @@ from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
 from trainkit.cluster.manifests.job import seconds_of
 from trainkit.config.grammar import key_of
 from trainkit.config.paths import config_dir_arguments
-from trainkit.config.secrets.references import reference
+from trainkit.config.secrets import reference
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.texts import whole_number
 from trainkit.config.values import closest

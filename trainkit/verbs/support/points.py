@@ -10,7 +10,7 @@ from trainkit.config.check import check_both, check_names, fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.secrets.keys import secret_keys
+from trainkit.config.secrets import secret_keys
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, is_secret
 

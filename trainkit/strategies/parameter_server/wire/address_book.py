@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
 from trainkit.strategies.rendezvous_store import store_client

@@ -6,25 +6,33 @@ A secret given literally reaches the workers of its run through their environmen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.keys import is_below, secret_keys, texts_in
-from trainkit.config.secrets.references import reference
+from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.fields import secret_fields, signature_hints
 from trainkit.reading import read_text
 from trainkit.redaction import (
     REDACTED,
+    is_secret_name,
     mask,
     redacted_argument,
     remember,
     remember_passwords,
+    secrets_in,
+    variable_of,
     without_secrets,
 )
 
@@ -202,3 +210,166 @@ def _replaced(values: Any, path: tuple[str, ...], by_key: Mapping[str, Any]) -> 
     if isinstance(values, list | tuple):
         return [_replaced(value, (*path, str(index)), by_key) for index, value in enumerate(values)]
     return values
+
+
+_TARGET: Final = "_target_"
+
+
+def secret_keys(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the secrets of a config that have a key of their own, by their path.
+
+    `trainkit.redaction` decides which names are secret; imported classes add the fields that they mark.
+    """
+    return dict(secrets_in(values, marks=_marks))
+
+
+def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
+    """Import the classes of the user's own packages, so that the secrets they mark are known before anything is shown.
+
+    Import errors are ignored here; the check reports them.
+    """
+    for path, text in texts_in(values) if packages else ():
+        if path[-1] == _TARGET and text.partition(".")[0] in packages:
+            with contextlib.suppress(Exception):
+                import_module(text.rpartition(".")[0])
+
+
+def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
+    """Return the paths that a class marks as secret, including those inside of its dataclass fields."""
+    found = {(*path, name) for name in secret_fields(target)}
+    for name, hint in signature_hints(target).items():
+        kind = plain(hint)
+        if isinstance(kind, type) and is_dataclass(kind) and kind is not target:
+            found |= marked_in(kind, (*path, name))
+    return frozenset(found)
+
+
+def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
+    """Return the paths marked by the class of a node, if it has been imported already; import nothing."""
+    named = node.get(_TARGET)
+    parts = named.split(".") if isinstance(named, str) else []
+    for length in range(len(parts) - 1, 0, -1):
+        target: Any = sys.modules.get(".".join(parts[:length]))
+        if target is not None:
+            with contextlib.suppress(Exception):  # a module's own __getattr__ may raise anything
+                for name in parts[length:]:
+                    target = getattr(target, name)
+                return marked_in(target)
+            break
+    return frozenset()
+
+
+def is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> bool:
+    """Return whether a path lies below one of the paths found."""
+    return any(path[:length] in found for length in range(1, len(path)))
+
+
+def texts_in(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every text below a value, also in lists, with its path."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from texts_in(value, (*path, str(key)))
+    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        for index, value in enumerate(values):
+            yield from texts_in(value, (*path, str(index)))
+    elif isinstance(values, str) and path:
+        yield path, values
+
+
+_CONTAINERS: Final = ("headers", "tokens")
+"""Suffixes of keys whose value is a mapping or list."""
+
+
+def reference(key: str) -> str:
+    """Return the argument that sets a key to a reference to an environment variable, quoted for a shell.
+
+    Example:
+        >>> print(reference("logger.wandb.api_key"), reference("logger.w.headers"))
+        'logger.wandb.api_key=${oc.env:WANDB_API_KEY}' 'logger.w.headers=${oc.decode:${oc.env:W_HEADERS}}'
+    """
+    name = re.sub(r"\W", "_", "_".join(key.lstrip("+~").split(".")[-2:])).upper()
+    variable = f"${{oc.env:{name}}}"
+    return shlex.quote(f"{key}=${{oc.decode:{variable}}}" if key.endswith(_CONTAINERS) else f"{key}={variable}")
+
+
+def dereferenced(value: Any, *, key: str) -> Any:
+    """Return a value with its references to environment variables resolved, also in mappings and lists.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    if isinstance(value, Mapping):
+        return {name: dereferenced(inner, key=f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [dereferenced(inner, key=key) for inner in value]
+    variable = variable_of(value)
+    if variable is None:
+        return value
+    if variable not in os.environ:
+        rule = f"refers to the environment variable {variable}, which is not set here. Set it to the secret."
+        raise ConfigError([Problem(key=key, value=value, rule=rule)])
+    text = value[: value.index("${")] + os.environ[variable]
+    try:
+        found = parse_yaml(text) if "oc.decode" in value else text
+    except ValueError:  # its message may quote the secret
+        rule = f"refers to the environment variable {variable}, whose value is not YAML. Write it as {{KEY: VALUE}}."
+        raise ConfigError([Problem(key=key, value=value, rule=rule)]) from None
+    remember(found)
+    return found
+
+
+def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    """Return a node of a class in which references of secrets to environment variables are replaced by the values.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    return _filled(node, marked_in(target) if _refers_anywhere(node) else frozenset(), ())
+
+
+def _refers_anywhere(values: Any) -> bool:
+    return any(variable_of(text) is not None for _, text in texts_in(values))
+
+
+def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: tuple[str, ...]) -> dict[str, Any]:
+    filled = {}
+    for name, value in node.items():
+        inner = (*path, str(name))
+        if is_secret_name(inner[-1], in_observer=True) or inner in marked:
+            filled[name] = dereferenced(value, key=".".join(inner))
+        else:
+            filled[name] = _filled(value, marked, inner) if isinstance(value, Mapping) else value
+    return filled
+
+
+def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
+    hidden = secret_keys(_opaque(values))  # count a reference as a secret here, so that its key is found
+    below = [(path, text) for path, text in texts_in(values) if path in hidden or is_below(path, hidden)]
+    found = {path for path, text in below if variable_of(text) is not None}
+    return {_of_mapping(values, path) for path in found}
+
+
+def is_reference(values: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    """Return whether the value of a key refers to an environment variable, or contains such references."""
+    return any(path == one[: len(path)] for one in reference_paths(values))
+
+
+def _opaque(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _opaque(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_opaque(value) for value in values]
+    return REDACTED if variable_of(values) is not None else values
+
+
+def _of_mapping(values: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the path of the leaf that holds an item, as `trainkit.config.composition.leaves` defines it: a list is a
+    leaf.
+    """
+    here: Any = values
+    for depth, name in enumerate(path):
+        if not isinstance(here, Mapping):
+            return path[:depth]
+        here = here[name]
+    return path
