@@ -37,8 +37,8 @@ ALL = {
 }  # fmt: skip
 
 
-def found(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment:
-    return present(detect(environ, spec, launcher=launcher))
+def found(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvironment:
+    return present(detect(environ, launcher=launcher))
 
 
 def facts(launch: LaunchEnvironment) -> tuple[int, int, int, int, int]:
@@ -303,7 +303,7 @@ def test_the_innermost_launcher_is_believed(environ: dict[str, str], kind: str) 
 
 def test_a_cluster_spelt_out_is_believed_before_the_environment() -> None:
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
-    assert found(TORCHRUN | SLURM, spec).kind == "cluster=spec"
+    assert present(spec.launch(TORCHRUN | SLURM)).kind == "cluster=spec"
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -335,7 +335,7 @@ def test_a_launcher_that_is_unknown_or_absent_is_refused() -> None:
 
 def test_a_launcher_named_beside_a_cluster_spelt_out_is_refused() -> None:
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
-    assert refused(lambda: detect({"TRAINKIT_LAUNCHER": "slurm"}, spec)) == [
+    assert refused(lambda: spec.launch({"TRAINKIT_LAUNCHER": "slurm"})) == [
         (
             "TRAINKIT_LAUNCHER=slurm: has no effect: cluster=spec lists all tasks. "
             "Unset it, or use cluster=local. (environment)"

@@ -12,7 +12,6 @@ from trainkit.cluster.launchers.mpi import mpich, open_mpi
 from trainkit.cluster.launchers.slurm import slurm
 from trainkit.cluster.launchers.torch import by_hand, pet, torchrun
 from trainkit.cluster.members import launch_of
-from trainkit.cluster.spec import Spec
 from trainkit.cluster.tf_config import read_tf_config
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
@@ -49,12 +48,11 @@ _MARKS: Final[Mapping[str, tuple[str, ...]]] = {
 """Launcher -> variables that it sets, at least one of them in each of its processes."""
 
 
-def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment | None:
+def detect(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvironment | None:
     """Return the launch that a process belongs to; a pure function.
 
     Args:
         environ: `os.environ`, or a replacement in a test.
-        spec: the cluster that the config describes; it overrides everything in the environment.
         launcher: the launcher to use, `none`, or `auto`: the value of `TRAINKIT_LAUNCHER`, else the one that is
             found.
 
@@ -72,9 +70,6 @@ def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: st
         >>> detect({}) is detect(hand | {"TRAINKIT_LAUNCHER": "none"}) is None
         True
     """
-    if spec is not None:
-        _refuse_beside_spec(environ)
-        return spec.launch(environ)
     asked = launcher if launcher != "auto" else environ.get(VARIABLE, "") or "auto"
     if asked == "none":
         return None
@@ -112,12 +107,6 @@ def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         rule = f"this process was not started by it, or is the only one: see {' and '.join(_MARKS[name])}."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
     return _shared(launch, environ)
-
-
-def _refuse_beside_spec(environ: Mapping[str, str]) -> None:
-    if environ.get(VARIABLE, "") not in ("", "auto", "none"):
-        rule = "has no effect: cluster=spec lists all tasks. Unset it, or use cluster=local."
-        raise ConfigError([Problem(key=VARIABLE, value=environ[VARIABLE], rule=rule, origin="environment")])
 
 
 @dataclass(frozen=True, kw_only=True)

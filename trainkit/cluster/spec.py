@@ -51,10 +51,14 @@ class Spec(Cluster):
         """Return the launch of this cluster for this process; None for a cluster of one task.
 
         Raises:
-            ConfigError: the task of this process is missing, or contradicts TF_CONFIG.
+            ConfigError: the task of this process is missing or contradicts TF_CONFIG, or a launcher is selected.
         """
-        tf_config = None if environ.get("TRAINKIT_LAUNCHER") == "none" else read_tf_config(environ)
+        launcher = environ.get("TRAINKIT_LAUNCHER", "")
+        tf_config = None if launcher == "none" else read_tf_config(environ)
         problems = [] if tf_config is None else list(self._differences(tf_config))
+        if launcher not in ("", "auto", "none"):
+            rule = "has no effect: cluster=spec lists all tasks. Unset it, or use cluster=local."
+            problems.append(Problem(key="TRAINKIT_LAUNCHER", value=launcher, rule=rule, origin="environment"))
         task = tf_config.task if tf_config is not None and self.task is None else self.task and parse_task(self.task)
         if not task and not problems and sum(map(len, self.members.values())) > 1:
             names = ", ".join(f"{role}:{index}" for role, texts in self.members.items() for index in range(len(texts)))

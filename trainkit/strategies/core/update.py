@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Status, UpdateParams
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import with_values
@@ -22,7 +21,6 @@ def apply_update(
     update: UpdateParams,
     *,
     loss_sum: Tensor | None = None,
-    deciders: Collective | None = None,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
@@ -32,7 +30,6 @@ def apply_update(
         divisor: of the loss.
         update: learning rate and clip of this update.
         loss_sum: () the loss of this rank, None if it had no shard.
-        deciders: the ranks that skip a step together; None: all processes of the run.
 
     Returns:
         The status of the step, and the global norm before clipping if it was needed, () on the device.
@@ -54,7 +51,7 @@ def apply_update(
     if replica.numerics.leaves_out:
         beyond_scaling = [] if loss_sum is None else [~torch.isfinite(loss_sum).all()]
         beyond_scaling += replica.buffers.became_nonfinite(buffers) if replica.buffers.names else []
-        status = _agreed(replica, beyond_scaling, norms_of(float("inf")), deciders or replica.all_ranks)
+        status = _agreed(replica, beyond_scaling, norms_of(float("inf")))
     elif scale.moves and not _all_finite(norms_of(float("inf"))):
         status = Status.retry
     if status is not Status.applied:
@@ -74,7 +71,7 @@ def apply_update(
     return Status.applied, norm
 
 
-def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor, deciders: Collective) -> Status:
+def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor) -> Status:
     """Decide on a step by the values of all ranks, alike on all of them; collective, waits for the device.
 
     A smaller loss scale helps if gradients overflow, but not if loss or buffers are not finite.
@@ -82,7 +79,7 @@ def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor, d
     here = [~torch.isfinite(norms.max())]
     loss_or_buffers = [flag.to(norms.device) for flag in beyond_scaling]
     here.append(torch.stack(loss_or_buffers).any() if loss_or_buffers else torch.zeros_like(here[0]))
-    gradients, beyond = deciders.sum(torch.stack(here).float()).tolist()
+    gradients, beyond = replica.all_ranks.sum(torch.stack(here).float()).tolist()
     if not gradients and not beyond:
         return Status.applied
     return Status.retry if replica.loss_scale.may_retry and not beyond else Status.skipped

@@ -90,11 +90,11 @@ def as_float(frame: Frame, key: str) -> float:
     return float(value)
 
 
-def as_keys(frame: Frame, key: str = "keys") -> list[str]:
+def as_keys(frame: Frame) -> list[str]:
     """Decode names of gradients."""
-    value = frame.meta.get(key)
+    value = frame.meta.get("keys")
     if not isinstance(value, list) or not all(isinstance(one, str) and len(one) <= _KEY_LENGTH for one in value):
-        raise RequestRejectedError(f"{frame.kind}: {key} are no names")
+        raise RequestRejectedError(f"{frame.kind}: keys are no names")
     return value
 
 
