@@ -205,29 +205,25 @@ sweeps.loop.job_sources: Job Listed Source
 sweeps.loop.processes: Start
 sweeps.loop.slots: Grant
 sweeps.loop.sweep_loop: Round SweepLoop._look SweepLoop._pass_on SweepLoop._readied SweepLoop._told _Running.twins
-sweeps.results.folds: _told
-sweeps.results.job_results: Entry swept
+sweeps.results.job_results: Entry swept _told Record
 sweeps.results.metric_stream: Rows
-sweeps.results.sweep_state: Record
 sweeps.screen: Line
-sweeps.spaces.random_search: drawn
-sweeps.spaces.request: Asked
-trainer.checkpoint.evaluated_index: Judged
-trainer.checkpoint.lazy_tensors: _Cut _Entry
+sweeps.spaces.request: Asked drawn
+trainer.checkpoint.retention: Judged
+trainer.checkpoint.loading: _Cut _Entry
 trainer.checkpoint.saving: Part
-trainer.checkpoint.sharded_saver: SaverOfPieces
+trainer.checkpoint.background: SaverOfPieces
 trainer.checkpoint.tensor_file: _Entry
 trainer.cleanup: clear_drafts delete_draft draft_of
 trainer.failpoints: arm reached
-trainer.loop: Occasion Timeline
+trainer.loop: Occasion Timeline Agreement Answer
 trainer.manifest: scan survey
 trainer.metrics_accumulator: Journal
 trainer.ownership: Owner
-trainer.stop_consensus: Agreement Answer
 verbs.looking.diff: _shown
 verbs.looking.explain: _shown
 verbs.support.call: Call.only
-verbs.support.cv: with_folds
+verbs.running.train: with_folds
 verbs.support.points: _applying_nowhere
 """
 """Module of today: the old names of its classes, functions and constants, and of members as `ClassOfToday.member`."""

@@ -18,8 +18,8 @@ from trainkit.strategies.groups.collective import GroupCollective, all_gather_ob
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import Retention, ShardedSaver, sha256_of_pieces
+from trainkit.trainer.checkpoint import background as module
 from trainkit.trainer.checkpoint import disk_space as space
-from trainkit.trainer.checkpoint import sharded_saver as module
 
 
 def state() -> dict[str, Tensor]:

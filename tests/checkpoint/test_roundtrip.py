@@ -11,7 +11,7 @@ from trainkit.errors import CheckpointError
 from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import begin, commit, list_complete, load, save, weights_sha256, write_part
-from trainkit.trainer.checkpoint.dtypes import DTYPES
+from trainkit.trainer.checkpoint.tensor_file import DTYPES
 
 
 def content() -> dict[str, torch.Tensor]:

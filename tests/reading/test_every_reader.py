@@ -21,9 +21,11 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "reading.py": {"open": "the module itself", "fdopen": "the same", "read_bytes": "of the same"},
     "bounded_yaml.py": {"yaml.load": "the module itself, after its bounds"},
     "cli.py": {"open": "the null device"},
+    "extras.py": {"read_text": "trainkit's own pyproject.toml"},
+    "verbs/starting/init.py": {"read_text": "trainkit's own template"},
     "redaction.py": {"read_text": "/proc", "read_bytes": "/proc"},
     "run/hang_detection/process_evidence.py": {"read_text": "/proc and the cgroup file system"},
-    "strategies/reducers/shared_segment.py": {
+    "strategies/reducers/shared_memory.py": {
         "read_text": "/proc",
         "open": "a memory segment of this run, by descriptor",
     },
@@ -50,7 +52,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "run/folder/status.py": {"open": "writes a new file"},
     "run/process/worker_group.py": {"open": "the null device"},
     "storage.py": {"open": "writes a new file; a folder, to make its names durable"},
-    "trainer/checkpoint/evaluated_index.py": {"open": "a folder, to lock it"},
+    "trainer/checkpoint/retention.py": {"open": "a folder, to lock it"},
     "trainer/ownership.py": {"open": "writes a new file"},
     "run/folder/run_folder.py": {"open": "writes a new file"},
     "data/sets/digits.py": {"open": "a file of the package", "np.load": "the same; without pickles"},

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import trainkit
 from trainkit.strategies.groups.collective import LocalCollective
+from trainkit.trainer.loop import StopSaveConsensus, StopSaveDecision
 from trainkit.trainer.manifest import list_complete
-from trainkit.trainer.stop_consensus import StopSaveConsensus, StopSaveDecision
 
 QUIET = ("recipe=null", "steps=200", "callbacks=[]", "logger=[]", "eval.every_epochs=null", "checkpoint.keep_last=99")
 

@@ -11,8 +11,7 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import LossScale, Scaling
 from trainkit.run.folder.rollbacks import FILE, record_rollback, rollbacks_of, suspect_checkpoint_of
 from trainkit.strategies.base import LeftOut
-from trainkit.trainer.left_out import LeftOutSteps, RollbackNeeded, Suspect
-from trainkit.trainer.state import State
+from trainkit.trainer.state import LeftOutSteps, RollbackNeeded, State, Suspect
 
 PLAN = BatchPlan(num_samples=600, global_size=300, micro_size=300)
 

@@ -16,7 +16,7 @@ from trainkit.run.signals import (
     stop_signals,
     worker_signals,
 )
-from trainkit.sweeps.loop.stopping import signals_to
+from trainkit.sweeps.loop.processes import signals_to
 
 
 def interrupt(number: int) -> None:

@@ -34,7 +34,7 @@ from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, free_folde
 from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 from trainkit.sweeps.loop.sweep import Sweep
-from trainkit.sweeps.results.sweep_state import FILE
+from trainkit.sweeps.results.job_results import FILE
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit")
 

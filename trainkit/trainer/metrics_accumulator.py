@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit.errors import NonFiniteError, ZeroWeightError
 from trainkit.strategies.base import LeftOut, LocalModel, Status, StepOutcome
 from trainkit.trainer.events import Run
-from trainkit.trainer.left_out import REMEDY, listed
+from trainkit.trainer.state import REMEDY, listed
 
 
 class MetricsAccumulator:

@@ -1,14 +1,161 @@
-"""The progress of a training."""
+"""The progress of a training, and the steps that it leaves out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.sections import NumericsConfig
-from trainkit.numerics.batch import BatchPlan
-from trainkit.strategies.base import Status, StepOutcome
-from trainkit.trainer.left_out import LeftOutSteps
+from trainkit.errors import NonFiniteError
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.strategies.base import LeftOut, Status, StepOutcome
+
+REMEDY: Final = "Lower optimizer.lr, set clip.max_norm or add warmup.steps"
+"""The remedy for losses or gradients that are not finite; the beginning of a sentence."""
+_MOST_STEPS: Final = 1000
+"""Number of steps that are listed; further ones are only counted."""
+_MOST_SAMPLES: Final = 256
+"""Number of samples that are listed per step."""
+_FIRST_JUDGED: Final = 100
+"""The share of skipped steps is checked from this step on."""
+_KEPT: Final = ("count", "first", "last", "steps")
+
+
+class RollbackNeeded(Exception):  # noqa: N818 - a request to the session, never shown to users
+    """A step is not finite for the first time: restore the last checkpoint, and train up to it again."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step}")
+        self.step = step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """A step that was not finite, and that is trained again."""
+
+    step: int
+    """Updates completed before it."""
+    checkpoint: int
+    """The step of the checkpoint that was restored for it."""
+
+
+class LeftOutSteps:
+    """Counts the skipped steps, and ends a run that skips too many; the same on every rank."""
+
+    def __init__(self, settings: NumericsConfig, samples_of: Callable[[Ticket], Sequence[int]]) -> None:
+        self._settings, self._samples_of = settings, samples_of
+        self.count = 0
+        """Number of skipped steps."""
+        self.steps: list[dict[str, Any]] = []
+        """`step`, `samples` and `num_samples` of each, as in result.json."""
+        self.first = self.last = -1
+        """The first and last of the latest consecutive skipped steps."""
+        self.suspect: Suspect | None = None
+        """With `rollback`, the step for which the last checkpoint was restored."""
+
+    @property
+    def in_a_row(self) -> int:
+        """The number of the latest consecutive skipped steps."""
+        return self.last - self.first + 1 if self.count else 0
+
+    def samples_of(self, tickets: Sequence[Ticket], most: int = _MOST_SAMPLES) -> tuple[list[int], int]:
+        """Return the first samples of tickets, and the number of all."""
+        found = [int(sample) for ticket in tickets for sample in self._samples_of(ticket)]
+        return found[:most], len(found)
+
+    def take(self, found: LeftOut) -> None:
+        """Count a step, or request that it is trained again.
+
+        Raises:
+            NonFiniteError: too many consecutive steps; with `rollback`, a second one since the restored checkpoint.
+            RollbackNeeded: with `rollback`, the step was not finite for the first time.
+        """
+        if self._settings.on_nonfinite == "rollback":
+            self._refuse_second(found.step)
+        self._add(found)
+        limit = self._settings.max_skips_in_a_row
+        if self._settings.on_nonfinite == "skip" and self.in_a_row >= limit:
+            raise NonFiniteError(
+                f"numerics.max_skips_in_a_row={limit}: steps {self.first} to {self.last} were left out one after "
+                f"the other, because loss or gradient was not finite; {self._so_far(found.step + 1)}. {REMEDY}, see "
+                f"the samples under skipped_steps in result.json, or raise numerics.max_skips_in_a_row."
+            )
+
+    def judge_share(self, step: int) -> None:
+        """End the run if more steps were skipped than allowed.
+
+        Raises:
+            NonFiniteError: they are more than `numerics.max_skipped_share`.
+        """
+        limit = self._settings.max_skipped_share
+        if self._settings.on_nonfinite != "skip" or step < _FIRST_JUDGED or self.count / step <= limit:
+            return
+        raise NonFiniteError(
+            f"numerics.max_skipped_share={limit:g}: {self._so_far(step)}, because loss or gradient was not finite: a "
+            f"share of {self.count / step:.3g} (steps {listed([one['step'] for one in self.steps], self.count)}). "
+            f"{REMEDY}, see the samples under skipped_steps in result.json, or raise numerics.max_skipped_share."
+        )
+
+    def train_again(self, suspect: Suspect | None) -> None:
+        """Record the step that is trained for the second time; None: there is none."""
+        self.suspect = suspect
+
+    def saved(self, step: int) -> None:
+        """Clear the suspect once a checkpoint of a later step is saved."""
+        if self.suspect is not None and step > self.suspect.step:
+            self.suspect = None
+
+    def findings(self) -> dict[str, Any]:
+        """Return the entries of result.json: each step with its samples, and how many are not listed."""
+        rest = self.count - len(self.steps)
+        return {"skipped_steps": list(self.steps), **({"skipped_steps_not_listed": rest} if rest else {})}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {name: list(self.steps) if name == "steps" else getattr(self, name) for name in _KEPT}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the state that `to_json` returned; states of earlier versions may lack keys."""
+        self.count, self.steps = saved.get("count", 0), list(saved.get("steps", ()))
+        self.first, self.last = saved.get("first", -1), saved.get("last", -1)
+
+    def _refuse_second(self, step: int) -> None:
+        suspect = self.suspect
+        if suspect is None:
+            raise RollbackNeeded(step)
+        if suspect.step != step:
+            raise NonFiniteError(
+                f"numerics.on_nonfinite=rollback: loss or gradient of step {step} is not finite, and that of step "
+                f"{suspect.step} was not either; both come after the checkpoint of step {suspect.checkpoint}, and one "
+                f"such step between two checkpoints is left out at most. {REMEDY}, save more often with "
+                "checkpoint.every_steps, or use numerics.on_nonfinite=skip."
+            )
+
+    def _add(self, found: LeftOut) -> None:
+        if not self.count or found.step != self.last + 1:
+            self.first = found.step
+        self.last = found.step
+        self.count += 1
+        if len(self.steps) < _MOST_STEPS:
+            samples, total = self.samples_of(found.tickets)
+            self.steps.append({"step": found.step, "samples": samples, "num_samples": total})
+
+    def _so_far(self, step: int) -> str:
+        were = "was" if self.count == 1 else "were"
+        return f"{self.count} of {step} steps {were} left out"
+
+
+def listed(numbers: Sequence[int], count: int, *, most: int = 8) -> str:
+    """Return numbers for a sentence, the first few of many.
+
+    Example:
+        >>> listed([3, 4], 2), listed([5], 1), listed(list(range(20)), 30)
+        ('3, 4', '5', '0, 1, 2, 3, 4, 5, 6, 7 and 22 more')
+    """
+    shown = ", ".join(map(str, numbers[:most]))
+    more = count - min(len(numbers), most)
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from trainkit.bounded_json import expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import write_json_atomically
-from trainkit.trainer.left_out import Suspect
+from trainkit.trainer.state import Suspect
 
 FILE: Final = "rollbacks.json"
 """Its name in the run folder."""

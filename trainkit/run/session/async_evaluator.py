@@ -2,7 +2,7 @@
 
 It only reads the folder of checkpoints. It writes its results to `evaluations.jsonl`, one line per checkpoint, and to
 an event file beside the training's; it publishes the best checkpoint through `checkpoints/evaluated.json`
-(`trainkit.trainer.checkpoint.evaluated_index`). It may die and be restarted at any moment: a finished checkpoint has
+(`trainkit.trainer.checkpoint.retention`). It may die and be restarted at any moment: a finished checkpoint has
 its line, and checkpoints with a line are not evaluated again.
 """
 

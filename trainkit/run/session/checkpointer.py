@@ -28,11 +28,11 @@ from trainkit.trainer.checkpoint import (
     weights_sha256,
 )
 from trainkit.trainer.events import Callback, Run
-from trainkit.trainer.left_out import REMEDY, RollbackNeeded
 from trainkit.trainer.loop import TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.ownership import OwnershipToken
+from trainkit.trainer.state import REMEDY, RollbackNeeded
 
 
 class Checkpointer:

@@ -26,9 +26,8 @@ from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, load, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
 from trainkit.trainer.events import Run
-from trainkit.trainer.left_out import LeftOutSteps
 from trainkit.trainer.ownership import OwnershipToken
-from trainkit.trainer.state import State
+from trainkit.trainer.state import LeftOutSteps, State
 
 
 class RestoreTarget(Protocol):

@@ -30,10 +30,9 @@ from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, igno
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback, overriding
-from trainkit.trainer.left_out import RollbackNeeded, Suspect
-from trainkit.trainer.loop import Trigger, TriggerSchedule, train
+from trainkit.trainer.loop import StopSaveConsensus, Trigger, TriggerSchedule, train
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
-from trainkit.trainer.stop_consensus import StopSaveConsensus
+from trainkit.trainer.state import RollbackNeeded, Suspect
 
 
 class TaskSession:

@@ -1,15 +1,20 @@
-"""The processes of jobs: each has its own session, and ends with this process even if this one is killed."""
+"""The processes of jobs and how they stop: each has its own session, and ends with this process even if killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import Final, Protocol
 
+from trainkit.errors import ConfigError, DataError, HangupError, StoppedError, TerminatedError
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.signals import is_ignored
 
 
 class JobProcess(Protocol):
@@ -58,3 +63,49 @@ def started_in(group: WorkerGroup, job: JobCommand) -> JobProcess:
     """Start the process of a job as the only one of a group."""
     group.start(0, job.command, job.whole_environ, job.log)
     return group
+
+
+HANGUP: Final = getattr(signal, "SIGHUP", None)
+"""The terminal was closed; Windows has no such signal."""
+STOPPED: Final = (
+    *(kind.exit_code for kind in (StoppedError, TerminatedError, HangupError)),
+    *(-number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None),
+)
+"""Exit codes of a job that was asked to stop."""
+NOT_TRIED_AGAIN: Final = (0, ConfigError.exit_code, DataError.exit_code, StoppedError.exit_code, -signal.SIGINT)
+"""Exit codes of jobs that are not retried: a retry would end the same way, or the user stopped the job."""
+
+
+def died(code: int) -> str:
+    """Return the text of how a failed job ended.
+
+    Example:
+        >>> died(1), died(-9)
+        ('exit 1', 'signal 9')
+    """
+    return f"exit {code}" if code >= 0 else f"signal {-code}"
+
+
+@contextlib.contextmanager
+def signals_to(take: Callable[[int], None]) -> Iterator[None]:
+    """Forward Ctrl-C, SIGTERM and SIGHUP while the block runs, in the main thread only. A SIGHUP ignored before stays
+    so.
+
+    Args:
+        take: called in a signal handler: it may only do reentrant operations, such as the put of a SimpleQueue.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        take(number)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None]
+    before = {number: signal.signal(number, handle) for number in numbers if not is_ignored(number)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,13 +12,11 @@ from trainkit.run.folder.lock import locked
 from trainkit.run.signals import stop_error, stop_signals
 from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob
-from trainkit.sweeps.loop.processes import Starter, start_fresh
+from trainkit.sweeps.loop.processes import STOPPED, Starter, start_fresh
 from trainkit.sweeps.loop.slots import Slots
-from trainkit.sweeps.loop.stopping import STOPPED
 from trainkit.sweeps.loop.sweep_loop import SweepLoop
-from trainkit.sweeps.results.job_results import PRUNED
+from trainkit.sweeps.results.job_results import PRUNED, SweepState
 from trainkit.sweeps.results.leaderboard import collect, write
-from trainkit.sweeps.results.sweep_state import SweepState
 from trainkit.sweeps.screen import Screen, screen_for
 
 

@@ -25,11 +25,19 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.sweeps.job_sources import JobSource, SweepJob
-from trainkit.sweeps.loop.processes import JobCommand, JobProcess, Starter
+from trainkit.sweeps.loop.processes import (
+    HANGUP,
+    NOT_TRIED_AGAIN,
+    STOPPED,
+    JobCommand,
+    JobProcess,
+    Starter,
+    died,
+    signals_to,
+)
 from trainkit.sweeps.loop.slots import SlotLease, Slots
-from trainkit.sweeps.loop.stopping import HANGUP, NOT_TRIED_AGAIN, STOPPED, died, signals_to
+from trainkit.sweeps.results.job_results import SweepState, is_complete
 from trainkit.sweeps.results.metric_stream import Watch, last_line
-from trainkit.sweeps.results.sweep_state import SweepState, is_complete
 from trainkit.sweeps.screen import JobLine, Screen, State, View
 
 LOG: Final = "output.log"

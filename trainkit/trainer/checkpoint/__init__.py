@@ -8,14 +8,12 @@ one before
 
 from __future__ import annotations
 
-from trainkit.trainer.checkpoint.background import BackgroundSaver
+from trainkit.trainer.checkpoint.background import BackgroundSaver, ShardedSaver
 from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_small_disk
-from trainkit.trainer.checkpoint.evaluated_index import EvaluatedIndex, exclusive
 from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, newest_valid
-from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
 from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, prune, save, write_part
-from trainkit.trainer.checkpoint.sharded_saver import ShardedSaver
-from trainkit.trainer.checkpoint.weights import sha256_of_pieces, weights_sha256
+from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
 from trainkit.trainer.manifest import Checkpoint, list_complete, read_manifest
 
 __all__ = [

@@ -17,8 +17,7 @@ from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.reading import read_bytes, refuse_link
 from trainkit.strategies.tensors.lazy_state import LazyStateDict
 from trainkit.strategies.tensors.sharded import coverage_error
-from trainkit.trainer.checkpoint.dtypes import DTYPES
-from trainkit.trainer.checkpoint.tensor_file import TensorFile, lengths_in
+from trainkit.trainer.checkpoint.tensor_file import DTYPES, TensorFile, lengths_in
 from trainkit.trainer.manifest import (
     MANIFEST,
     Checkpoint,

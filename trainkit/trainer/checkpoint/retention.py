@@ -1,13 +1,20 @@
-"""The rule which checkpoints are kept, and which are named last and best."""
+"""The rule which checkpoints are kept and which are named last and best, and the index of the evaluated ones."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-from dataclasses import dataclass
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
-from trainkit.trainer.checkpoint.evaluated_index import EvaluatedIndex, exclusive, swap_in
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
 from trainkit.trainer.cleanup import delete, owner_of, set_aside_newer
 from trainkit.trainer.manifest import Checkpoint, list_complete
 from trainkit.trainer.ownership import OwnershipToken
@@ -70,3 +77,97 @@ class Retention:
         judged = [(sign * entry.metric, entry.step, entry) for entry in checkpoints if entry.metric is not None]
         judged = [item for item in judged if not math.isnan(item[0])]
         return [entry for _, _, entry in sorted(judged, key=lambda item: item[:2])]
+
+
+if sys.platform != "win32":
+    import fcntl
+
+_NAME: Final = "evaluated.json"
+_LOCK_TIMEOUT_S: Final = 1.0
+"""How long the training waits for an evaluator that was stopped while it held the lock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedIndex:
+    """The metrics that an evaluator beside the training publishes: `checkpoints/evaluated.json`, which it alone writes.
+
+        {"evaluating": "step_00001200", "metrics": {"step_00000600": 0.91}}
+
+    Only the process that writes checkpoints removes them. It keeps the one under evaluation, and the best ones by these
+    metrics. Both processes hold a lock while they read and change something, so that no checkpoint is removed between
+    the moment the evaluator chooses it and the moment it publishes the choice.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     EvaluatedIndex(metrics={"step_00000002": 0.5}).write(Path(folder))
+        ...     EvaluatedIndex.read(Path(folder)).metrics
+        {'step_00000002': 0.5}
+    """
+
+    evaluating: str | None = None
+    """The name of the checkpoint under evaluation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name of a checkpoint -> its monitored metric."""
+
+    @classmethod
+    def read(cls, root: Path) -> EvaluatedIndex:
+        """Read the file in a `checkpoints` folder; empty if it is missing or unreadable."""
+        try:
+            content = read_map(root / _NAME, {"metrics": dict, "evaluating": (str, type(None))})
+        except UnreadableError:
+            return cls()
+        metrics = {name: float(value) for name, value in content["metrics"].items() if isinstance(value, int | float)}
+        return cls(evaluating=content["evaluating"], metrics=metrics)
+
+    def write(self, root: Path) -> None:
+        """Write the file; a reader sees either the old one or the new one."""
+        metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        swap_in(root / _NAME, {"evaluating": self.evaluating, "metrics": metrics})
+
+    def of(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with its metric, if its own manifest has none."""
+        if checkpoint.metric is not None:
+            return checkpoint
+        return replace(checkpoint, metric=self.metrics.get(checkpoint.folder.name))
+
+
+def swap_in(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is derived from others; a reader sees either the old one or the new one."""
+    temporary = path.with_name(f".tmp_{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def exclusive(root: Path) -> Iterator[bool]:
+    """Lock the `checkpoints` folder against its other user, if there are two.
+
+    Yields:
+        Whether the lock is held; False: the other process keeps it, or the file system has no locks.
+    """
+    if sys.platform == "win32" or not (root / _NAME).exists():
+        yield True
+        return
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        yield _locked(descriptor)
+    finally:
+        os.close(descriptor)  # this releases the lock
+
+
+def _locked(descriptor: int) -> bool:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            return True

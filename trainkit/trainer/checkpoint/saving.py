@@ -17,9 +17,8 @@ from trainkit.errors import CheckpointError
 from trainkit.storage import naming, sync_folder
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, coverage_error
 from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room, unwritten
-from trainkit.trainer.checkpoint.dtypes import NAMES, refuse_unwritable
 from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.tensor_file import write_bytes, write_tensors
+from trainkit.trainer.checkpoint.tensor_file import NAMES, refuse_unwritable, write_bytes, write_tensors
 from trainkit.trainer.cleanup import (
     delete_temporary_folder,
     delete_temporary_folders,

@@ -24,10 +24,56 @@ import torch
 from torch import Tensor
 
 from trainkit.bounded_json import expect_map, parse_json, whole_numbers
-from trainkit.errors import UnreadableError
+from trainkit.errors import CheckpointError, UnreadableError
+from trainkit.objectives.base import Collective
 from trainkit.reading import open_regular
-from trainkit.trainer.checkpoint.dtypes import DTYPES, NAMES, bytes_of
+from trainkit.strategies.tensors.sharded import ShardedState, iter_gather_full
 from trainkit.trainer.manifest import FileRecord, damaged
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""Name in the file -> dtype."""
+
+NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order, whatever its layout in memory (channels_last, a transposed
+    view).
+
+    Needs no copy for a contiguous tensor on the host; copies, and waits for the device, otherwise.
+    """
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def refuse_unwritable(name: str, tensor: Tensor) -> None:
+    """Raise for a tensor that cannot be saved.
+
+    Raises:
+        CheckpointError: it is sparse or quantised, or of a dtype without a name in safetensors.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CheckpointError(f"{name} cannot be saved: it is no dense tensor with data.")
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(f"{name} cannot be saved: safetensors has no name for {tensor.dtype}.")
+
 
 _CHUNK: Final = 8 << 20
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
@@ -258,3 +304,39 @@ def _filled(file: BinaryIO, target: memoryview) -> bool:
             return False
         done += count
     return True
+
+
+def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 over parameters and buffers: little-endian bytes, sorted by canonical names.
+
+    Args:
+        tensors: by their names in a checkpoint; only `param/` and `buffer/` count, sorted by the rest of the name.
+
+    Example:
+        >>> import torch
+        >>> weights_sha256({"param/w": torch.zeros(2), "optimizer/momentum/w": torch.ones(2)})[:8]
+        'af5570f5'
+    """
+    digest = hashlib.sha256()
+    for name in sorted(filter(_counts, tensors), key=_canonical):
+        digest.update(bytes_of(tensors[name]))
+    return digest.hexdigest()
+
+
+def sha256_of_pieces(pieces: ShardedState, all_ranks: Collective) -> str:
+    """Return the hash of a sharded state; collective. Memory: one full tensor on each rank."""
+    weights = {name: parts for name, parts in pieces.items() if _counts(name)}
+    digest = hashlib.sha256()
+    for _, tensor in iter_gather_full(weights, all_ranks, order=_canonical):
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _counts(name: str) -> bool:
+    return name.startswith(("param/", "buffer/"))
+
+
+def _canonical(name: str) -> tuple[str, str]:
+    """Return the sort key of a name: the part after the kind, then the kind."""
+    kind, _, rest = name.partition("/")
+    return rest, kind
