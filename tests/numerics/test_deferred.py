@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,6 +115,16 @@ def peak() -> int:
 def test_other_memory_below_a_tensor_is_not_mistaken() -> None:
     with pytest.raises(CannotDeferError, match="resize_"):
         build_deferred(lambda: nn.ParameterList([nn.Parameter(torch.empty(2).resize_(3))]))
+
+
+def test_a_constructor_that_pickles_its_own_tensors_is_built_with_numbers() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        torch.save(model.state_dict(), io.BytesIO())
+        return model
+
+    with pytest.raises(CannotDeferError, match="pickle"):
+        build_deferred(build)
 
 
 def test_a_tensor_of_a_deferred_model_says_meta_once_it_is_built() -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -163,7 +163,7 @@ def fake_cpu_device(fakes_cpu: Callable[[Tensor], bool]) -> Iterator[None]:
 
     `nn.init` skips tensors on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may do the same; then
     no operation would be recorded, and the values would differ. Torch's own modules still see the real device, which
-    they use to allocate.
+    they use to allocate. Pickling such a tensor is refused.
     """
 
     def is_meta(tensor: Tensor) -> bool:
@@ -176,11 +176,19 @@ def fake_cpu_device(fakes_cpu: Callable[[Tensor], bool]) -> Iterator[None]:
         asking = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - has no public name
         return found if asking == "torch" or asking.startswith("torch.") else torch.device("cpu")
 
+    def reduce(tensor: Tensor, protocol: SupportsIndex) -> Any:
+        if without_numbers(tensor) and fakes_cpu(tensor):
+            raise CannotDeferError("pickle")  # torch would read memory that the tensor does not have
+        return pickled(tensor, protocol)
+
+    pickled = Tensor.__reduce_ex__
     Tensor.is_meta, Tensor.device = property(is_meta), property(device)  # type: ignore[assignment]
+    Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
     try:
         yield
     finally:
         del Tensor.is_meta, Tensor.device
+        Tensor.__reduce_ex__ = pickled  # type: ignore[method-assign]
 
 
 _OVERWRITING: Final = frozenset(
