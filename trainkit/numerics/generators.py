@@ -33,9 +33,7 @@ def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def seed_host(key: int) -> None:
-    """Seed the generators that code on the host may draw from: torch's of the CPU, `random` and NumPy (the low 32
-    bits).
-    """
+    """Seed the generators of the host: torch's of the CPU, `random` and NumPy (the low 32 bits)."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the generator that a user's own code may use

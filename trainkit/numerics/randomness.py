@@ -82,9 +82,7 @@ class BlockKeys:
             _KEYS[module] = self
 
     def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0) -> None:
-        """Key the following computation of a shard of a step, by an objective or by the model alone, which was called
-        so often.
-        """
+        """Key the computation of a shard, by an objective or the model alone, after `calls` calls of the model."""
         self._enter((self._seed, step, shard), objective, calls)
 
     def enter_evaluation(self, *, batch: int, objective: object) -> None:

@@ -60,9 +60,7 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
 
 
 def sparse_problems(model: nn.Module, why: str) -> list[Problem]:
-    """Return problems of embeddings with sparse gradients, for a strategy that cannot take those; `why` says what
-    becomes of such gradients.
-    """
+    """Return problems of sparse embeddings; `why` names the problem with such gradients: "which are not summed"."""
     return [
         Problem(key="model", rule=f"{name} has sparse gradients, {why}. Use sparse=False.")
         for name, module in model.named_modules()

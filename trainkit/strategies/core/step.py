@@ -45,8 +45,7 @@ class LossDivisor:
     value: float
     """The step's total weight if it is known, else a power of two near it."""
     counted: bool
-    """Whether gradients must be multiplied by `value` over the counted weight when that is summed; exact, because
-    `value` is a power of two."""
+    """Whether gradients must be multiplied by `value`, a power of two, over the counted weight once that is summed."""
 
     @classmethod
     def of(cls, weighing: LossWeighting, batch_size: int) -> LossDivisor:

@@ -100,9 +100,7 @@ def build_parts(
     make_reducer: MakeReducer = backend_or_lanes,
     move: MoveModel = move_and_cast,
 ) -> ReplicaParts:
-    """Move a model to its devices and precision, and build its optimizer there; collective. Ranks are joined
-    already.
-    """
+    """Move a model to its devices and dtypes, and build its optimizer there; `ranks` are joined. Collective."""
     ranks = ranks or RankGroup()
     placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
     precision, numerics = request.precision, request.numerics

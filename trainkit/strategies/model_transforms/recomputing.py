@@ -57,9 +57,7 @@ class Recomputed:
         return outputs
 
     def _buffers(self) -> list[_Entry]:
-        """Return copies of the buffers that the forward pass updates; of all buffers until the first pass has shown
-        which.
-        """
+        """Return copies of the buffers that a forward pass updates; of all buffers before the first pass."""
         chosen = _places(self.module) if self._updated is None else self._updated
         found = [(owner, name, owner._buffers[name]) for owner, name in chosen]  # noqa: SLF001
         return [(owner, name, buffer.detach().clone()) for owner, name, buffer in found if buffer is not None]
@@ -78,9 +76,7 @@ class Recomputed:
 
 
 class _Again:
-    """The context of a recomputation; entered twice if backward runs twice, for inputs and for weights (zero
-    bubble).
-    """
+    """The context of a recomputation; entered twice if backward runs separately for inputs and for weights."""
 
     def __init__(self, around: Sequence[Callable[[], AbstractContextManager[None]]]) -> None:
         self._around = around
@@ -108,9 +104,7 @@ def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _changed(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str]]:
-    """Return the buffers whose values have changed; compared by value, because batch normalisation does not change
-    versions.
-    """
+    """Return the changed buffers, compared by value: batch normalisation does not change versions."""
     held = {(id(owner), name): tensor for owner, name, tensor in before}
     now = [(owner, name, owner._buffers[name]) for owner, name in _places(module)]  # noqa: SLF001
     return [
@@ -126,9 +120,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _with_attributes(module: nn.Module, before: list[ObjectSnapshot]) -> Iterator[None]:
-    """Restore the Python attributes that the first computation has changed, such as counters, to their
-    earlier state.
-    """
+    """Restore Python attributes that the first computation has changed, such as counters, for the block."""
     now = [ObjectSnapshot(module.named_modules()) for _ in before]
     for one in before:
         one.restore()

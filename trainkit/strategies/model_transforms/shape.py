@@ -59,9 +59,7 @@ def _is_row(module: nn.Module) -> bool:
 
 
 _MOST_VARIANTS = 64
-"""Number of compiled variants of one piece of code before it runs uncompiled: blocks of other widths share
-its limit.
-"""
+"""Compiled variants of one piece of code before it runs uncompiled; blocks of other widths share this limit."""
 
 
 class Compiled:

@@ -24,9 +24,7 @@ class DeviceLayout:
 
     units: tuple[Block, ...]
     devices_by_unit: tuple[str | None, ...]
-    """The device of each block; None for one without tensors that no key names: it computes on the device of its
-    inputs.
-    """
+    """The device of each block; None for one without tensors and key, which computes on the device of its inputs."""
     routed: bool
     """Whether activations are moved to each block; not needed if all are on one device."""
 
@@ -102,9 +100,7 @@ def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
 
 
 def bring_inputs(device: torch.device, moved: list[ObjectSnapshot] | None = None) -> Callable[..., Any]:
-    """Return a forward pre-hook that moves every tensor among the arguments, including those in nested tuples and
-    dicts.
-    """
+    """Return a forward pre-hook that moves every tensor among the arguments, at any depth of tuples and dicts."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = tree_flatten((args, kwargs))[0]

@@ -80,9 +80,7 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
 
 
 def _yields_to(word: str | None, other: str | None, unit: Block, blocks: Collection[str]) -> bool:
-    """Return whether a key of a whole block yields a part of it to another key: `transformer` beside
-    `transformer.h.3`.
-    """
+    """Return whether a key of a whole block yields a part of it to another key (`transformer.h.3`)."""
     if word is None or other is None:
         return False
     return word != unit.name and word in blocks

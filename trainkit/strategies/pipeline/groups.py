@@ -46,9 +46,7 @@ class Groups:
     """
 
     def sum(self, tensors: Sequence[Tensor | None], holders: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
-        """Return each tensor's sum over the pipeline positions that hold it; None where it is None on all.
-        Collective.
-        """
+        """Return each tensor's sum over the positions that hold it; None if it is None on all ranks; collective."""
         sums = list(tensors)
         for places, group in self.alike.items():
             found = {at: one for at, one in enumerate(tensors) if one is not None and holders[at] == places}

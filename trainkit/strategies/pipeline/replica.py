@@ -215,9 +215,7 @@ class PipelineReplica(Replica):
         self._step = 0
 
     def begin_step(self, step: int, score: Score) -> None:
-        """Compute the microbatches of a step from now on; `score` maps the outputs of one and its number to where
-        backward begins.
-        """
+        """Begin a step; `score` maps (outputs of a microbatch, its number) to the start value of backward."""
         self._step, self._score = step, score
 
     def settle(self, *, used: Sequence[bool], buffers: Sequence[float]) -> None:

@@ -13,9 +13,7 @@ from trainkit.strategies.pipeline.tracing.program import Program
 def misfits(
     cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
 ) -> list[Problem]:
-    """Return problems of a stage assignment; without recorded passes only the order of block names is checked. `better`
-    is suggested if it is valid.
-    """
+    """Return problems of a stage assignment, and `better` if it is valid; without programs only of the block order."""
     if better is not None and misfits(better, programs):
         better = None
     if not programs:

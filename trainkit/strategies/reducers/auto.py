@@ -19,9 +19,7 @@ _ROUNDS: Final = 5
 
 
 class AutoReducer(Reducer):
-    """The fastest of several reducers, once `choose` has timed them; until then the first. All ranks list them in one
-    order.
-    """
+    """The fastest of several reducers, the first before `choose` has timed them; in one order on all ranks."""
 
     def __init__(self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective) -> None:
         self._candidates, self._collective = dict(candidates), collective

@@ -1,6 +1,4 @@
-"""The all-reduce of the backend (NCCL, gloo), overlapping with backward; the fastest, in an unspecified order of
-summation.
-"""
+"""The backend's all-reduce (NCCL, gloo), overlapping with backward; fastest, in no fixed order of summation."""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ def _empty(packing: FlatBuffer) -> Tensor:
 
 
 def _all_to_all(received: list[Tensor], sent: list[Tensor], rank: int) -> None:
-    """Exchange tensors by pairwise sends: gloo has no all_to_all of lists, and NCCL implements its own in the
-    same way.
-    """
+    """Exchange tensors by pairwise sends, as NCCL does: gloo has no all_to_all of lists."""
     received[rank].copy_(sent[rank].view_as(received[rank]))
     operations = []
     for peer in range(len(sent)):

@@ -49,9 +49,7 @@ class ActivationRngRegions:
                 self._set(inside)
 
     def leave(self, name: str) -> None:
-        """Set a common key, because activations are full again: every rank draws the same, but other numbers than
-        before.
-        """
+        """Set a common new key, because activations are full again and every rank must draw the same."""
         for generator in self._generators[:1]:
             if self._inside is not None and generator.initial_seed() == self._inside[0]:
                 self._set(mix64(self._inside[1] ^ name_id(name)) & 0xFFFFFFFF)
@@ -120,9 +118,7 @@ class _Exchange:
 
     @contextmanager
     def summed_gradients(self, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """Sum the gradients of full parameters over the ranks, because every rank uses them for its part of the
-        sequence.
-        """
+        """Sum the gradients of full parameters over the ranks, each of which uses them for its part of the sequence."""
         own = module._parameters  # noqa: SLF001 - modules read their parameters from it
         found: dict[str, nn.Parameter] = {name: param for name in names if (param := own[name]) is not None}
         try:

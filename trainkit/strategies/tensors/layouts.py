@@ -116,9 +116,7 @@ def make_dense(model: nn.Module) -> None:
 
 
 def layout_problems(model: nn.Module) -> list[Problem]:
-    """Return a problem for each trainable parameter whose elements share memory: no optimizer can update them
-    separately.
-    """
+    """Return a problem for each trainable parameter whose elements share memory, which no optimizer can update."""
     return [
         Problem(key="model", rule=f"{name} is an expanded tensor, whose elements share memory: {_REMEDY}")
         for name, param in model.named_parameters()

@@ -94,16 +94,12 @@ def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.M
 
 
 def modules_above(model: nn.Module, num_bytes: float) -> dict[str, nn.Module]:
-    """Return the smallest modules with at least `num_bytes` of parameters outside of modules that are already
-    chosen.
-    """
+    """Return the smallest modules with at least `num_bytes` of parameters outside of already chosen modules."""
     return dict(_above("", model, num_bytes, set()))
 
 
 def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that share no parameter with the rest of the model: tied ones are gathered with the model
-    itself.
-    """
+    """Return the modules that share no parameter with the rest of the model, which keeps tied parameters."""
     owners = Counter(
         id(param)
         for module in model.modules()
@@ -202,9 +198,7 @@ def _sharded(model: nn.Module) -> Iterable[Any]:
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP's precision policy: autocast makes its own casts, so gathering casts only if the model dtype is
-    lower.
-    """
+    """Return FSDP's precision policy; autocast makes its own casts, so gathering casts only to a lower model dtype."""
     if precision.model_dtype is precision.master_dtype:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(
@@ -214,9 +208,7 @@ def _policy(precision: Precision) -> MixedPrecisionPolicy:
 
 @torch.no_grad()
 def _move_and_cast(module: nn.Module, sharding: Sharding, precision: Precision) -> None:
-    """Move parameters that are not sharded yet to the device, in their stored dtype and with the values of the first
-    rank.
-    """
+    """Move parameters that are not sharded yet to the device, in their stored dtype, with the first rank's values."""
     device = sharding.device
     for param in module.parameters():
         if not isinstance(param, DTensor):

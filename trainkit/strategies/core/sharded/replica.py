@@ -34,9 +34,7 @@ class ShardSlice:
     shape: tuple[int, ...]
     """The shape of the full tensor."""
     is_written: bool
-    """Whether this rank writes it, and counts it in sums over ranks: exactly one of the ranks with the same
-    part does.
-    """
+    """Whether this rank writes it and counts it in sums; exactly one of the ranks with the same part does."""
 
     @classmethod
     def of(cls, tensor: Tensor, *, is_first: bool) -> Self:
@@ -78,9 +76,7 @@ class ShardSlice:
         return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return a copy of the part of a full tensor; a tensor of another shape is not sharded, and returned
-        unchanged.
-        """
+        """Return a copy of the part of a full tensor; one of another shape is not sharded and returned as it is."""
         return whole[self.region].clone() if tuple(whole.shape) == self.shape else whole
 
 
@@ -90,9 +86,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _order(placements: tuple[Any, ...]) -> list[int]:
-    """Return the mesh axes in the order in which they shard: one that shards the parts of another (strided)
-    comes last.
-    """
+    """Return the mesh axes in the order in which they shard: one that shards the parts of another comes last."""
     return sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor"))
 
 

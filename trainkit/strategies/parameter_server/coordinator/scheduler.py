@@ -74,9 +74,7 @@ class WorkScheduler(ABC):
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def leave(self, worker: str) -> tuple[WorkItem, ...]:
-        """Remove a worker and assign its work items again; return them, so that their staged gradients can be
-        discarded.
-        """
+        """Remove a worker and requeue its work items; return them, so that their staged gradients can be discarded."""
         self._clocks.pop(worker, None)
         lost = tuple(item for item in self.running.values() if item.worker == worker)
         for item in lost:
@@ -102,9 +100,7 @@ class WorkScheduler(ABC):
         return
 
     def report(self, number: int, read: int) -> None:
-        """Record that a gradient is staged that read the variables after `read` updates; ignored if its item was
-        requeued.
-        """
+        """Record that a gradient, computed after `read` updates, is staged; ignored if its work item was requeued."""
         item = self.running.pop(number, None)
         if item is not None:
             self._accept(item, read)

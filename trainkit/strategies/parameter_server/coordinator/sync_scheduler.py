@@ -1,6 +1,4 @@
-"""The scheduler of synchronous updates: a ticket is a shard of a step, and spare replicas reduce the wait for slow
-workers.
-"""
+"""The scheduler of synchronous updates: a ticket is a shard of a step; spare replicas replace slow workers."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class SyncScheduler(WorkScheduler):
     spares: int = 0
     """Number of shards that may be in progress beyond those of an update."""
     width: int = 1
-    """Number of shards that a worker takes at a time; more than 1 only if an update consists of its own
-    step's shards.
-    """
+    """Shards that a worker takes at a time; more than 1 only if an update consists of its own step's shards."""
     replaces: bool = False
     """Whether the first results that arrive form the update, instead of those of its own step."""
     until: int | None = None
@@ -98,9 +94,7 @@ class SyncScheduler(WorkScheduler):
         return self._pop() if in_progress < wanted else None
 
     def _next_place(self) -> tuple[int, int] | None:
-        """Return the next shard to assign: of the step, or of the epoch if an update may contain shards of several
-        steps.
-        """
+        """Return the next shard to assign: of the step, or of the epoch if an update may mix steps."""
         if self._returned:
             return self._returned[0]
         step, shard = self._fresh

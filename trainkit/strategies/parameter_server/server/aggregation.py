@@ -169,9 +169,7 @@ class GradientAggregator:
             torch._foreach_mul_(present, torch.tensor(factor, dtype=present[0].dtype))
 
     def _fill_seen(self, total: Parts) -> None:
-        """Fill in zeros for pieces that had a gradient in an earlier step and have none now, as a vector exchange
-        would.
-        """
+        """Fill in zeros for pieces that had a gradient in an earlier step only, as a vector exchange would."""
         for place, piece in enumerate(self._params if total else ()):
             self._had_gradient[place] = self._had_gradient[place] or total[place] is not None
             if self._had_gradient[place] and total[place] is None:

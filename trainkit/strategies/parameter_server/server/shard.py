@@ -100,9 +100,7 @@ class ServerShard:
 
     @torch.no_grad()
     def update(self, gradient: Parts, *, version: int, lr_factor: float, buffer_factor: float = 1.0) -> None:
-        """Step the optimizer at scaled rates, and replace the buffers by their scaled sums; without a gradient only the
-        version changes.
-        """
+        """Step the optimizer and replace the buffers by scaled sums; an empty gradient only sets the version."""
         count = len(self.params)
         if gradient and self._stepper is not None:
             self._copy_on_write()

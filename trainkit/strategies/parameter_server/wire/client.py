@@ -271,9 +271,7 @@ class ParameterServerClient:
         self.each(load)
 
     def state(self) -> dict[str, Tensor]:
-        """Return parameters, saved buffers and the optimizer's state, full tensors, with the names of
-        `replica_state`.
-        """
+        """Return parameters, saved buffers and optimizer state as full tensors, named as in `replica_state`."""
         assembler = FullStateAssembler(self.shares)
 
         def read(server: int) -> None:

@@ -1,6 +1,4 @@
-"""The partition of the variables over servers: a contiguous range each, balanced by bytes, large variables split by
-rows.
-"""
+"""The partition of the variables over servers: contiguous ranges of equal bytes, large variables split by rows."""
 
 from __future__ import annotations
 
@@ -169,9 +167,7 @@ def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, 
 
 
 def _is_rough(piece: RowShard) -> bool:
-    """Return whether another number of servers would round differently: because of where the piece begins, or because
-    its rows are not contiguous in the variable's memory.
-    """
+    """Return whether another number of servers would round differently: by its first element or its memory layout."""
     strides = piece.variable.strides
     if strides is not None and strides[0] != piece.variable.row_numel and not piece.is_whole:
         return True
