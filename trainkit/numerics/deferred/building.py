@@ -101,7 +101,7 @@ def _empty(model: nn.Module) -> None:
 
 
 def _fill_attributes(module: nn.Module, recorder: Recorder) -> None:
-    """Compute the tensors that strategies do not know: those that are neither parameters nor buffers."""
+    """Compute the tensors that are neither parameters nor buffers, which strategies do not know."""
     for name, value in list(module.__dict__.items()):
         if name in ("_parameters", "_buffers", "_modules"):
             continue

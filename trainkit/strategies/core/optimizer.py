@@ -213,7 +213,7 @@ def restore_optimizer_state(
         optimizer: its state is replaced.
         params: the parameters by canonical name.
         tensors: a checkpoint; a tensor that is not of these parameters is not read.
-        initial: the slots of parameters of which the checkpoint has none; None: those that they have.
+        initial: the slots of parameters without saved ones; None: their current slots.
     """
     known: Mapping[Tensor, Mapping[str, Any]] = optimizer.state if initial is None else initial
     fresh = {name: _copied(known[param]) for name, param in params.items() if param in known}

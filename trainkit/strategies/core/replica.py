@@ -72,8 +72,7 @@ class SingleDevicePlacement:
 
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
-"""(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of
-all gradients of the model; the same on every rank; collective."""
+"""(norms of this rank's parts of gradients, their places, order of the norm) -> norms of the gradients; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class ProcessGroupOptions:
     """Whether a single rank runs the code of one device; not inherited: a subclass may be another computation."""
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = "auto"
-    """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, those that it started."""
+    """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, as many as it started."""
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """The devices to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first `replicas` GPUs, or the CPU."""
     timeout_s: Annotated[float, placement] = 600.0

@@ -81,7 +81,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     local_after: Annotated[int, maths, at_least(0)] = 0
     """Steps at the beginning in which gradients are summed over all replicas, as in mirrored."""
     outer: Annotated[OuterOptimizer, maths] = _AVERAGE_ALONE
-    """What becomes of the average."""
+    """The outer optimizer, which steps after an average."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of every process group, and settings that differing replicas do not support."""

@@ -54,11 +54,11 @@ class ParameterServer(Strategy):
     traits: ClassVar[Traits] = Traits(compiles="nothing")
 
     workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
-    """Processes that compute, the chief among them; auto: 2, or those that a cluster names."""
+    """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
     devices_per_worker: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
     """Devices that a worker computes with: GPUs, or threads on the CPU; what they add up to is pushed once."""
     servers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
-    """Processes that hold variables; auto: 1, or those that a cluster names."""
+    """Processes that hold variables; auto: 1, or as many as a cluster names."""
     evaluator: Annotated[bool, placement] = False
     """Whether a process more evaluates each checkpoint beside training."""
     mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"

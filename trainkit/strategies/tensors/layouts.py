@@ -21,7 +21,7 @@ Strides = tuple[int, ...] | None
 
 
 def dense_strides(tensor: Tensor) -> Strides:
-    """Return the strides of a dense tensor, or those that `make_dense` would give it; None if it is contiguous.
+    """Return the strides of a dense tensor, or the strides that `make_dense` would give it; None if it is contiguous.
 
     Example:
         >>> dense_strides(torch.ones(3, 2).t()), dense_strides(torch.ones(3, 4)[:, :2])

@@ -355,7 +355,7 @@ class UpdateDispatcher:
         return Status.applied, norm
 
     def _factors(self, merge: PendingUpdate, weights: list[float], training: StepContext) -> tuple[float | None, float]:
-        """Return the factors of gradients and buffers beyond those that workers applied; None: no factor."""
+        """Return the factors of gradients and buffers that workers have not applied; None: no factor."""
         plan, weighing = training.plan, training.weighing
         tickets = [item.ticket for item in merge.items]
         samples = sum(plan.shard_size(ticket.step, shard) for ticket in tickets for shard in ticket.shards)

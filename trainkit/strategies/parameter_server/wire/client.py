@@ -156,7 +156,7 @@ class ParameterServerClient:
     def _pulled_alike(self, into: Sequence[Tensor | None], *, whole: bool) -> list[tuple[int, int]]:
         """Read all servers, again if an update came in between; return version and loads of each.
 
-        All servers are read again, not only those that were behind, so that the requests arrive at the same time.
+        All servers are read again, not only the ones behind, so that the requests arrive at the same time.
         """
         self.mixed, newest = False, 0
         for _ in range(_PULLS):
