@@ -181,7 +181,7 @@ def fake_cpu_device(fakes_cpu: Callable[[Tensor], bool]) -> Iterator[None]:
             raise CannotDeferError("pickle")  # torch would read memory that the tensor does not have
         return pickled(tensor, protocol)
 
-    pickled = Tensor.__reduce_ex__
+    pickled: Callable[[Tensor, SupportsIndex], Any] = Tensor.__reduce_ex__
     Tensor.is_meta, Tensor.device = property(is_meta), property(device)  # type: ignore[assignment]
     Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
     try:
