@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,45 @@ def test_fields_that_are_not_known_are_refused_before_the_start(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"objective\.target=grade: there is no such field: a sample has voxels, "):
         run(tmp_path / "a", *FIXED, *own("NamedPoints"), "objective.input=voxels", "objective.target=grade")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("strategy", [(), ("strategy=mirrored", "strategy.replicas=2")], ids=["one", "mirrored"])
+def test_each_split_is_evaluated_under_its_name(
+    tmp_path: Path, strategy: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = run(tmp_path / "a", *FIXED, *own("SplitPoints"), "eval.metric=val_ood/accuracy", *strategy)
+    found, plain = result["metrics"], run(tmp_path / "b", *FIXED, "data=points")["metrics"]
+    kinds = ("val", "val_ood", "test", "test_new")
+    assert sorted(found) == sorted(f"{split}/{name}" for split in kinds for name in ("accuracy", "loss"))
+    assert found["val/loss"] == found["test/loss"] == pytest.approx(plain["val/loss"], rel=1e-12)
+    assert found["val_ood/loss"] != found["val/loss"]
+    assert "the split calibration is not evaluated" in capfd.readouterr().out
+    assert [row["val_ood/loss"] for row in rows(tmp_path / "a") if "val_ood/loss" in row] != []
+
+
+def test_a_monitored_metric_of_a_split_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval\.metric=val_far/loss: the data has the validation splits val, val"):
+        run(tmp_path / "a", *FIXED, *own("SplitPoints"), "eval.metric=val_far/loss")
+
+
+def test_an_iterable_dataset_with_a_length_is_a_stream(tmp_path: Path) -> None:
+    stream = run(tmp_path / "a", *FIXED, "data=stream_of_points")
+    found = run(tmp_path / "b", *FIXED, *own("PointStream"))
+    assert found["weights_sha256"] == stream["weights_sha256"]
+    assert "val/loss" in found["metrics"]
+
+
+def test_datasets_of_any_classes_become_splits(tmp_path: Path) -> None:
+    point = "{_target_: tests.support.zoo.Points, split: %s}"
+    splits = ("data=splits", f"data.train={point % 'train'}", f"data.others={{val_far: {point % 'val'}}}")
+    found = run(tmp_path / "a", *FIXED, *splits, "eval.metric=val_far/loss")
+    plain = run(tmp_path / "b", *FIXED, "data=points")
+    assert found["weights_sha256"] == plain["weights_sha256"]
+    assert found["metrics"]["val_far/loss"] == plain["metrics"]["val/loss"]
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 SENTENCES = ("model=attention", "objective=language_modelling", "optimizer=sgd", "batch.global_size=8",

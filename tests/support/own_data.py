@@ -14,8 +14,6 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.support.zoo import PAD, Points, Sentences
 from trainkit.data.collates import PadSequences
 
-__all__ = ["NamedPoints", "PointStream", "RaggedSentences", "Scan", "ScannedPoints", "drop_one", "hide_words", "pad"]
-
 
 class NamedPoints(Dataset[dict[str, Any]]):
     """The points of the zoo as dicts, read one at a time."""
@@ -66,6 +64,17 @@ class PointStream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the points."""
         return (self._points[index] for index in range(len(self)))
+
+
+class SplitPoints(Points):
+    """Points with several splits of each kind, and one that nothing evaluates."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val", "val_ood", "calibration", "test", "test_new")
+
+    def __init__(self, split: str) -> None:
+        super().__init__("train" if split in ("train", "calibration") else "val")
+        if split in ("val_ood", "test_new"):
+            self.inputs, self.targets = self.inputs[:4], self.targets[:4]
 
 
 class RaggedSentences(Dataset[tuple[Tensor, Tensor]]):

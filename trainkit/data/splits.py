@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
+
+from torch.utils.data import IterableDataset
 
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import class_node
-from trainkit.errors import DataError
+from trainkit.data.reading.iterable import Stream
+from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.hashing import key32, name_id
 
-__all__ = ["build_splits", "keep_splits", "size_of", "splits_of"]
+__all__ = ["build_splits", "keep_splits", "size_of", "splits_of", "test_splits", "validation_splits"]
 
 _KEPT: Final[dict[str, dict[str, Any]]] = {}
 """Data node -> its splits, if this process keeps them for jobs that are forked from it."""
+
+
+def validation_splits(names: Iterable[str]) -> list[str]:
+    """Return the splits that are evaluated during the training: `val`, and those whose names begin with `val_`.
+
+    Example:
+        >>> validation_splits(["train", "val", "val_ood", "test", "valid"])
+        ['val', 'val_ood']
+    """
+    return _named("val", names)
+
+
+def test_splits(names: Iterable[str]) -> list[str]:
+    """Return the splits that are evaluated once, at the end: `test`, and those whose names begin with `test_`."""
+    return _named("test", names)
+
+
+def _named(kind: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name == kind or name.startswith(f"{kind}_")]
 
 
 def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -58,14 +80,28 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
     node = class_node(node)
     if (kept := _KEPT.get(_name_of(node))) is not None:
         return dict(kept)
-    takes_split = _takes_split(resolve_target(node["_target_"], PLACES["data"]))
+    names = splits_of(node)
+    if "train" not in names:
+        rule = f"has the splits {', '.join(names) or 'none'}, and training needs one that is called train."
+        raise ConfigError([Problem(key="data._target_", value=node["_target_"], rule=rule)])
+    own_nodes = getattr(resolve_target(node["_target_"], PLACES["data"]), "node_of", None)
     built = {}
-    for split in splits_of(node):
+    for split in names:
+        part = node if own_nodes is None else own_nodes(node, split)
+        takes_split = own_nodes is None and _takes_split(resolve_target(part["_target_"], PLACES["data"]))
         with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
-            built[split] = build(node, "data", split=split) if takes_split else build(node, "data")
+            built[split] = _by_position(build(part, "data", split=split) if takes_split else build(part, "data"))
         if size_of(built[split]) == 0:
             raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
     return built
+
+
+def _by_position(dataset: Any) -> Any:
+    """Return the dataset; one that can only be iterated, but has a length, is read as a stream."""
+    iterated = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if iterated and hasattr(dataset, "__iter__") and hasattr(dataset, "__len__") and len(dataset):
+        return Stream(source=dataset, num_samples=len(dataset))
+    return dataset
 
 
 def keep_splits(node: Mapping[str, Any]) -> bool:
@@ -100,8 +136,8 @@ def size_of(dataset: Any) -> int:
     name = type(dataset).__name__
     if not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{name} has no length, so that no epoch can be planned. An iterable dataset is read through "
-            "trainkit.data.reading.iterable.Stream, which takes num_samples."
+            f"{name} has no length, so that no epoch can be planned. Give it __len__, or name it as the source of a "
+            "stream with a number of samples: data=stream data.source._target_=... data.num_samples=N."
         )
     return len(dataset)
 

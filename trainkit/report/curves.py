@@ -140,11 +140,15 @@ def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes
     written = []
     for metric in sorted({metric for side, _, metric in (name.partition("/") for name in curves) if side in _SIDES}):
         path = folder / f"{metric.replace('/', '_')}.png"
+        others = [name.partition("/")[0] for name in curves if name.startswith("val_") and name.endswith(f"/{metric}")]
         split = {side: curve for side in _SIDES if (curve := curves.get(f"{side}/{metric}")) is not None}
         with mpl.rc_context(STYLE):
             axes = _axes(title, metric)
             _draw_train(axes, split.get("train"))
             _draw_val(axes, split.get("val"), modes.get(f"val/{metric}", "min" if "loss" in metric else None))
+            for side in others:
+                split[side] = curve = curves[f"{side}/{metric}"]
+                axes.plot(curve.steps, curve.values, linewidth=1.2, label=side)
             _scale(axes, metric, [curve.values for curve in split.values()])
             if len(split) > 1:
                 axes.legend(loc="best")

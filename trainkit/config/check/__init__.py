@@ -120,7 +120,9 @@ def _unknown_metric(composition: Composition) -> Iterator[Problem]:
     if metric is None or not callable(metrics):
         return
     given = [name for name, one in metrics().items() if not getattr(one, "gives_table", False)]
-    known = ["val/loss", *(f"val/{name}" for name in (*getattr(objective, "term_names", ()), *given))]
+    split = metric.partition("/")[0]
+    split = split if split.startswith("val_") else "val"  # which splits the data has is known when it is built
+    known = [f"{split}/loss", *(f"{split}/{name}" for name in (*getattr(objective, "term_names", ()), *given))]
     of_several = metric.rpartition("/")[0]  # val/f1/cat, where the metric f1 gives a number a class
     if metric not in known and of_several not in known[1:]:
         near = closest(metric, known)

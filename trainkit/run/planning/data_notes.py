@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from trainkit.data.splits import test_splits, validation_splits
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.fields import named_fields, unused_fields
 from trainkit.run.planning.build import Components
 
 
 def data_notes(parts: Components) -> list[str]:
-    """Return notes for the user about fields that neither the model nor the loss receives."""
-    return _fields_left_out(parts)
+    """Return notes for the user about fields that neither the model nor the loss receives, and unused splits."""
+    return [*_fields_left_out(parts), *_splits_left_out(parts.datasets)]
 
 
 def refuse_unknown_fields(parts: Components) -> None:
@@ -43,6 +45,15 @@ def _fields_left_out(parts: Components) -> list[str]:
         return []
     return [
         f"not used, of each sample: {', '.join(numbers)}. objective.input=[NAME,NAME] gives the model several fields."
+    ]
+
+
+def _splits_left_out(names: Iterable[str]) -> list[str]:
+    used = {"train", *validation_splits(names), *test_splits(names)}
+    return [
+        f"the split {name} is not evaluated: only val, test, val_NAME and test_NAME are"
+        for name in names
+        if name not in used
     ]
 
 

@@ -16,9 +16,10 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.splits import size_of
+from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import build_model, build_objective, matching_groups, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
@@ -203,7 +204,7 @@ def key_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]) 
     Raises:
         ConfigError: a key that the user set has no effect, or not all of it.
     """
-    found = [*_longer_warmup(plan), *_without_validation(plan), *_unmatched(plan, model)]
+    found = [*_longer_warmup(plan), *_without_validation(plan), *_unknown_split(plan), *_unmatched(plan, model)]
     if problems := [problem for problem, _ in found if is_given(problem.key)]:
         raise ConfigError(problems)
     return [*(note for _, note in found if note), *_no_validation(plan), *_members(plan, model)]
@@ -222,7 +223,7 @@ def _longer_warmup(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
 
 
 def _has_validation(plan: RunPlan) -> bool:
-    return "val" in plan.components.datasets
+    return bool(validation_splits(plan.components.datasets))
 
 
 def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
@@ -237,6 +238,15 @@ def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
         if getattr(resolve_target(node["_target_"]), "decides_by_figures", False):
             rule = "goes by evaluations, and the data has no validation split. Leave it out, or use data that has one."
             yield Problem(key=f"callbacks.{name}", rule=rule), f"callbacks.{name} has no effect"
+
+
+def _unknown_split(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
+    """Yield the problem of a metric of a split that the data does not have, beside those that it has."""
+    metric, names = MonitoredMetric.of(plan.cfg.eval).metric, validation_splits(plan.components.datasets)
+    if not names or metric.partition("/")[0] in names:
+        return
+    rule = f"the data has the validation splits {', '.join(names)}. Give a metric of one: {names[0]}/loss."
+    yield Problem(key="eval.metric", value=metric, rule=rule), f"no checkpoint is the best by {metric}: {rule}"
 
 
 def _no_validation(plan: RunPlan) -> Iterator[str]:

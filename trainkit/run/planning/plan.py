@@ -15,7 +15,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, resolve_target
-from trainkit.data.splits import size_of
+from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, scale_lr
@@ -247,7 +247,7 @@ def _evaluator_problems(cfg: RunConfig, parts: Components, facts: PlanContext) -
         return []
     key = "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
     problems = []
-    if "val" not in parts.datasets:
+    if not validation_splits(parts.datasets):
         problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
     for name, node in cfg.callbacks.items():
         if getattr(_class_of(node), "decides_by_figures", False):

@@ -22,6 +22,7 @@ from trainkit.bounded_json import expect_map, parse_json
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
+from trainkit.data.splits import validation_splits
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_bytes, read_lines
@@ -128,15 +129,18 @@ class CheckpointEvaluator:
                 open_data=lambda wanted: unprefetched_loader(self._plan, wanted),
             )
         )
-        self._batches = EvalBatches(
-            parts.datasets["val"],
-            batch_size=self._plan.eval_batch_size,
-            rank=0,
-            num_ranks=1,
-            device=self._executor.local.device,
-            settings=cfg.loader,
-            hooks=parts.hooks,
-        )
+        self._batches = {
+            split: EvalBatches(
+                parts.datasets[split],
+                batch_size=self._plan.eval_batch_size,
+                rank=0,
+                num_ranks=1,
+                device=self._executor.local.device,
+                settings=cfg.loader,
+                hooks=parts.hooks,
+            )
+            for split in validation_splits(parts.datasets)
+        }
         self._watched = MonitoredMetric.of(cfg.eval)
         self._retention: Retention = retention_of(cfg)
         self._events: EventFile | None = None
@@ -167,7 +171,12 @@ class CheckpointEvaluator:
         parts = self._plan.components
         self._on_phase("evaluate", self.step)
         try:
-            found = evaluate(self._executor.local, parts.objective, self._watched_batches(requested), split="val")
+            found = Evaluation(figures={}, tables={})
+            for split, batches in self._batches.items():
+                watched = self._watched_batches(batches, requested)
+                one = evaluate(self._executor.local, parts.objective, watched, split=split)
+                found.figures.update(one.figures)
+                found.tables.update(one.tables)
         except EvaluationAbortedError:
             return None
         state = State(plan=self._plan.batch)
@@ -207,8 +216,8 @@ class CheckpointEvaluator:
     def _take(self, loaded: Loaded) -> None:
         self._executor.load_state_dict(model_weights(loaded.tensors))
 
-    def _watched_batches(self, requested: Callable[[], str | None]) -> Iterator[Any]:
-        for batch in self._batches:
+    def _watched_batches(self, batches: EvalBatches, requested: Callable[[], str | None]) -> Iterator[Any]:
+        for batch in batches:
             if requested() is not None:
                 raise EvaluationAbortedError
             self._on_phase("evaluate", self.step)

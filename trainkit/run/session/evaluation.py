@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
+from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.tables import Table
 from trainkit.run.planning.plan import RunPlan
@@ -43,7 +44,7 @@ class EvalRunner:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether the validation split was evaluated at the current step."""
+        """Whether the validation splits were evaluated at the current step."""
         return self._validated_at == self._run.state.step
 
     @property
@@ -63,8 +64,25 @@ class EvalRunner:
         self.figures.clear()
         self.tables.clear()
 
-    def score(self, split: str) -> None:
-        """Evaluate a split; collective."""
+    def score(self, splits: Sequence[str]) -> None:
+        """Evaluate splits, and pass their metrics to the callbacks as one row; collective."""
+        figures: dict[str, float] = {}
+        tables: dict[str, Table] = {}
+        for split in splits:
+            found = self._evaluated(split)
+            figures |= found.figures
+            tables |= found.tables
+        self.figures.update(figures)
+        self.tables.update(tables)
+        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
+        for callback in self._callbacks:
+            callback.eval_end(self._run, row)
+        for callback in self._callbacks if tables else ():
+            callback.eval_tables(self._run, tables)
+        if validation_splits(splits):
+            self._validated_at = self._run.state.step
+
+    def _evaluated(self, split: str) -> Evaluation:
         batches = EvalBatches(
             self._plan.components.datasets[split],
             batch_size=self._plan.eval_batch_size,
@@ -83,15 +101,7 @@ class EvalRunner:
             num_counted=batches.num_counted,
         )
         self._refuse_unknown(split, found)
-        self.figures.update(found.figures)
-        self.tables.update(found.tables)
-        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **found.figures}
-        for callback in self._callbacks:
-            callback.eval_end(self._run, row)
-        for callback in self._callbacks if found.tables else ():
-            callback.eval_tables(self._run, found.tables)
-        if split == "val":
-            self._validated_at = self._run.state.step
+        return found
 
     def _refuse_unknown(self, split: str, found: Evaluation) -> None:
         """Refuse a monitored metric of this split that is no number: no checkpoint would ever be the best."""

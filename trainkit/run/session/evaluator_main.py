@@ -21,6 +21,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages
+from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainkitError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import masked_output
@@ -91,7 +92,7 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
     cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
     alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
     plan = make_plan(replace(cfg, strategy=alone, cluster={}))
-    if "val" not in plan.components.datasets:
+    if not validation_splits(plan.components.datasets):
         rule = "has no validation split to evaluate on."
         raise ConfigError([Problem(key="RUN", value=key, rule=rule, origin=origin)])
     return plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
+from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.run.folder.rollbacks import record_rollback
@@ -131,7 +132,7 @@ class TaskSession:
     def restore(self, loaded: Loaded) -> None:
         """Continue exactly from a checkpoint."""
         self._data_state = self._keeper.restore(loaded)
-        self._evaluation_due = loaded.meta.get("evaluation_due") is True and "val" in self.parts.datasets
+        self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self._validated)
 
     def start_from(self, loaded: Loaded) -> None:
         """Load the weights alone: a new training starts from the end of another."""
@@ -238,7 +239,7 @@ class TaskSession:
     def _triggers(self) -> list[Trigger]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
         found = [Trigger(act=self.flush, next_after=every_n_steps(cfg.log_every_steps))]
-        if "val" in self.parts.datasets:
+        if self._validated:
             found += [
                 Trigger(act=self.save if self.plan.has_evaluator else self.evaluate, next_after=next_after)
                 for next_after in every_steps_or_epochs(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
@@ -262,20 +263,25 @@ class TaskSession:
         self._keeper.notify_saved()
 
     def evaluate(self) -> None:
-        """Evaluate the validation split, and save a new best model. Collective."""
+        """Evaluate the validation splits, and save a new best model. Collective."""
         if self._scorer.is_up_to_date:
             return
         self.flush()
         with self._last.evaluating():
-            self._score("val")
+            self._score(self._validated)
         if self._scorer.update_best() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
             self.save()
 
-    def _score(self, split: str) -> None:
+    @property
+    def _validated(self) -> list[str]:
+        """The splits that are evaluated during the training."""
+        return validation_splits(self.parts.datasets)
+
+    def _score(self, splits: Sequence[str]) -> None:
         self.enter("evaluate")
         self._journal.pause()
         refresh_model(self.executor)
-        self._scorer.score(split)
+        self._scorer.score(splits)
         self._journal.proceed()
 
     def save(self) -> None:
@@ -317,10 +323,10 @@ class TaskSession:
         asked = self.run.stop_reason in REASONS
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
         if not asked and (watched or state.step == self.plan.num_steps):
-            if "val" in self.parts.datasets:
+            if self._validated:
                 self.evaluate()
-            if "test" in self.parts.datasets:
-                self._score("test")
+            if tests := test_splits(self.parts.datasets):
+                self._score(tests)
         self.save()
         self.enter("save")
         self._keeper.close()

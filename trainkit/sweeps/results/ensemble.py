@@ -21,7 +21,7 @@ from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks
-from trainkit.data.splits import build_splits
+from trainkit.data.splits import build_splits, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
@@ -179,7 +179,7 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     for candidate in (*combined.members, *([combined.averaged] if combined.averaged else [])):
         precision.adapt(candidate.model)
     cast("Ensemble", combined.ensemble.model).spread(devices)
-    named = [name for name in ("val", "test") if name in splits]
+    named = [*validation_splits(splits), *test_splits(splits)]
     return [
         (one, {name: value for split in named for name, value in _metrics_of(one, splits[split], split, cfg).items()})
         for one in combined.all
