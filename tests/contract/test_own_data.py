@@ -126,3 +126,20 @@ def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_pat
         run(tmp_path / "c", *RAGGED, f"data.collate={OWN}.pad", "loader.cache=true")
     with pytest.raises(ConfigError, match=r"data\.collate=os\.listdir: os is not among the packages"):
         run(tmp_path / "d", *RAGGED, "data.collate=os.listdir")
+
+
+@pytest.mark.parametrize("strategy", [MIRRORED, FSDP], ids=["mirrored", "fsdp"])
+def test_a_batch_transform_draws_alike_on_every_layout_and_after_a_resume(
+    tmp_path: Path, strategy: tuple[str, ...]
+) -> None:
+    mixup = "{_target_: trainkit.data.batch_transforms.MixUp, num_classes: 3, alpha: 1.0}"
+    settings = (*FIXED, f"data.batch_transform={mixup}")
+    alone = run(tmp_path / "a", *settings, "data=points")
+    fields = ("objective.input=voxels", "objective.target=diagnosis", "loader.num_workers=2", *strategy)
+    named = mixup.replace("}", ", input: voxels, target: diagnosis}")
+    other = (*FIXED, *own("NamedPoints"), f"data.batch_transform={named}", *fields)
+    assert run(tmp_path / "b", *other, "stop_at_step=4")["steps"] == 4
+    spread = weights(run(tmp_path / "b", *other, "resume=auto"))
+    assert all(torch.allclose(tensor, spread[name], rtol=1e-11, atol=1e-13) for name, tensor in weights(alone).items())
+    plain = weights(run(tmp_path / "c", *FIXED, "data=points"))
+    assert not all(torch.allclose(tensor, plain[name]) for name, tensor in weights(alone).items())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +14,8 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
 from trainkit.errors import DataError, TrainkitError
+from trainkit.numerics.generators import Untouched, generators_of
+from trainkit.numerics.randomness import transform_key
 
 __all__ = ["DataHooks", "UserCollate", "class_node"]
 
@@ -83,11 +86,55 @@ def _shapes(samples: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UserTransform:
+    """The function of `data.batch_transform`, called with the batch of one shard, on its device."""
+
+    function: Callable[[Any], Any]
+    name: str
+    """The text of the config that names it."""
+
+    def __call__(self, batch: Any, *, key: tuple[int, int, int], size: int, device: torch.device) -> Any:
+        """Return the transformed batch; the generators of the training stay as they were.
+
+        Args:
+            batch: the batch of a shard.
+            key: the run's seed, the step and the shard, which decide what is drawn.
+            size: number of samples of the shard.
+            device: the device of the batch.
+
+        Raises:
+            DataError: the function fails, or its batch holds another number of samples.
+        """
+        seed = transform_key(*key)
+        place = f"shard {key[2]} of step {key[1]}"
+        try:
+            with Untouched(seed=seed, devices=[device]):
+                for generator in generators_of([device]):
+                    generator.manual_seed(seed)
+                found = self.function(batch)
+        except TrainkitError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"data.batch_transform={self.name} fails on {place}: {type(error).__name__}: {error}. "
+                f"The batch is {shape_text(batch)}."
+            ) from error
+        if not _holds(found, size):
+            raise DataError(
+                f"data.batch_transform={self.name} makes {shape_text(found)} of the {size} samples of {place}: the "
+                "number of samples must stay."
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataHooks:
     """What the keys of `data` beside those of its class name."""
 
     collate: UserCollate | None = None
     """Makes a batch of the samples of a shard; None: they are stacked."""
+    transform: UserTransform | None = None
+    """Changes the batch of a shard in training; None: nothing does."""
 
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> DataHooks:
@@ -98,8 +145,11 @@ class DataHooks:
         """
         given = {key: value for key, value in hooks_in(node).items() if value is not None}
         made = {key: (build_callable(value, f"data.{key}"), _name_of(value)) for key, value in given.items()}
-        collate = made.get("collate")
-        return cls(collate=None if collate is None else UserCollate(function=collate[0], name=collate[1]))
+        collate, transform = made.get("collate"), made.get("batch_transform")
+        return cls(
+            collate=None if collate is None else UserCollate(function=collate[0], name=collate[1]),
+            transform=None if transform is None else UserTransform(function=transform[0], name=transform[1]),
+        )
 
     @property
     def collate_function(self) -> CollateFunction:

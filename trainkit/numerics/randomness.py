@@ -208,6 +208,11 @@ def shard_key(seed: int, epoch: int, first: int) -> int:
     return key32(seed, epoch, first, 0x636F6C6C)
 
 
+def transform_key(seed: int, step: int, shard: int) -> int:
+    """Return the key of what a transform of batches draws for a shard of a step."""
+    return key32(seed, step, shard, 0x62617463)
+
+
 # Modules of torch whose forward pass draws random numbers in training; every other module of torch.nn draws none.
 _RANDOM = (
     nn.modules.dropout._DropoutNd,  # noqa: SLF001 - the base class of all dropouts has no public name

@@ -78,6 +78,8 @@ class Classification(Supervised):
         """Sum the cross entropy of (samples, classes) scores against (samples,) int64 classes."""
         outputs = scores_of(outputs, self.output)
         scores = outputs if outputs.dtype in _EXACT else outputs.float()
+        if targets.is_floating_point():
+            targets = targets.to(scores.dtype)
         if self.class_weights is None:
             loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
             return Loss(loss_sum, float(targets.shape[0]), None, outputs, targets)
@@ -85,7 +87,8 @@ class Classification(Supervised):
         loss_sum = functional.cross_entropy(
             scores, targets, weight=weights, reduction="sum", label_smoothing=self.label_smoothing
         )
-        return Loss(loss_sum, weights[targets].sum(), None, outputs, targets)
+        weight = targets * weights if targets.is_floating_point() else weights[targets]
+        return Loss(loss_sum, weight.sum(), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, the requested top-k, and the metrics of the config."""

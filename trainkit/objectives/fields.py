@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from trainkit.errors import ConfigError, DataError, Problem
 
@@ -74,6 +74,32 @@ def select(named: Mapping[Field, Any], field: Fields, key: str) -> Any:
         known = f"a sample has {held}." if held else "a sample is neither a tuple nor a dict nor a dataclass."
         raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {known}")])
     return named[field]  # type: ignore[index]
+
+
+def chosen_fields(batch: Any, input: Field | None, target: Field | None) -> tuple[Field, Field]:  # noqa: A002
+    """Return the names of input and target in a batch: those given, else the common ones.
+
+    Example:
+        >>> chosen_fields({"image": 1, "label": 0}, None, None)
+        ('image', 'label')
+    """
+    named = named_fields(batch)
+    names = _chosen(named, batch, input, target)
+    for name, key in zip(names, ("input", "target"), strict=True):
+        select(named, name, f"data.batch_transform.{key}")
+    return cast("tuple[Field, Field]", names)
+
+
+def with_fields(batch: Any, values: Mapping[Field, Any]) -> Any:
+    """Return a batch with other values of some fields: a tuple, or a dict.
+
+    Example:
+        >>> with_fields((1, 2), {1: 3}), with_fields({"x": 1, "y": 2}, {"y": 3})
+        ((1, 3), {'x': 1, 'y': 3})
+    """
+    if isinstance(batch, tuple | list):
+        return tuple(values.get(place, value) for place, value in enumerate(batch))
+    return {**named_fields(batch), **values}
 
 
 def unused_fields(batch: Any, input: Fields, target: Fields) -> list[str]:  # noqa: A002 - the key's name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import DataHooks, UserTransform
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader
 from trainkit.data.reading.positions import Positions
@@ -77,6 +77,7 @@ class Loader:
             num_steps=num_steps,
             hooks=hooks,
         )
+        self._plan, self._device, self._seed, self._transform = plan, device, seed, hooks.transform
         self._last: tuple[Ticket, list[Any]] | None = None
         self.wait_s = 0.0
         """Seconds that the training loop has spent in `fetch`."""
@@ -95,9 +96,19 @@ class Loader:
             return self._last[1]
         started = perf_counter()
         batches = self._source.read(ticket)
+        if self._transform is not None:
+            batches = self._transformed(self._transform, ticket, batches)
         self._last = ticket, batches
         self.wait_s += perf_counter() - started
         return batches
+
+    def _transformed(self, transform: UserTransform, ticket: Ticket, batches: Sequence[Any]) -> list[Any]:
+        """Transform each shard, keyed by (seed, step, shard): alike on any rank, and after a resume."""
+        sizes = [self._plan.shard_size(ticket.step, shard) for shard in ticket.shards]
+        return [
+            transform(batch, key=(self._seed, ticket.step, shard), size=size, device=self._device)
+            for shard, batch, size in zip(ticket.shards, batches, sizes, strict=True)
+        ]
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint with which a stream resumes without reading again; None if not needed."""

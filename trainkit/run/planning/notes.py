@@ -111,6 +111,8 @@ def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -
 
 def _coupling_of_data(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield why batches depend on the cut: a collate that makes another shape of a sample beside a larger one."""
+    if plan.components.hooks.transform is not None:
+        yield "data.batch_transform", "changes the samples of a shard together"
     collate, train = plan.components.hooks.collate, plan.components.datasets["train"]
     if collate is None or not hasattr(train, "__getitem__"):
         return

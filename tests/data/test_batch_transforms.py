@@ -1,0 +1,73 @@
+"""Transforms of batches: what they make, and what they leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.samples import CPU, InMemorySquares
+from trainkit.config.sections import LoaderConfig
+from trainkit.data.batch_transforms import CutMix, MixUp
+from trainkit.data.hooks import DataHooks, UserTransform
+from trainkit.data.reading.loader import Loader
+from trainkit.errors import DataError
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.objectives.classification import Classification
+
+
+def loader_of(function: Any) -> Loader:
+    plan = BatchPlan(num_samples=10, global_size=4, micro_size=2)
+    return Loader(
+        InMemorySquares(), plan=plan, shards_at=lambda step: range(plan.num_shards(step)), device=CPU,
+        settings=LoaderConfig(), seed=7, num_steps=6,
+        hooks=DataHooks(transform=UserTransform(function=function, name="mine.mix")),
+    )  # fmt: skip
+
+
+def noise(batch: Any) -> Any:
+    return batch[0] + torch.rand(len(batch[0]), 1), batch[1]
+
+
+def test_what_is_drawn_depends_on_step_and_shard_alone_and_a_retry_is_transformed_once() -> None:
+    whole = loader_of(noise)
+    torch.manual_seed(3)
+    first = whole.fetch(Ticket(1, (0, 1)))
+    assert whole.fetch(Ticket(1, (0, 1))) is first
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(3)))
+    alone = loader_of(noise).fetch(Ticket(1, (1,)))[0]
+    assert torch.equal(alone[0], first[1][0])
+    assert not torch.equal((first[0][0] - first[0][0].floor()), (first[1][0] - first[1][0].floor()))
+
+
+def test_a_transform_that_loses_a_sample_or_fails_is_named_with_its_shapes() -> None:
+    with pytest.raises(
+        DataError, match=r"^data\.batch_transform=mine\.mix makes \(float32 \(1, 1\), .* of the 2 samples"
+    ):
+        loader_of(lambda batch: (batch[0][1:], batch[1][1:])).fetch(Ticket(0, (0, 1)))
+    with pytest.raises(
+        DataError, match=r"fails on shard 0 of step 2: KeyError: 'x'\. The batch is \(float32 \(2, 1\), int"
+    ):
+        loader_of(lambda batch: {"y": batch}["x"]).fetch(Ticket(2, (0,)))
+
+
+@pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3)], ids=["mixup", "cutmix"])
+def test_images_and_classes_are_mixed_in_the_same_shares(transform: Any) -> None:
+    labels = torch.tensor([0, 1, 2])
+    images = torch.nn.functional.one_hot(labels, 3).float()[:, :, None, None].expand(3, 3, 6, 6)
+    before = images.clone()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        mixed, classes = transform((images, labels))
+        assert torch.allclose(mixed.mean(dim=(2, 3)), classes, atol=1e-6)
+    assert torch.equal(images, before)
+
+
+def test_class_weights_of_mixed_classes_are_mixed_alike() -> None:
+    scores, objective = torch.randn(2, 3), Classification(class_weights=[1.0, 2.0, 4.0])
+    hard = objective.score(scores, torch.tensor([0, 2]))
+    soft = objective.score(scores, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
+    assert torch.allclose(soft.loss_sum, hard.loss_sum)
+    assert torch.equal(torch.as_tensor(soft.weight), torch.as_tensor(hard.weight))
+    assert float(objective.score(scores, torch.tensor([[0.5, 0.5, 0.0]] * 2)).weight) == 3.0

@@ -1,0 +1,122 @@
+"""Transforms of whole batches for `data.batch_transform`: mixup and cutmix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.config.values import above, at_least, within
+from trainkit.errors import DataError
+from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixUp:
+    """Mix each input and its class with those of another sample of the shard, in the shares m and 1 - m.
+
+    m is drawn from Beta(alpha, alpha), once a shard. Targets become probabilities of classes, (samples, classes).
+
+    Example:
+        >>> inputs, targets = MixUp(num_classes=3)((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+        >>> targets.shape, targets.sum(dim=1).round().tolist()
+        (torch.Size([4, 3]), [1.0, 1.0, 1.0, 1.0])
+
+    Source: Zhang et al. 2018, arXiv:1710.09412.
+    """
+
+    num_classes: Annotated[int, at_least(2)]
+    """Number of classes."""
+    alpha: Annotated[float, above(0)] = 0.2
+    """Parameter of the Beta distribution: small values mix little."""
+    share: Annotated[float, within(0, 1)] = 1.0
+    """Share of the shards that are mixed."""
+    input: Field | None = None
+    """The field that is mixed; null: as for `objective.input`."""
+    target: Field | None = None
+    """The field with the classes; null: as for `objective.target`."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the mixed batch; the given one stays as it is."""
+        drawn = _Drawn.of(batch, self)
+        mixed = drawn.inputs * drawn.kept + drawn.inputs[drawn.order] * (1 - drawn.kept)
+        return with_fields(batch, {drawn.names[0]: mixed, drawn.names[1]: drawn.targets(drawn.kept)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutMix:
+    """Replace a rectangle of each image by that of another sample of the shard, and mix the classes by area.
+
+    The area is drawn from Beta(alpha, alpha), once a shard, and so is its place. An image is (..., height, width).
+
+    Example:
+        >>> images, targets = CutMix(num_classes=2)((torch.ones(4, 1, 8, 8), torch.tensor([0, 1, 1, 0])))
+        >>> images.shape, targets.shape
+        (torch.Size([4, 1, 8, 8]), torch.Size([4, 2]))
+
+    Source: Yun et al. 2019, arXiv:1905.04899.
+    """
+
+    num_classes: Annotated[int, at_least(2)]
+    """Number of classes."""
+    alpha: Annotated[float, above(0)] = 1.0
+    """Parameter of the Beta distribution."""
+    share: Annotated[float, within(0, 1)] = 1.0
+    """Share of the shards that are mixed."""
+    input: Field | None = None
+    """The field with the images; null: as for `objective.input`."""
+    target: Field | None = None
+    """The field with the classes; null: as for `objective.target`."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the mixed batch; the given one stays as it is."""
+        drawn = _Drawn.of(batch, self)
+        if drawn.inputs.dim() < 3:
+            raise DataError(f"CutMix cuts images (samples, ..., height, width), not {tuple(drawn.inputs.shape)}.")
+        height, width = drawn.inputs.shape[-2:]
+        side = (1 - drawn.kept) ** 0.5
+        rows, columns = _interval(height, side), _interval(width, side)
+        mixed = drawn.inputs.clone()
+        mixed[..., rows, columns] = drawn.inputs[drawn.order][..., rows, columns]
+        area = (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+        return with_fields(batch, {drawn.names[0]: mixed, drawn.names[1]: drawn.targets(1 - area)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """The fields of a batch, and what was drawn for it; on the host, so that every device mixes alike."""
+
+    names: tuple[Field, Field]
+    inputs: Tensor
+    classes: Tensor
+    """(samples, classes) probabilities."""
+    order: Tensor
+    """(samples,) the partner of each sample."""
+    kept: float
+    """Share of its own that a sample keeps."""
+
+    @classmethod
+    def of(cls, batch: Any, settings: MixUp | CutMix) -> _Drawn:
+        """Draw for a batch."""
+        names, named = chosen_fields(batch, settings.input, settings.target), named_fields(batch)
+        inputs, targets = named[names[0]], named[names[1]]
+        if not targets.is_floating_point():
+            targets = functional.one_hot(targets.long(), settings.num_classes).to(inputs.dtype)
+        mixes = np.random.random_sample() < settings.share  # noqa: NPY002 - keyed by step and shard
+        drawn = np.random.beta(settings.alpha, settings.alpha)  # noqa: NPY002
+        order = torch.randperm(len(inputs)).to(inputs.device)
+        return cls(names=names, inputs=inputs, classes=targets, order=order, kept=float(drawn) if mixes else 1.0)
+
+    def targets(self, kept: float) -> Tensor:
+        """Return the mixed classes."""
+        return self.classes * kept + self.classes[self.order] * (1 - kept)
+
+
+def _interval(length: int, share: float) -> slice:
+    """Return a random interval that covers a share of a length, cut off at the borders."""
+    middle, half = int(np.random.randint(length)), int(length * share) // 2  # noqa: NPY002
+    return slice(max(middle - half, 0), min(middle + half, length))
