@@ -221,7 +221,7 @@ KeyPath = tuple[str, ...]
 
 
 class Level(IntEnum):
-    """The four levels at which a value can be set; a higher one wins."""
+    """The five levels at which a value can be set; a higher one wins."""
 
     defaults = 0
     """conf/config.yaml."""
@@ -229,7 +229,9 @@ class Level(IntEnum):
     """The YAML of a group's choice."""
     recipe = 2
     """A recipe."""
-    command_line = 3
+    experiment = 3
+    """An experiment of the user's, `experiment=NAME`."""
+    command_line = 4
     """An argument."""
 
 

@@ -94,8 +94,8 @@ def _with(
 
 
 def _unused(overrides: Sequence[str]) -> list[str]:
-    given = [line for line in overrides if key_of(line) == "recipe" and line != _NO_RECIPE]
-    return [f"{line} has no effect: the run keeps what its own recipe set" for line in given]
+    given = [line for line in overrides if key_of(line) in ("recipe", "experiment") and line != _NO_RECIPE]
+    return [f"{line} has no effect: the run keeps what its own {key_of(line)} set" for line in given]
 
 
 def _replace_chosen_groups(tree: TrackedTree, changes: Composition, overrides: Sequence[str]) -> None:

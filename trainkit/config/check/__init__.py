@@ -163,6 +163,8 @@ def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Co
         single = [group for group in GROUPS if group not in LIST_GROUPS]
         found += [f"{group}.{name}" for group in single if name in (composition.values.get(group) or {})]
         near = found[0] if len(found) == 1 else None
+        if name == "experiment":
+            return "there is no such folder of choices. Write experiment/NAME.yaml, and give --config-dir its folder."
         return f"no such key. Did you mean {near}?" if near else "no such key. `trainkit ls` shows the groups."
     if near is None:
         return f"no such key in {dotted(path)}. There are: {', '.join(hints)}."

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.config.check.variables import read_variables
 from trainkit.config.compose import Composer
 from trainkit.config.composition import Composition, KeyPath, Level, Origin, TrackedTree, dotted, lookup, path_of
-from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
 
@@ -58,7 +58,7 @@ def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
         return None
     nodes = (path[:length] for length in range(len(path) - 1, 0, -1))
     node = next((node for node in nodes if (*node, TARGET) in composition.origins), None)
-    return node if node and composition.origins[(*node, TARGET)].level is Level.command_line else None
+    return node if node and composition.origins[(*node, TARGET)].level > Level.recipe else None
 
 
 def _is_of_others(composition: Composition, path: KeyPath, level: Level = Level.recipe) -> bool:
@@ -74,8 +74,8 @@ def _is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
 
 def _broken_by_itself(composition: Composition, find: Find) -> set[str]:
     """Return the keys that have problems in the recipe alone: the user's keys did not cause them."""
-    recipe = [line for line in composition.overrides if key_of(line) == "recipe"]
-    alone = Composer(composition.config_dirs, composition.packages).compose(recipe)
+    recipe = f"recipe={composition.choices.get('recipe') or 'null'}"
+    alone = Composer(composition.config_dirs, composition.packages).compose([recipe])
     return {problem.key for problem in find(alone)}
 
 

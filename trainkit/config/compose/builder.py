@@ -67,7 +67,7 @@ class CompositionBuilder:
         task = [item for item in self.parsed if not item.is_hydra_override()]
         about_hydra = [item for item in self.parsed if item.is_hydra_override()]
         task = [item for item in task if not self._refused(item)]
-        defaults = self._defaults(task)
+        defaults = self._defaults([*task, *self._no_default_recipe(task)])
         files = self._files(defaults)
         self.problems += self._several()
         choices = self._choices(defaults, files)
@@ -202,7 +202,7 @@ class CompositionBuilder:
                         yield Problem(key=group, value=value, rule="takes one choice, not a list.", origin=where)
 
     def _files(self, defaults: DefaultsList) -> list[ConfigFile]:
-        """Return the files in ascending precedence: config.yaml, choices, recipes."""
+        """Return the files in ascending precedence: config.yaml, choices, recipes, experiments."""
         files = []
         shipped = (shipped_conf(), shipped_recipes())
         for default in defaults.defaults:
@@ -211,8 +211,8 @@ class CompositionBuilder:
             level = Level.choice
             if path == CONFIG:
                 level = Level.defaults
-            elif path.startswith("recipe/"):
-                level = Level.recipe
+            elif path.startswith(("recipe/", "experiment/")):
+                level = Level.recipe if path.startswith("recipe/") else Level.experiment
             document = self.repository.documents[path]
             package = tuple(part for part in (default.package or "").split(".") if part and part != "_global_")
             own = any(document.file.is_relative_to(folder) for folder in shipped)
@@ -229,19 +229,38 @@ class CompositionBuilder:
 
     def _swapped(
         self, task: Sequence[Override], files: Sequence[ConfigFile], choices: Mapping[str, Any]
-    ) -> dict[str, str]:
-        """Return group -> note, for groups whose choice in the recipe was replaced on the command line."""
-        recipes = [file.document for file in files if file.level == Level.recipe]
-        primary = [file.document for file in files if file.level == Level.defaults]
-        swapped = {}
-        for override in task:
-            group = override.key_or_group
-            if group == "recipe" or not self.composer.is_group(override):
-                continue
-            before = next(_chosen_in([*reversed(recipes), *primary], group), None)
-            if _names(before) != _names(choices.get(group)):
-                swapped[group] = f"{override.input_line} replaces {'+'.join(_names(before)) or 'nothing'}"
+    ) -> dict[Level, dict[str, str]]:
+        """Return level -> group -> note, for groups whose choice in a recipe or experiment was replaced from above."""
+        arguments = {item.key_or_group: str(item.input_line) for item in task if self.composer.is_group(item)}
+        primary, recipes, experiments = (
+            [file.document for file in reversed(files) if file.level == level]
+            for level in (Level.defaults, Level.recipe, Level.experiment)
+        )
+        own = {group: "the experiment" for group in GROUPS if [*_chosen_in(experiments, group)]}
+        sources = {
+            Level.recipe: ([*recipes, *primary], {**own, **arguments}),
+            Level.experiment: ([*experiments, *recipes, *primary], arguments),
+        }
+        swapped: dict[Level, dict[str, str]] = {level: {} for level in sources}
+        for level, (documents, labels) in sources.items():
+            for group in labels.keys() - {"recipe", "experiment"}:
+                before = next(_chosen_in(documents, group), None)
+                if _names(before) != _names(choices.get(group)):
+                    swapped[level][group] = f"{labels[group]} replaces {'+'.join(_names(before)) or 'nothing'}"
         return swapped
+
+    def _no_default_recipe(self, task: Sequence[Override]) -> list[Override]:
+        """Return the argument that leaves the default recipe out: an experiment is composed over the defaults alone,
+        unless it or the command line names a recipe.
+        """
+        names = [str(item.value()) for item in task if item.key_or_group == "experiment" and not item.is_delete()]
+        if not names or any(item.key_or_group == "recipe" for item in task):
+            return []
+        self.repository.load_config(f"experiment/{names[0]}")
+        document = self.repository.documents.get(f"experiment/{names[0]}")
+        if document is None or [*_chosen_in([document], "recipe")]:
+            return []
+        return self.composer.parse(["recipe=null"])[0]
 
     def _apply(self, override: Override, tree: TrackedTree) -> None:
         """Merge one argument over the values of the files."""

@@ -149,11 +149,11 @@ def group_in(key: str) -> str:
 
 
 def _package(config_path: str, document: Document) -> str | None:
-    """Return where a file's content is merged: a recipe at the root, a callback or logger under its own name."""
+    """Return where a file's content is merged: a recipe or experiment at the root, a callback or logger by its name."""
     group, _, name = config_path.rpartition("/")
     if document.package is not None:
         return document.package
-    if group.split("/")[0] == "recipe":
+    if group.split("/")[0] in ("recipe", "experiment"):
         return "_global_"
     if group in LIST_GROUPS and "_target_" in document.values:
         return f"{group}.{name}"

@@ -43,15 +43,15 @@ class Layers:
         self.variables: dict[KeyPath, Any] = {}
         """Keys whose values come from environment variables, as they were written."""
 
-    def merge(self, files: Sequence[ConfigFile], swapped: Mapping[str, str]) -> None:
+    def merge(self, files: Sequence[ConfigFile], swapped: Mapping[Level, Mapping[str, str]]) -> None:
         """Merge files in ascending precedence.
 
         Args:
             files: in ascending precedence.
-            swapped: groups whose choice in the recipe the command line replaced -> the text of the note.
+            swapped: level of the file -> groups whose choice there was replaced from above -> the text of the note.
         """
         for rank, file in enumerate(files):
-            self._merge_file(file, rank, swapped)
+            self._merge_file(file, rank, swapped.get(file.level, {}))
 
     def finish(
         self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
@@ -77,7 +77,7 @@ class Layers:
             path = (*file.package, str(name))
             if path[0] == "hydra":
                 self._put(self.hydra, file, rank, path, value)
-            elif file.level == Level.recipe and path[0] in swapped:
+            elif path[0] in swapped:
                 names = value if isinstance(value, Mapping) else {}
                 gone = [key for key in names if key not in chosen.get(path[0], ())]
                 dropped.setdefault(path[0], []).extend(dotted((*path, str(key))) for key in gone)
@@ -88,7 +88,7 @@ class Layers:
         if not file.document.values and file.package and file.level == Level.choice:
             self._put(self.tree, file, rank, file.package, {})
         for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
-            what = f"what the recipe set in {group} is dropped with it ({', '.join(keys)})"
+            what = f"what the {file.level.name} set in {group} is dropped with it ({', '.join(keys)})"
             self.notes.append(f"{swapped[group]}: {what}")
 
     def _put(self, tree: TrackedTree, file: ConfigFile, rank: int, path: KeyPath, value: Any) -> None:
@@ -111,11 +111,11 @@ class Layers:
         for group in GROUPS:
             if group not in self.tree.values and (group in LIST_GROUPS or choices.get(group) is not None):
                 self.tree.put((group,), {}, Origin(level=Level.defaults, where=""))
-        recipe = choices.get("recipe")
+        recipe, experiment = choices.get("recipe"), choices.get("experiment")
         if "recipe" not in self.tree.values:
             self.tree.put(("recipe",), recipe, Origin(level=Level.defaults, where=""))
         if self.tree.values.get("name") is None:
-            name = re.sub(r"[^A-Za-z0-9._-]", "_", str(recipe)) if recipe else "run"
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", str(experiment or recipe or "run"))
             self.tree.put(("name",), name, self.tree.origin_of(("name",)))
         for path, value in list(leaves(self.tree.values)):
             if isinstance(value, str) and value.startswith("~") and is_path_key(path[-1]):

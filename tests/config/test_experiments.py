@@ -1,0 +1,94 @@
+"""`experiment=NAME`: a file of the user's over all choices, as in lightning-hydra-template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli import main
+from trainkit.config.check import checked
+from trainkit.config.compose import compose
+from trainkit.config.composition import Composition
+
+SMALL = """\
+# @package _global_
+
+# to execute this experiment run:
+# trainkit --config-dir conf experiment=small
+defaults:
+  - override /model: mine
+  - override /optimizer: sgd
+  - override /callbacks: [progress]
+
+seed: 12345
+steps: 6
+model: {hidden: [5]}
+optimizer: {lr: 0.02}
+"""
+MINE = "_target_: trainkit.models.mlp.Mlp\nin_features: 64\nhidden: [4]\nout_features: 10\n"
+OVER_DIGITS = "defaults:\n  - override /recipe: digits\nsteps: 3\nname: short\n"
+
+
+@pytest.fixture
+def composed(write_conf: Callable[[Mapping[str, str]], Path]) -> Callable[..., Composition]:
+    """Compose and check with the experiments `small` and `vision/short`."""
+    files = {"experiment/small": SMALL, "model/mine": MINE, "experiment/vision/short": OVER_DIGITS}
+    folder = write_conf({f"{name}.yaml": text for name, text in files.items()})
+
+    def run(*arguments: str) -> Composition:
+        return checked(compose(arguments, config_dirs=[folder]))
+
+    return run
+
+
+def test_an_experiment_is_composed_over_the_defaults(composed: Callable[..., Composition]) -> None:
+    found = composed("experiment=small")
+    values = found.values
+    assert (values["seed"], values["steps"], values["epochs"], values["name"]) == (12345, 6, None, "small")
+    assert (values["model"]["hidden"], values["optimizer"]["lr"]) == ([5], 0.02)
+    assert (values["recipe"], values["eval"]["metric"], list(values["callbacks"])) == (None, None, ["progress"])
+    assert found.notes == ()
+
+
+def test_the_command_line_wins_over_an_experiment_and_its_choices(composed: Callable[..., Composition]) -> None:
+    found = composed("experiment=small", "seed=1", "optimizer=adam")
+    assert (found.values["seed"], found.values["optimizer"]["lr"]) == (1, 0.001)
+    assert found.notes == (
+        "optimizer=adam replaces sgd: what the experiment set in optimizer is dropped with it (optimizer.lr)",
+    )
+
+
+def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., Composition]) -> None:
+    values = composed("experiment=vision/short").values
+    assert (values["steps"], values["epochs"], values["recipe"], values["name"]) == (3, None, "digits", "short")
+    assert (values["optimizer"]["lr"], values["eval"]["metric"]) == (0.01, "val/accuracy")
+    # a recipe of the command line lies below the experiment too
+    both = composed("experiment=small", "recipe=digits")
+    assert (both.values["optimizer"]["lr"], both.values["warmup"]["epochs"]) == (0.02, 1)
+    assert "the experiment replaces mlp: what the recipe set in model is dropped with it" in " ".join(both.notes)
+
+
+@pytest.mark.usefixtures("composed")
+def test_experiments_are_swept_resumed_and_listed(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conf = ("--config-dir", "conf")
+    short = ("sweep.name=both", "logger=[]", "callbacks=[]", "quiet=true", "stop_at_step=2")
+    assert main(["-m", *conf, "experiment=small,vision/short", *short]) == 0
+    runs = [cwd / "outputs/sweeps/both" / job for job in "01"]
+    assert [json.loads((run / "result.json").read_text())["steps"] for run in runs] == [2, 2]
+    assert main(["resume", *conf, str(runs[0]), "quiet=true"]) == 0
+    assert json.loads((runs[0] / "result.json").read_text())["steps"] == 6
+    capsys.readouterr()
+    assert main(["ls", *conf, "experiment"]) == 0
+    assert "small" in capsys.readouterr().out
+
+
+def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Callable[..., list[str]]) -> None:
+    assert refuse("experiment=small") == [
+        (
+            "experiment: there is no such folder of choices. Write experiment/NAME.yaml, and give --config-dir its "
+            "folder. (command line)"
+        )
+    ]
