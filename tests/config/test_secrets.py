@@ -26,7 +26,7 @@ from trainkit.redaction import masked_output, remember
 from trainkit.run.folder.metadata import git_state, packages, write_environment, write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
-from trainkit.run.rendezvous.consistency import config_digest
+from trainkit.run.rendezvous.barrier import config_digest
 from trainkit.sweeps.launching import identity
 
 ANYWHERE = """

@@ -7,9 +7,8 @@ from tests.launchers.launches import launch_of
 from trainkit.errors import ConfigError, HangError, TrainingError
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.process.network import interface_of, own_address, socket_environ
-from trainkit.run.process.store import store_of_launch
-from trainkit.run.rendezvous.wait import WaitReporter
+from trainkit.run.process.store import interface_of, own_address, socket_environ, store_of_launch
+from trainkit.run.rendezvous.store_client import WaitReporter
 
 
 class Clock:

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.crafted import KINDS, forge, forge_header, put, within
 from trainkit.errors import CheckpointError
-from trainkit.run.session.saved_state import refuse_malformed
+from trainkit.run.session.restore import refuse_malformed
 from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid, save
 
 META: Final = {

@@ -15,8 +15,7 @@ from trainkit.run.process.store import HostedStore
 from trainkit.run.rendezvous import store_client as boards
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.late_join import _checked
-from trainkit.run.rendezvous.store_client import StoreClient
-from trainkit.run.rendezvous.wait import WaitReporter
+from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
 from trainkit.strategies import rendezvous_store
 from trainkit.strategies.rendezvous_store import store_client
 

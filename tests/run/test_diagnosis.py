@@ -8,15 +8,19 @@ from torch import Tensor, nn
 
 from tests.support.present import present
 from trainkit.config.schema import RunConfig
-from trainkit.run.diagnosis import causes
-from trainkit.run.diagnosis.causes import Cause
+from trainkit.run.diagnosis import matching as causes
 from trainkit.run.diagnosis.differences import Difference, differing_gradients
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, add_up, combine
-from trainkit.run.diagnosis.examining import Probed
-from trainkit.run.diagnosis.explaining import explain_probe, explain_updates
-from trainkit.run.diagnosis.gradients import buffer_hypotheses, gradient_hypotheses, read_as_contiguous
-from trainkit.run.diagnosis.matching import Hypothesis, Matching
-from trainkit.run.diagnosis.updates import Replay, clipped, update_hypotheses
+from trainkit.run.diagnosis.examining import Probed, explain_probe, explain_updates
+from trainkit.run.diagnosis.matching import Cause, Hypothesis, Matching
+from trainkit.run.diagnosis.updates import (
+    Replay,
+    buffer_hypotheses,
+    clipped,
+    gradient_hypotheses,
+    read_as_contiguous,
+    update_hypotheses,
+)
 
 NAMES = ("w", "b")
 

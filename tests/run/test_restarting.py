@@ -18,8 +18,7 @@ from trainkit.run.folder.restart_record import FILE, Restart, record_restart, re
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
-from trainkit.run.supervisor.external_restarts import record_relaunch
-from trainkit.run.supervisor.restart_policy import Fault, RaisedError, RestartPolicy, fault_of
+from trainkit.run.supervisor.restart_policy import Fault, RaisedError, RestartPolicy, fault_of, record_relaunch
 
 
 @pytest.fixture

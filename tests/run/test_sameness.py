@@ -9,7 +9,7 @@ import pytest
 from trainkit.config.compose import compose
 from trainkit.config.schema import RunConfig
 from trainkit.run.equivalence import Sameness
-from trainkit.run.equivalence.sameness import same_training
+from trainkit.run.equivalence.answers import same_training
 from trainkit.run.planning.coupling import COUPLES, MODEL, Coupling
 from trainkit.run.planning.plan import make_plan
 

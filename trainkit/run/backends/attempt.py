@@ -16,8 +16,8 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.worker_group import ProcessExit
-from trainkit.run.supervisor.external_restarts import ExternalRestart, record_relaunch
 from trainkit.run.supervisor.failure import Failure, root_cause
+from trainkit.run.supervisor.restart_policy import ExternalRestart, record_relaunch
 
 _TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1

@@ -17,8 +17,8 @@ from trainkit.reading import open_regular
 from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file
 from trainkit.run.backends.base import CARRIED, BackendConnection, BackendJob, ProcessBackend
 from trainkit.run.backends.worker import worker_payload
+from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
-from trainkit.run.folder.skipped import skipped_in
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.store import HostedStore

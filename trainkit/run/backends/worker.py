@@ -18,11 +18,10 @@ from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ProcessEvidence
-from trainkit.run.hang_detection.stacks import stacks_of
+from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
-from trainkit.run.process.network import socket_environ
+from trainkit.run.process.store import socket_environ
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import EXIT_CODES, Reason, signal_of
 from trainkit.run.supervisor.failure import hanging, root_cause

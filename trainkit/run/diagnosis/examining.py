@@ -1,12 +1,23 @@
-"""Examine the steps of a candidate, each compared with a plain loop that starts from the candidate's own checkpoint."""
+"""Examine the steps of a candidate, each compared with a plain loop that starts from the candidate's own checkpoint.
+
+The answer is in the words of docs/numbers.md, and never shows more than the evidence does.
+
+The probe: a short training under plain SGD, whose checkpoints give the gradient of every step by name.
+
+SGD with momentum m keeps `b' = m b + g` for each parameter, and every strategy saves the optimizer state under the
+canonical name of the parameter. So `g = b' - m b` is the gradient that the optimizer received, under every strategy,
+without recording anything during a step. Without momentum, `g = (p - p') / lr`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
@@ -17,14 +28,81 @@ from trainkit.run.diagnosis.differences import (
     differing_parameters,
     norm,
 )
-from trainkit.run.diagnosis.evidence import StepEvidence, Tensors, add_up
-from trainkit.run.diagnosis.gradients import buffer_hypotheses, gradient_hypotheses
-from trainkit.run.diagnosis.matching import Hypothesis, Matching
+from trainkit.run.diagnosis.evidence import Expected, StepEvidence, Tensors, add_up
+from trainkit.run.diagnosis.matching import ORDER, Cause, Hypothesis, Match, Matching
 from trainkit.run.diagnosis.plain_loop import PlainLoop
-from trainkit.run.diagnosis.probe import MOMENTUM, gradient_between, probe_config, probe_rate, transitions
-from trainkit.run.diagnosis.updates import Replay, clipped, update_hypotheses
+from trainkit.run.diagnosis.updates import Replay, buffer_hypotheses, clipped, gradient_hypotheses, update_hypotheses
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
+from trainkit.trainer.checkpoint import list_complete, load
+
+MOMENTUM: Final = 2.0**-10
+"""Small, so that the subtracted part is small; a power of two, so that the product is exact."""
+_MOVE: Final = 0.01
+"""The fraction of the parameters' norm by which the first step of a probe moves them."""
+
+
+def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
+    """Return the probe's learning rate: a power of two that moves the parameters by a hundredth in the first step."""
+    gradient = math.hypot(*(float(grad.norm()) for grad in expected.gradient.values()))
+    size = math.hypot(*(float(param.detach().norm()) for param in params))
+    if not (gradient > 0 and size > 0 and math.isfinite(gradient)):
+        return 1.0
+    return float(2.0 ** math.floor(math.log2(_MOVE * size / gradient)))
+
+
+def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM) -> RunConfig:
+    """Return the config with plain SGD at a constant rate: no decay, clipping, warmup or schedule."""
+    fused = {"fused": True} if cfg.optimizer.get("fused") else {}
+    optimizer = {"_target_": "torch.optim.SGD", "lr": rate, "momentum": momentum, **fused}
+    return replace(
+        cfg,
+        optimizer=optimizer,
+        schedule={"_target_": "trainkit.numerics.schedules.Constant"},
+        clip=replace(cfg.clip, max_norm=None),
+        warmup=replace(cfg.warmup, steps=None, epochs=None),
+        lr_scaling=replace(cfg.lr_scaling, reference_batch=None),
+    )
+
+
+def transitions(
+    folder: Path, initial: Mapping[str, Tensor]
+) -> Iterator[tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]]:
+    """Yield (step, tensors before it, tensors after it) of every step between two checkpoints of a run."""
+    before, updates = initial, 0
+    for checkpoint in sorted(list_complete(folder / "checkpoints"), key=lambda one: one.step):
+        after = load(checkpoint.folder).tensors
+        if checkpoint.step == updates + 1:
+            yield updates, before, after
+        before, updates = after, checkpoint.step
+
+
+def gradient_between(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str], *, rate: float
+) -> Tensors:
+    """Return the gradient that the optimizer of a probe received between two checkpoints.
+
+    Example:
+        >>> one = {"param/w": torch.tensor([1.0])}
+        >>> other = {"param/w": torch.tensor([0.5]), "optimizer/momentum_buffer/w": torch.tensor([2.0])}
+        >>> gradient_between(one, other, ["w"], rate=0.25)["w"].tolist()
+        [2.0]
+        >>> gradient_between(one, {"param/w": torch.tensor([0.5])}, ["w"], rate=0.25)["w"].tolist()
+        [2.0]
+    """
+    keeps = any(key.startswith("optimizer/momentum_buffer/") for key in after)
+    found: dict[str, Tensor] = {}
+    for name in names:
+        slot = f"optimizer/momentum_buffer/{name}"
+        if slot in after:
+            now = after[slot]
+            found[name] = now - MOMENTUM * before[slot] if slot in before else now
+        elif keeps:  # a parameter without a gradient has no slot
+            found[name] = torch.zeros_like(after[f"param/{name}"])
+        else:
+            found[name] = (before[f"param/{name}"] - after[f"param/{name}"]) / rate
+    return found
+
 
 _STEPS: Final = 3
 """Number of differing steps on which hypotheses are tested."""
@@ -147,3 +225,49 @@ class Examiner:
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+
+
+def explain_probe(probed: Probed) -> Iterator[str]:
+    """Yield a line about differing gradients, and a line about differing buffers."""
+    if probed.gradients.differences:
+        yield from _lines(probed.gradients, "gradient")
+    if probed.buffers.differences:
+        yield from _lines(probed.buffers, "buffer")
+
+
+def explain_updates(updates: Matching) -> Iterator[str]:
+    """Yield a line about differing updates whose gradients equal those of the plain loop."""
+    if updates.differences:
+        yield from _lines(updates, "param")
+    else:
+        yield (
+            "not explained: every gradient, and every step taken alone from the candidate's own checkpoint, is that of "
+            "a plain loop; the difference is in what a checkpoint does not hold"
+        )
+
+
+def explain_order() -> str:
+    """Return the line for numbers that are equal up to rounding although equal bits are promised."""
+    return f"explained by: {_named(ORDER)} ({ORDER.page})"
+
+
+def _lines(matching: Matching, kind: str) -> Iterator[str]:
+    found = matching.matches
+    if len(found) == 1:
+        yield f"explained by: {_named(found[0].cause)}; {_fit(found[0], kind)} ({found[0].cause.page})"
+    elif found:
+        yield "explained by one of these, which the numbers do not tell apart:"
+        yield from (f"  {_named(match.cause)}; {_fit(match, kind)} ({match.cause.page})" for match in found)
+    else:
+        wrong = {"gradient": "gradients", "buffer": "buffers", "param": "updates, from right gradients,"}[kind]
+        yield f"not explained: the {wrong} differ from a plain loop's in a way that no known fault gives; ruled out:"
+        yield f"  {'; '.join(dict.fromkeys(cause.words for cause in matching.tested))}"
+
+
+def _named(cause: Cause) -> str:
+    return f"{cause.title}: {cause.words}"
+
+
+def _fit(match: Match, kind: str) -> str:
+    form = f" ({match.form})" if match.form else ""
+    return f"{kind}/{match.name} of step {match.step + 1} fits this to {match.error:.1g}{form}"

@@ -1,11 +1,78 @@
-"""The answers of a proof."""
+"""The answers of a proof; the first says whether two trainings, as they would be started, are the same training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Final, Literal
 
+from trainkit.config.identity import Difference, difference
 from trainkit.run.equivalence.comparing import Comparison, Verdict, worst
-from trainkit.run.equivalence.sameness import Sameness
+from trainkit.run.planning.coupling import Coupling
+from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.capabilities import changes_maths_here
+
+_CUT: Final = ("batch.micro_size", "batch.accumulation")
+"""Keys that cut a step into shards."""
+_ANOTHER: Final = "this strategy is another training than that of one_device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sameness:
+    """Whether two trainings, as they would be started, are the same training."""
+
+    verdict: Literal["yes", "no", "unknown"]
+    reasons: tuple[str, ...]
+    """Why, a line each."""
+    remedy: str | None = None
+    """The overrides with which both would be the same training, if only the cut differs: `batch.micro_size=32`."""
+
+
+def same_training(
+    reference: RunPlan, candidate: RunPlan, coupling: Callable[[], Coupling], *, accumulates: bool = False
+) -> Sameness:
+    """Compare two plans, as they would be started.
+
+    They are the same training if the maths keys other than the cut are equal, and either the cut is equal, or the model
+    and the objective neither draw random numbers nor couple the samples of a shard.
+    """
+    other = tuple(_other_keys(reference, candidate))
+    if other:
+        return Sameness(verdict="no", reasons=other)
+    here, there = candidate.batch.micro_size, reference.batch.micro_size
+    if here == there:
+        return Sameness(verdict="yes", reasons=(f"both have batch.micro_size={here}, and no other maths key differs",))
+    cut, found = f"batch.micro_size is {here} here and {there} under one_device", coupling()
+    if found.depends_on_cut is False:
+        neither = "the model and the objective neither draw random numbers nor couple the samples of a shard"
+        return Sameness(verdict="yes", reasons=(f"{cut}, and {neither}",))
+    remedy = f"batch.micro_size={here}"
+    if accumulates:
+        remedy += " in the place of batch.accumulation"
+    if found.depends_on_cut:
+        return Sameness(verdict="no", reasons=(f"{cut}, and {found.text}",), remedy=remedy)
+    return Sameness(verdict="unknown", reasons=(f"{cut}; coupling: not probed, {found.not_probed}",), remedy=remedy)
+
+
+def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
+    """Yield the differences other than the cut."""
+    differing = [one for one in difference(reference.cfg, candidate.cfg) if one.matters and one.key not in _CUT]
+    if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
+        differing = [one for one in differing if not one.key.startswith("strategy.")]
+        yield _ANOTHER
+    elif changes_maths_here(candidate.components.strategy) and not differing:
+        yield _ANOTHER
+    yield from map(_named, differing)
+
+
+def _named(one: Difference) -> str:
+    if one.key.startswith("strategy."):
+        return f"{one.key}={_null_or_value(one.right)} counts as maths, and one_device has no such key"
+    return f"{one.key} is {_null_or_value(one.right)} here and {_null_or_value(one.left)} under one_device"
+
+
+def _null_or_value(value: Any) -> Any:
+    return "null" if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True)

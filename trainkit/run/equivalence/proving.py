@@ -16,11 +16,18 @@ from torch import nn
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, StorageError
 from trainkit.run.diagnosis import Examiner
-from trainkit.run.equivalence.answers import Numbers, Proof
+from trainkit.run.equivalence.answers import Numbers, Proof, Sameness, same_training
 from trainkit.run.equivalence.comparing import compare
-from trainkit.run.equivalence.diagnosing import Case, Diagnosis, diagnose
-from trainkit.run.equivalence.running import Weights, bare, reference_weights, weights_by_step, with_precision
-from trainkit.run.equivalence.sameness import Sameness, same_training
+from trainkit.run.equivalence.running import (
+    Case,
+    Diagnosis,
+    Weights,
+    bare,
+    diagnose,
+    reference_weights,
+    weights_by_step,
+    with_precision,
+)
 from trainkit.run.folder.proof_records import keep_proof
 from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.memory import meta_model

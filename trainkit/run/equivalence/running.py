@@ -1,17 +1,22 @@
-"""Train a few steps at one common cut, and read the weights after each."""
+"""Train a few steps at one common cut, read the weights after each, and compare the gradients with a plain loop's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
+from trainkit.config.identity import Difference, difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, DataError
+from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_probe, explain_updates
+from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
+from trainkit.run.planning.plan import RunPlan
 from trainkit.run.runner import train
+from trainkit.strategies.capabilities import changes_maths_here
 from trainkit.trainer.checkpoint import list_complete, load
 
 Weights = Mapping[int, Mapping[str, Tensor]]
@@ -75,3 +80,79 @@ def weights_by_step(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]
 
 def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer/")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A candidate that was trained beside the reference: the input of a diagnosis."""
+
+    label: str
+    reference: RunConfig
+    """The config of the reference: one_device at the common cut, in the precision that was used."""
+    plan: RunPlan
+    """The plan of the candidate, as it would be started."""
+    candidate: RunConfig
+    """The config of the candidate at the common cut, in the same precision."""
+    expected: Weights
+    """The weights of the reference after every step."""
+    found: Weights
+    """The weights of the candidate after every step that it saved."""
+    comparisons: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The gradients of a candidate, and why its numbers differ, if they do."""
+
+    gradients: tuple[Comparison, ...] = ()
+    """Every gradient of a probe compared with a plain loop's; empty if the strategy is another training by design."""
+    lines: tuple[str, ...] = ()
+    """Lines that name the broken rule; empty if none is broken."""
+
+
+def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
+    """Probe the gradients of a candidate; if its numbers differ, name the rule that it breaks.
+
+    Raises:
+        TrainkitError: the probe failed.
+    """
+    if changes_maths_here(case.plan.components.strategy):
+        return Diagnosis()
+    own = replace(case.candidate, strategy=case.reference.strategy)
+    apart = [one for one in difference(case.reference, own) if one.matters]
+    if apart:  # the rules are applied at the candidate's own settings
+        examiner = Examiner(own)
+    probed = examiner.probe(
+        case.candidate, num_replicas=case.plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe")
+    )
+    lines = tuple(_explained(case, examiner, probed, folder, apart))
+    return Diagnosis(gradients=tuple(_gradients(probed)), lines=lines)
+
+
+def _gradients(probed: Probed) -> Iterator[Comparison]:
+    for name, error in probed.errors.items():
+        first = probed.first.get(name)
+        verdict: Verdict = "different" if first is not None else "rounding" if error else "equal"
+        yield Comparison(name=f"gradient/{name}", verdict=verdict, error=error, first_step=first)
+
+
+def _explained(
+    case: Case, examiner: Examiner, probed: Probed, folder: Path, apart: Sequence[Difference]
+) -> Iterator[str]:
+    if probed.differs:
+        yield from explain_probe(probed)
+    elif worst(case.comparisons) != "different":
+        return
+    elif case.candidate.numerics.reproducible and is_rounding(case.expected, case.found):
+        yield explain_order()
+    else:
+        try:
+            updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
+        except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
+            yield f"not explained: an update cannot be taken again alone ({type(error).__name__}: {error})"
+            return
+        if apart and not updates.differences:
+            keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
+            yield f"explained by: the config: {keys}"
+        else:
+            yield from explain_updates(updates)

@@ -1,4 +1,6 @@
-"""The record of a run's rollbacks, `rollbacks.json`: the step of each rollback and the checkpoint that was restored.
+"""What a run keeps of steps that are not finite: its rollbacks, and the skipped steps in its checkpoints.
+
+`rollbacks.json` holds the step of each rollback and the checkpoint that was restored.
 
 It is written before anything is restored, so that a run that is killed during a rollback knows, when it is resumed,
 which step is trained for the second time.
@@ -7,12 +9,13 @@ which step is trained for the second time.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from trainkit.bounded_json import expect_maps
+from trainkit.bounded_json import expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import write_json_atomically
+from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.state import Suspect
 
 FILE: Final = "rollbacks.json"
@@ -50,3 +53,14 @@ def suspect_checkpoint_of(folder: Path, *, checkpoint: int) -> Suspect | None:
     if not noted or checkpoint > noted[-1]["step"] or noted[-1]["checkpoint"] > checkpoint:
         return None
     return Suspect(**noted[-1])
+
+
+def skipped_in(checkpoints: Path) -> dict[str, Any]:
+    """Return `skipped_steps` for result.json from the newest complete checkpoint; an empty list if there is none."""
+    for checkpoint in list_complete(checkpoints)[:1]:
+        try:
+            state = expect_map(read_map(checkpoint.folder / "meta.json", {"state": dict})["state"], {"left_out": dict})
+            return {"skipped_steps": expect_maps(state["left_out"].get("steps"), {"step": int})}
+        except (UnreadableError, ValueError):
+            break  # written by an earlier version, or damaged: a resume reports that
+    return {"skipped_steps": []}

@@ -6,7 +6,9 @@ The times of threads are those of Linux: nothing is found on a system without `/
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,8 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.cluster.host import ProcessId
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport, read_error_report
+from trainkit.run.process.worker_group import WorkerGroup
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _HELD: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a debugger"}
@@ -257,3 +262,27 @@ def _fields(path: Path) -> list[str] | None:
     except OSError:
         return None
     return fields or None
+
+
+_ANSWER_S: Final = 0.3
+_SIZE: Final = 1 << 16
+
+
+def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None) -> str:
+    """Return the stacks of a rank's threads and of its data loading processes; empty if it cannot write them.
+
+    The other ranks of the group write theirs as well, into their files. A stopped process cannot write them. SIGUSR2
+    ends a process of the user that does not handle it, a moment before it is ended with its rank.
+    """
+    if not hasattr(signal, "SIGUSR2"):
+        return ""
+    group.signal(signal.SIGUSR2)
+    for child in children_of(pid):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGUSR2)
+    time.sleep(_ANSWER_S)
+    try:
+        stacks = read_tail(folder.stacks_of(rank), _SIZE)[0].decode(errors="replace").strip()
+    except UnreadableError:
+        return ""
+    return f"What its threads were doing:\n{stacks}" if stacks else ""

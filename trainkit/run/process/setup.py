@@ -13,7 +13,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity
 from trainkit.reading import open_regular
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.network import own_address, socket_environ
+from trainkit.run.process.store import own_address, socket_environ
 
 
 def configure_network(launch: LaunchEnvironment) -> None:

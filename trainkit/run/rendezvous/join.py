@@ -47,8 +47,7 @@ from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, 
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
-from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.rendezvous.consistency import check_same_config, check_same_plan
+from trainkit.run.rendezvous.barrier import ProcessBarrier, check_same_config, check_same_plan
 from trainkit.run.rendezvous.late_join import job_token, join_running_job, late_joining_ranks, publish_join_info
 from trainkit.run.rendezvous.local_workers import LocalWorkerGroup
 from trainkit.run.rendezvous.relaunch import (

@@ -30,10 +30,8 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, identity_for, redirect_output
-from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.rendezvous.consistency import config_digest, config_mismatches
-from trainkit.run.rendezvous.store_client import StoreClient
-from trainkit.run.rendezvous.wait import WaitReporter
+from trainkit.run.rendezvous.barrier import ProcessBarrier, config_digest, config_mismatches
+from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
 from trainkit.run.session.async_evaluator import training_has_ended
 from trainkit.run.signals import Reason, StopFlag, stop_error
 from trainkit.run.task import run_task

@@ -19,8 +19,7 @@ from trainkit.config.secrets import to_environment
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.metadata import num_cores, worker_environ
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ProcessEvidence
-from trainkit.run.hang_detection.stacks import stacks_of
+from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.planning.shared_plan import plan_to_environ

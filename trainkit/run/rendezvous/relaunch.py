@@ -18,7 +18,7 @@ from trainkit.run.backends.attempt import failure_in
 from trainkit.run.begin import ResumePoint, adopt, find_start
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.supervisor.external_restarts import record_relaunch
+from trainkit.run.supervisor.restart_policy import record_relaunch
 
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}

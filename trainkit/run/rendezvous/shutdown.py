@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import PeerError, TrainkitError
+from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.skipped import skipped_in
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.process.error_report import ErrorReport, Reporter, report_from_json
 from trainkit.run.process.worker_group import ProcessExit

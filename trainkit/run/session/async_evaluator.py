@@ -32,8 +32,7 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import retention_of
-from trainkit.run.session.restore import make_step_context
-from trainkit.run.session.saved_state import refuse_malformed
+from trainkit.run.session.restore import make_step_context, refuse_malformed
 from trainkit.storage import naming
 from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice

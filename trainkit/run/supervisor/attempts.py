@@ -14,8 +14,7 @@ from typing import Final
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
-from trainkit.run.hang_detection.stacks import stacks_of
+from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.store import Rendezvous

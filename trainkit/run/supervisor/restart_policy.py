@@ -13,6 +13,11 @@ Workers without state, and the evaluator, are restarted alone while the others c
 has begun is restarted 1 s later, then 2, 4 ... 60 s. A worker that dies more than `max_restarts` times in a row without
 progress of the run ends the run; an evaluator that dies so often over one checkpoint is given up, and the training
 continues without it.
+
+Record restarts by a launcher or a process backend, which restarts all processes without knowing what failed.
+
+Rank 0 of the new group finds the error reports of the last one in the run folder. It records the restart, and refuses
+it if user code raised the same exception twice in the same place.
 """
 
 from __future__ import annotations
@@ -20,9 +25,9 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError
@@ -32,6 +37,7 @@ from trainkit.run.process.error_report import ErrorReport, read_error_report
 from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
 from trainkit.run.supervisor.failure import Failure
+from trainkit.trainer.manifest import list_complete
 
 _OURS: Final = frozenset({"TrainkitError", "RankError"})
 """Classes of trainkit's own errors, and the one that reports a dead process to a process backend."""
@@ -276,3 +282,55 @@ class TaskRestarter:
 
 def _step(heartbeat: HeartbeatReading | None) -> int:
     return 0 if heartbeat is None else heartbeat.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalRestart:
+    """The exceptions of the earlier groups, and whether the new group may begin."""
+
+    raised: frozenset[RaisedError]
+    """The exceptions of all earlier groups."""
+    refusal: str | None
+    """Why the group does not begin; None: it does."""
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the exceptions as JSON for the next group."""
+        return [asdict(one) for one in self.raised]
+
+
+def record_relaunch(
+    folder: RunFolder,
+    headline: str | None,
+    rank: int | None,
+    *,
+    before: Collection[dict[str, Any]],
+    tolerant: bool = False,
+) -> ExternalRestart:
+    """Record that all tasks were restarted; return whether they may begin.
+
+    Args:
+        folder: the run folder, with the error reports of the last group.
+        headline: how the last group failed; None: it left no report.
+        rank: which of its ranks failed.
+        before: `ExternalRestart.to_json` of the last group.
+        tolerant: whether a repeated failure is restarted: elastic runs continue without the host that fails.
+    """
+    ranks = [path.name.split("_")[1].partition(".")[0] for path in folder.live.glob("rank_*.error.json")]
+    tasks = [Task(role="rank", index=int(one), rank=int(one)) for one in sorted(ranks) if one.isdigit()]
+    found = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
+    if not any(one.rank == rank for one in found):
+        found = frozenset()
+    known = frozenset(RaisedError(**one) for one in before)
+    refusal = None if tolerant else repeated(found & known)
+    if refusal is None:
+        newest = list_complete(folder.checkpoints)
+        step = next((one.step for one in found if one.rank == rank), None)
+        restart = Restart(
+            kind="all",
+            cause=headline or "The processes were gone.",
+            step=step,
+            rank=rank,
+            checkpoint=newest[0].step if newest else None,
+        )
+        record_restart(folder.path, restart)
+    return ExternalRestart(raised=found | known, refusal=refusal)

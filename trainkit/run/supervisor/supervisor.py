@@ -27,8 +27,8 @@ from typing import Any
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError, StoppedError, StorageError, TrainkitError
 from trainkit.run.folder.restart_record import Restart, record_restart
+from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.skipped import skipped_in
 from trainkit.run.process.fork_client import ENTRY, worker_group_factory
 from trainkit.run.process.store import HostedStore, Rendezvous
 from trainkit.run.signals import REASONS, Reason, StopFlag, status_of_error, stop_error
