@@ -164,11 +164,6 @@ def keys_to_add(resolved: Path) -> list[str]:
 def refuse_to_carry(secrets: Sequence[str], carrier: str, *, key: str) -> None:
     """Refuse secrets that would have to be written to a disk to reach the processes that need them.
 
-    Args:
-        secrets: their full keys, or arguments without their values.
-        carrier: what would write them, in words.
-        key: the key that selected the carrier.
-
     Raises:
         ConfigError: there is such a secret.
     """

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from trainkit.config.values import at_least, below
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["ConvNet"]
-
 
 class ConvNet(nn.Module):
     """Blocks of convolution, pooling, batch norm and ReLU, each halving the image; then a linear layer.

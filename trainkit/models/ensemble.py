@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["Ensemble"]
-
 
 class Ensemble(nn.Module):
     """Predicts the average of its members; a member may be on a device of its own.

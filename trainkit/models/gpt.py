@@ -12,8 +12,6 @@ from torch.nn import functional
 from trainkit.config.values import at_least, at_most, below
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Gpt"]
-
 
 class Gpt(nn.Module):
     """Pre-norm transformer with learned positions; the output layer shares the token embedding's weight.

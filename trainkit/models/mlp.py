@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from trainkit.config.values import at_least, below
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Mlp"]
-
 _ACTIVATIONS: Final = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
 
 

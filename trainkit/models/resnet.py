@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from trainkit.config.values import at_least
 
-__all__ = ["ResNet"]
-
 _BLOCKS: Final = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _WIDTHS: Final = (64, 128, 256, 512)
 

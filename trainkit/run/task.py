@@ -271,9 +271,6 @@ def reproducible_process(*, enabled: bool) -> Iterator[None]:
 
     The number of threads changes how torch splits its own sums, which changes bits: 3 of 3 models differed between one
     and two threads.
-
-    Args:
-        enabled: with False, do nothing, so that the caller needs no branch.
     """
     if not enabled:
         yield

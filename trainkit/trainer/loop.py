@@ -66,20 +66,8 @@ def train(
     interrupted: Callable[[], str | None],
     on_phase: PhaseListener,
 ) -> None:
-    """Train until `last_step`, or until the run is asked to stop.
-
-    Args:
-        run: the view that callbacks receive; its state advances.
-        executor: computes tickets.
-        data: provides the batches of tickets.
-        callbacks: their hooks are called.
-        journal: accumulates the outcomes.
-        timeline: the triggers between steps.
-        last_step: updates after which to end.
-        next_sync_step: returns the first step >= a step at which the run may stop.
-        interrupted: returns why this process, if it is the only one, must stop now; the ranks of a group agree by a
-            trigger.
-        on_phase: receives ("data", step) before the batches of a step are fetched.
+    """Train until `last_step`, or until the run is asked to stop: if this process is the only one, by `interrupted`;
+    the ranks of a group agree by a trigger.
     """
     state, step_end = run.state, overriding(callbacks, "step_end")
     if state.step >= last_step:
@@ -125,11 +113,6 @@ class StopSaveConsensus:
 
     An exchange at every step would be expensive. Rank 0 chooses the number of steps until the next one, about half a
     second, and includes it in each exchange, so that every rank takes part after the same step.
-
-    Args:
-        collective: all processes of the run.
-        requested: returns why this process was asked to stop, or None.
-        save_due: returns whether a save is due; rank 0 decides.
     """
 
     def __init__(

@@ -18,8 +18,6 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
 
-__all__ = ["fitted"]
-
 Find = Callable[[Composition], list[Problem]]
 """Finds the problems of a composition."""
 

@@ -96,10 +96,8 @@ class Composer:
     def compose(self, overrides: Sequence[str] = (), *, for_others: bool = False) -> Composition:
         """Compose one run.
 
-        Args:
-            overrides: the arguments.
-            for_others: whether arguments may be meant for other choices that are composed too: keys of a group that
-            this choice does not have, but another choice has, are then left out.
+        With `for_others`, arguments may be meant for other choices that are composed too: keys of a group that this
+        choice does not have, but another choice has, are then left out.
         """
         with hydra_state():
             composition = CompositionBuilder(self, overrides).run()

@@ -32,10 +32,6 @@ class RankError(RuntimeError):
 def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None:
     """Prepare the folder for another attempt; for rank 0, before any other rank begins.
 
-    Args:
-        payload: from `worker_payload`.
-        key: identifies this attempt for `wait_for_attempt`, if the backend cannot broadcast to the other ranks.
-
     Returns:
         The number of the attempt and its fencing token, for every rank; None if a further attempt would end as the last
         one did.

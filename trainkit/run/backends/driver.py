@@ -35,11 +35,6 @@ def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[st
     Ctrl-C, SIGTERM and SIGHUP are forwarded as a request to save and stop; a second Ctrl-C ends everything at once.
     Call this function from the main thread: other threads receive no signals.
 
-    Args:
-        backend: built from the config's `cluster`.
-        plan: the plan of the run.
-        folder: the run folder, written and locked; on a file system that all hosts share.
-
     Returns:
         The content of `result.json`.
 

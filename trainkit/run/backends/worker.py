@@ -56,17 +56,7 @@ def worker_payload(
     limits: TimeLimits,
     elastic: bool = False,
 ) -> dict[str, Any]:
-    """Return the argument of `run_rank` for every rank, as plain values.
-
-    Args:
-        folder: the run folder.
-        kind: the name of the backend.
-        store: address of the rendezvous store.
-        environ: variables for the worker, on top of those of the backend's process.
-        cuda: whether a rank has a GPU, the only one it sees.
-        limits: how long a rank may make no progress.
-        elastic: whether the run continues without hosts that are lost.
-    """
+    """Return the argument of `run_rank` for every rank, as plain values."""
     return {
         "folder": str(folder.path.absolute()),
         "cwd": str(Path.cwd()),

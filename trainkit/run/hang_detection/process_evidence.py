@@ -90,15 +90,7 @@ class _Arrival:
 
 
 class ProcessEvidence:
-    """Observes the ranks of one attempt on this host.
-
-    Args:
-        folder: holds their error reports.
-        marks: returns pid and start time of the ranks of this host, by rank.
-        away: pid and host of ranks on other hosts, as shown in messages.
-        memory: the memory events of their cgroup.
-        clock: returns monotonic seconds.
-    """
+    """Observes the ranks of one attempt on this host."""
 
     def __init__(
         self,

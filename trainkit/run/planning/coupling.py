@@ -221,11 +221,8 @@ class Shard:
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def run(self, replaced: frozenset[int] = frozenset(), places: Sequence[int] | None = None) -> Pass:
-        """Run the shard, always from the same buffers and generator states.
-
-        Args:
-            replaced: positions that use their replacement sample.
-            places: the positions to run; None: all.
+        """Run some positions of the shard, by default all, always from the same buffers and generator states; some use
+        their replacement sample.
         """
         places = range(self.size) if places is None else places
         batch = self._collate([(self._other if i in replaced else self._first)[i] for i in places], places)

@@ -21,10 +21,6 @@ def plan_all_points(compositions: Sequence[Composition], *, num_gpus: int | None
     A point that continues another run is skipped: its auto values come from that run. A dataset is read once for all
     consecutive points that use it.
 
-    Args:
-        compositions: checked ones.
-        num_gpus: GPUs of the machine that each point runs on; None: those of this one.
-
     Returns:
         The number of steps of each training; 0 if it continues another run.
 

@@ -44,9 +44,7 @@ def plan_to_environ(plan: RunPlan) -> dict[str, str]:
 def plan_from_environ(environ: MutableMapping[str, str], cfg: RunConfig) -> RunPlan | None:
     """Return the plan that the parent of this rank has sent, with components of this process; None if it sent none.
 
-    Args:
-        environ: `os.environ`, or a replacement in a test; the variable is removed, since it is not for child processes.
-        cfg: the config of `resolved.yaml`.
+    The variable is removed: it is not for child processes.
 
     Raises:
         TrainkitError: the variable is malformed.

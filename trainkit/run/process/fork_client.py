@@ -134,13 +134,9 @@ class ForkServerClient:
     def fork(
         self, arguments: Sequence[str], environ: Mapping[str, str], log: Path | None, report: Callable[[int], None]
     ) -> Fork:
-        """Start a process.
+        """Start a process with a complete environment; by default its output goes where that of the server goes.
 
-        Args:
-            arguments: its command line arguments.
-            environ: its complete environment.
-            log: file for its output; None: that of the server.
-            report: receives its exit code, from another thread; -9 if signal 9 ended it.
+        `report` receives its exit code, from another thread; -9 if signal 9 ended it.
 
         Raises:
             OSError: the server has ended.

@@ -43,14 +43,7 @@ _EXIT_BARRIER_S: Final = 5.0
 
 
 class ProcessBarrier:
-    """Collective operations between the processes of an external launch, over its store.
-
-    Args:
-        launch: the processes that take part, and the address of their store.
-        timeout_s: how long to wait for another process.
-        ranks: the ranks that take part, if not all of the launch do.
-        log: logs which ranks are missing; by default a line on stderr.
-    """
+    """Collective operations between the processes of an external launch, or some ranks of them, over its store."""
 
     def __init__(
         self,

@@ -81,13 +81,8 @@ def publish_join_info(
 ) -> None:
     """Publish what late tasks need in order to join; for rank 0, once there is a run folder.
 
-    Args:
-        barrier: the processes that have met.
-        cfg: the composed config, which theirs has to equal.
-        batch: the batch sizes that the run resolved.
-        folder: the run folder.
-        fencing_token: the fencing token of the folder.
-        token: the secret of the tasks; not published if the environment provides it.
+    Their composed config has to equal this one. The secret of the tasks is not published if the environment provides
+    it.
     """
     info = {
         "prefix": barrier.prefix,

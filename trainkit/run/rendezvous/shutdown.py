@@ -47,14 +47,8 @@ def finish_together(
 ) -> dict[str, Any]:
     """Run this process's part of the training, and end it with the others.
 
-    Args:
-        barrier: the processes that take part.
-        folder: the run folder.
-        run: trains, given a function that reports an error before this rank leaves the group; returns the content of
-            result.json on rank 0.
-        confirm: raises if another worker group owns the folder now.
-        runs_local_workers: whether each process runs the ranks of a host, which have already written their reports.
-            folder.
+    `run` gets a function that reports an error before this rank leaves the group. Ranks of local workers have written
+    their reports already.
 
     Returns:
         The content of result.json on rank 0; its status and reason elsewhere.

@@ -60,16 +60,8 @@ def evaluate_checkpoints(
     on_phase: Callable[[str, int], None],
     has_ended: Callable[[], bool] | None = None,
 ) -> bool:
-    """Evaluate each new checkpoint, until the last one of an ended training is done, or this process is asked to stop.
-
-    Args:
-        plan: the run.
-        identity: rank and task of this process.
-        folder: the run folder.
-        requested: returns why this process was asked to stop, or None; the remaining checkpoints are evaluated when the
-            run is resumed.
-        on_phase: receives each phase and step of this task.
-        has_ended: returns whether no checkpoint will follow; by default, whether the training has ended.
+    """Evaluate each new checkpoint, until the last one of an ended training is done, or this process is asked to stop;
+    the rest is evaluated when the run is resumed.
 
     Returns:
         Whether everything is done; False: this process was asked to stop before.

@@ -39,15 +39,6 @@ class Checkpointer:
     """Writes the checkpoints of a run, at most one per step; every rank has one, and rank 0's writes the files.
 
     If the state is sharded, every rank writes its shards: then `save`, `notify_saved` and `close` are collective.
-
-    Args:
-        plan: the plan of the run.
-        run: the view of the run that callbacks receive.
-        executor: of this rank.
-        callbacks: their states are saved, and they are notified of each checkpoint.
-        fingerprint: the hash of the maths keys.
-        confirm: raises if another group owns the folder now.
-        enter: receives a phase before callbacks are notified of a checkpoint.
     """
 
     def __init__(
@@ -139,11 +130,6 @@ class Checkpointer:
         Nothing is written unless the state is certainly that of the end of the step, complete and finite. The state of
         a stream is left out: reading may have stopped in the middle of it.
 
-        Args:
-            metric: the monitored metric, if it was measured at this step.
-            callbacks: their states, if the callbacks must not be asked any more.
-            evaluation_due: whether the evaluation that is due after this step was not made.
-
         Raises:
             CheckpointError: this checkpoint, or the one before it, could not be written.
         """
@@ -170,15 +156,7 @@ class Checkpointer:
         callbacks: Mapping[str, Any] | None = None,
         evaluation_due: bool = False,
     ) -> None:
-        """Write a checkpoint of this step; for every rank that writes.
-
-        Args:
-            kept: from `collect`.
-            data: the state of the loader.
-            metric: the monitored metric, if it was measured at this step.
-            callbacks: their states, if the callbacks must not be asked.
-            evaluation_due: as in `save_alone`.
-        """
+        """Write a checkpoint of this step, from `collect` and the state of the loader; for every rank that writes."""
         state = self._run.state
         meta = {
             "position": {"step": state.step, "tickets": []},
@@ -303,10 +281,6 @@ class LastSave:
         """Save the state of the training after an error, and print a line about it.
 
         An error of the save itself is printed and not raised: the error that ends the training is more important.
-
-        Args:
-            error: the error that ends the training.
-            enter: receives the phase that begins.
         """
         if self._training is None or not self._run.is_owner or not leaves_state_whole(error):
             return

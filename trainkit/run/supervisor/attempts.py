@@ -69,13 +69,7 @@ class SupervisorSettings:
 class AttemptRunner:
     """Starts the ranks of a run, once for every attempt.
 
-    Args:
-        membership: the replicas that take part.
-        settings: how they are started, watched and restarted.
-        folder: the run folder.
-        command: the command to start, the same for every rank.
-        groups: creates the worker group of an attempt, not started: (attempt number, callback for exits) -> group.
-        rendezvous: the store of the ranks.
+    `groups` creates the worker group of an attempt, not started: (attempt number, callback for exits) -> group.
     """
 
     def __init__(

@@ -100,11 +100,7 @@ class ReplicaMembership:
             member.failures = member.losses = 0
 
     def record_failure(self, rank: int, *, at_start: bool) -> str | None:
-        """Record which replica caused the end of an attempt.
-
-        Args:
-            rank: its rank in that attempt.
-            at_start: whether it was restarted and failed before its first step was completed.
+        """Record which replica caused the end of an attempt, perhaps before the first step after its restart.
 
         Returns:
             One line if the replica is lost; None: the next attempt includes it.

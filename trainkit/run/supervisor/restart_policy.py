@@ -73,15 +73,7 @@ class Fault:
 
 
 def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: int | None, reached: int) -> Fault:
-    """Return the facts about a failed attempt that the restart policy needs.
-
-    Args:
-        folder: holds the error reports and heartbeats of the attempt.
-        tasks: the tasks of the attempt.
-        rank: the rank that caused the failure.
-        begun_at: the step of the checkpoint that the attempt began at; None: it began at the start.
-        reached: the step of the newest checkpoint.
-    """
+    """Return the facts about a failed attempt that the restart policy needs."""
     found = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
     heartbeat = read_heartbeat(folder.heartbeat_of(rank))
     return Fault(
@@ -308,12 +300,8 @@ def record_relaunch(
 ) -> ExternalRestart:
     """Record that all tasks were restarted; return whether they may begin.
 
-    Args:
-        folder: the run folder, with the error reports of the last group.
-        headline: how the last group failed; None: it left no report.
-        rank: which of its ranks failed.
-        before: `ExternalRestart.to_json` of the last group.
-        tolerant: whether a repeated failure is restarted: elastic runs continue without the host that fails.
+    `before` is `ExternalRestart.to_json` of the last group. Elastic runs are tolerant: they continue without the host
+    that fails.
     """
     ranks = [path.name.split("_")[1].partition(".")[0] for path in folder.live.glob("rank_*.error.json")]
     tasks = [Task(role="rank", index=int(one), rank=int(one)) for one in sorted(ranks) if one.isdigit()]

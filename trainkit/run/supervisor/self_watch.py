@@ -92,15 +92,8 @@ class BeatCounter:
 class SelfWatch:
     """Ends this process if its rank makes no progress for longer than its limit; entered in the main thread.
 
-    Args:
-        limits: how long a rank may make no progress.
-        folder: the run folder.
-        rank: of this process.
-        others: ranks of this host whose heartbeats are in the folder.
-        sees_all: whether these are all ranks that train together.
-        auxiliary_ranks: those of them that serve the others.
-        read: returns the last heartbeat of a rank; by default from the folder.
-        leave: exits the process with an exit code, if the main thread cannot.
+    `others` are ranks of this host whose heartbeats are in the folder; `leave` exits the process if the main thread
+    cannot.
     """
 
     def __init__(

@@ -24,16 +24,10 @@ class SlotLease:
 
 
 class Slots:
-    """Assigns slots to jobs, and takes them back.
+    """Assigns slots to jobs, and takes them back: the named GPUs, or shares of the cores.
 
     Cores are not pinned: two sweeps on one machine would pin their jobs to the same cores. The number of threads limits
-    a job to its share.
-
-    Args:
-        gpus: names of the GPUs, as in `CUDA_VISIBLE_DEVICES`; empty: slots are shares of the cores.
-        count: number of devices, or of shares of the cores.
-        jobs_per_device: jobs that may share a device.
-        threads: number of threads of each process of a job.
+    each process of a job to its share.
 
     Example:
         >>> slots = Slots(gpus=["0", "1", "2"], count=3, threads=4)

@@ -52,17 +52,9 @@ class Halving:
     """The jobs of a successive halving, as a source of jobs.
 
     All jobs of a rung end before the best `1 / reduction` of them continue, each in its own folder from its own
-    checkpoint, with `stop_at_step` at the next rung. The schedule is that of the whole training throughout. The
-    selection does not depend on how many jobs run at once, nor on which ends first.
-
-    Args:
-        points: the arguments of each point.
-        lengths: the steps of each point's whole training.
-        goal: the metric by which jobs are compared, at the end of the rung.
-        reduction: one of this many jobs continues.
-        rungs: number of lengths at which jobs are compared.
-        job: creates a job.
-        known: jobs of an earlier sweep that this one resumes, by their arguments.
+    checkpoint, with `stop_at_step` at the next rung. The schedule is that of the whole training, of `lengths` steps,
+    throughout. The selection does not depend on how many jobs run at once, nor on which ends first. `known` are jobs of
+    an earlier sweep that this one resumes, by their arguments.
 
     Source: Jamieson and Talwalkar 2016, arXiv:1502.07943.
     """

@@ -46,15 +46,7 @@ class _Running:
 
 
 class Trials:
-    """The jobs of a search by Optuna, as a source of jobs.
-
-    Args:
-        study: Optuna's study.
-        space: the space of the points.
-        trials: total number of trials, including those of an earlier search in this study.
-        goal: the metric to optimize.
-        job: creates the job of a point.
-    """
+    """The jobs of a search by Optuna, as a source of jobs; trials of an earlier search in the study count."""
 
     def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: MonitoredMetric, job: JobOf) -> None:
         self._study, self._space, self._trials, self._goal, self._job = study, space, trials, goal, job
@@ -127,13 +119,8 @@ class Trials:
 
 
 def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_steps: int) -> optuna.Study:
-    """Open the study in a sweep's folder, or create one.
-
-    Args:
-        folder: the folder of the sweep.
-        settings: `sweep.*`.
-        goal: the metric to optimize.
-        num_steps: steps of the longest whole training, which Hyperband divides into rungs.
+    """Open the study in a sweep's folder, or create one; Hyperband divides the steps of the longest training into
+    rungs.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)

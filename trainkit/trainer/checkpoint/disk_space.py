@@ -60,12 +60,6 @@ def refuse_lack_of_room(root: Path, step: int, needed: int, *, largest_file: int
 def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) -> None:
     """Refuse a run whose checkpoints do not fit on the file system of its folder, before its first step.
 
-    Args:
-        folder: the run folder, which need not exist.
-        size: bytes of a checkpoint.
-        kept: how many are kept at a time.
-        steps_left: the remaining steps, which limit the number of saves.
-
     Raises:
         StorageError: there is too little space for the kept checkpoints and the one that is written in addition.
     """
