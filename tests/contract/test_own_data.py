@@ -143,3 +143,19 @@ def test_a_batch_transform_draws_alike_on_every_layout_and_after_a_resume(
     assert all(torch.allclose(tensor, spread[name], rtol=1e-11, atol=1e-13) for name, tensor in weights(alone).items())
     plain = weights(run(tmp_path / "c", *FIXED, "data=points"))
     assert not all(torch.allclose(tensor, plain[name]) for name, tensor in weights(alone).items())
+
+
+def test_weighted_samples_are_the_same_on_every_layout_and_the_summary_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = (*FIXED, f"data.sampler={OWN}.weights")
+    alone = run(tmp_path / "a", *settings, "data=points")
+    assert "drawn by tests.support.own_data.weights: an epoch does not contain every sample" in capfd.readouterr().out
+    fields = ("objective.input=voxels", "objective.target=diagnosis", "loader.num_workers=2", *MIRRORED)
+    assert run(tmp_path / "b", *settings, *own("NamedPoints"), *fields, "stop_at_step=4")["steps"] == 4
+    spread = weights(run(tmp_path / "b", *settings, *own("NamedPoints"), *fields, "resume=auto"))
+    assert all(torch.allclose(tensor, spread[name], rtol=1e-11, atol=1e-13) for name, tensor in weights(alone).items())
+    with pytest.raises(ConfigError, match=r"loader\.shuffle=false: has no effect: data\.sampler draws"):
+        run(tmp_path / "c", *settings, "data=points", "loader.shuffle=false")
+    with pytest.raises(ConfigError, match=r"data\.sampler=.*weights: an iterable dataset has an order of its own"):
+        run(tmp_path / "d", *settings, "data=stream_of_points")

@@ -13,9 +13,10 @@ from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks
 from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.positions import Request
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.sources import collated, whole_arrays
-from trainkit.data.reading.workers import Request, read_ahead, shut_down, unwrap_worker_result
+from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import sample_key, shard_key
@@ -121,7 +122,7 @@ class EvalBatches:
             position = stop
 
     def _by_workers(self) -> Iterator[Any]:
-        requests: list[Request] = [(0, list(range(*ends)), [ends[1] - ends[0]]) for ends in self._ranges]
+        requests: list[Request] = [(0, list(range(*ends)), [ends[1] - ends[0]], None) for ends in self._ranges]
         collate = self._hooks.collate
         ahead = read_ahead(
             self._dataset, requests, seed=0, device=self._device, settings=self._settings, collate=collate

@@ -141,6 +141,14 @@ class _Subset:
     def __getitem__(self, index: int) -> Any:
         return self._dataset[int(self._indices[index])]
 
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The class of each sample, where the dataset gives them."""
+        labels = labels_of(self._dataset)
+        if labels is None:
+            raise AttributeError("labels")
+        return labels[self._indices]
+
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
         if name.startswith("_") or name in ("tensors", "gather", "labels", "targets"):

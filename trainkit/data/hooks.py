@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
 from trainkit.errors import DataError, TrainkitError
 from trainkit.numerics.generators import Untouched, generators_of
+from trainkit.numerics.order import SampleOrder, WeightedOrder
 from trainkit.numerics.randomness import transform_key
 
 __all__ = ["DataHooks", "UserCollate", "class_node"]
@@ -128,6 +131,46 @@ class UserTransform:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UserSampler:
+    """The function of `data.sampler`: from the training split to the weight of each sample."""
+
+    function: Callable[[Any], Any]
+    name: str
+    """The text of the config that names it."""
+    _known: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
+
+    def cumulative(self, dataset: Any) -> NDArray[np.float64]:
+        """Return (samples,) float64, the sums of the weights up to each sample; the function is called once a dataset.
+
+        Raises:
+            DataError: the function fails, or does not give one finite weight of at least 0 for each sample.
+        """
+        if id(dataset) not in self._known:
+            self._known[id(dataset)] = np.cumsum(self._weights(dataset))
+        return self._known[id(dataset)]
+
+    def _weights(self, dataset: Any) -> NDArray[np.float64]:
+        try:
+            with Untouched(seed=0):  # what it draws is the same on every rank
+                found = np.asarray(self.function(dataset), dtype=np.float64)
+        except TrainkitError:
+            raise
+        except Exception as error:
+            raise DataError(f"data.sampler={self.name} fails: {type(error).__name__}: {error}") from error
+        count = len(dataset)
+        if found.shape != (count,):
+            wrong = f"gives weights of the shape {found.shape} for {count} samples"
+        elif not np.isfinite(found).all() or (found < 0).any():
+            index = int(np.flatnonzero(~np.isfinite(found) | (found < 0))[0])
+            wrong = f"gives sample {index} the weight {found[index]}"
+        elif not found.any():
+            wrong = "gives every sample the weight 0"
+        else:
+            return found
+        raise DataError(f"data.sampler={self.name} {wrong}: it must give each sample a weight of 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataHooks:
     """What the keys of `data` beside those of its class name."""
 
@@ -135,6 +178,8 @@ class DataHooks:
     """Makes a batch of the samples of a shard; None: they are stacked."""
     transform: UserTransform | None = None
     """Changes the batch of a shard in training; None: nothing does."""
+    sampler: UserSampler | None = None
+    """Weighs the training samples, which are then drawn; None: each is used once an epoch."""
 
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> DataHooks:
@@ -145,11 +190,18 @@ class DataHooks:
         """
         given = {key: value for key, value in hooks_in(node).items() if value is not None}
         made = {key: (build_callable(value, f"data.{key}"), _name_of(value)) for key, value in given.items()}
-        collate, transform = made.get("collate"), made.get("batch_transform")
+        collate, transform, sampler = (made.get(key) for key in DATA_HOOKS)
         return cls(
             collate=None if collate is None else UserCollate(function=collate[0], name=collate[1]),
             transform=None if transform is None else UserTransform(function=transform[0], name=transform[1]),
+            sampler=None if sampler is None else UserSampler(function=sampler[0], name=sampler[1]),
         )
+
+    def order(self, dataset: Any, *, seed: int, shuffle: bool) -> SampleOrder | WeightedOrder:
+        """Return which sample is at which position of an epoch."""
+        if self.sampler is None:
+            return SampleOrder(num_samples=len(dataset), seed=seed, shuffle=shuffle)
+        return WeightedOrder(cumulative=self.sampler.cumulative(dataset), seed=seed)
 
     @property
     def collate_function(self) -> CollateFunction:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from trainkit.numerics.hashing import hash64, mix64_array
 
 _ROUNDS: Final = 6
+_DRAWING: Final = 0x64726177
+"""Separates draws by weight from the permutation of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,35 @@ class SampleOrder:
             values[outside] = moved
             outside = outside[moved >= self.num_samples]
         return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightedOrder:
+    """Draw the sample at each position of an epoch by weight, with replacement.
+
+    What is drawn at a position depends on (seed, epoch, position) alone, so that any range is computed alone.
+
+    Example:
+        >>> order = WeightedOrder(cumulative=np.cumsum([0.0, 1.0, 3.0]), seed=0)
+        >>> np.bincount(order.indices(0, 0, 4000)).tolist()
+        [0, 1028, 2972]
+    """
+
+    cumulative: NDArray[np.float64]
+    """(samples,) sums of the weights up to each sample; the last is above 0."""
+    seed: int
+    """The run's seed."""
+
+    def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
+        places = np.arange(start, stop, dtype=np.uint64)
+        bits = mix64_array(np.uint64(hash64(self.seed, epoch, _DRAWING)) ^ places)
+        share = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        drawn = np.searchsorted(self.cumulative, share * self.cumulative[-1], side="right")
+        # A product that rounds up to the whole sum must not lead past the last sample with a weight.
+        last = np.searchsorted(self.cumulative, self.cumulative[-1], side="left")
+        found: NDArray[np.int64] = np.minimum(drawn, last).astype(np.int64)
+        return found
 
 
 class _Round:

@@ -160,6 +160,8 @@ def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     dataset = resolve_target(values["data"]["_target_"])
     in_memory = (hasattr(dataset, "tensors") or hasattr(dataset, "gather")) and loader["cache"] is not False
     in_memory = in_memory and hooks_in(values["data"]).get("collate") is None  # which is given samples one by one
+    if hooks_in(values["data"]).get("sampler") is not None:
+        yield "loader.shuffle", "has no effect: data.sampler draws the sample of each position."
     if in_memory or loader["cache"] is True:
         reason = "has no effect: the dataset is in memory. With loader.cache=false its samples are read one by one."
         yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))

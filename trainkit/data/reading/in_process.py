@@ -89,9 +89,8 @@ class InProcessReader:
         return read
 
     def _attempt(self, ticket: Ticket) -> Any:
-        indices = self._positions.indices(ticket).tolist()
         try:
-            return self._reader.read(self._positions.epoch(ticket), indices, self._positions.sizes(ticket))
+            return self._reader.read(*self._positions.request(ticket))
         except DataError as error:
             return error
 

@@ -19,7 +19,6 @@ from trainkit.data.reading.workers import Workers
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import SampleOrder
 
 __all__ = ["Loader"]
 
@@ -140,8 +139,11 @@ def _choose(
     hooks: DataHooks,
 ) -> BatchSource:
     if isinstance(dataset, Stream):
+        if hooks.sampler is not None:
+            rule = "an iterable dataset has an order of its own. Use a map-style dataset, or leave it out."
+            raise ConfigError([Problem(key="data.sampler", value=hooks.sampler.name, rule=rule)])
         return StreamReader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
-    positions = Positions(plan, SampleOrder(num_samples=plan.num_samples, seed=seed, shuffle=settings.shuffle))
+    positions = Positions(plan, hooks.order(dataset, seed=seed, shuffle=settings.shuffle))
     if hooks.collate is None:
         in_memory = _in_memory(dataset, positions, device=device, settings=settings)
         if in_memory is not None:

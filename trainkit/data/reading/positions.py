@@ -8,9 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.order import SampleOrder, WeightedOrder
 
-__all__ = ["Positions"]
+__all__ = ["Positions", "Request"]
+
+Request = tuple[int, list[int], list[int], list[int] | None]
+"""An epoch, samples of it, the sizes of the shards that they form, and their positions where samples repeat."""
 
 _BLOCK: Final = 1 << 16
 """Number of positions of the order computed at a time: 6 ms and half a megabyte."""
@@ -26,7 +29,7 @@ class Positions:
         (array([4, 5, 6, 7]), [2, 2])
     """
 
-    def __init__(self, plan: BatchPlan, order: SampleOrder) -> None:
+    def __init__(self, plan: BatchPlan, order: SampleOrder | WeightedOrder) -> None:
         self.plan = plan
         self.order = order
         self._epoch = -1
@@ -61,9 +64,20 @@ class Positions:
             return self.block[slice(*spans[0])]
         return np.concatenate([self.block[start:stop] for start, stop in spans])
 
+    def _places(self, ticket: Ticket) -> list[int]:
+        """Return the position of each sample in its epoch."""
+        ranges = [self.plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
+        return [place for start, stop in ranges for place in range(start, stop)]
+
     def sizes(self, ticket: Ticket) -> list[int]:
         """Return the number of samples of each of the ticket's shards."""
         return [self.plan.shard_size(ticket.step, shard) for shard in ticket.shards]
+
+    def request(self, ticket: Ticket) -> Request:
+        """Return what a reader reads for a ticket."""
+        indices = self.indices(ticket).tolist()
+        repeats = not isinstance(self.order, SampleOrder)
+        return self.epoch(ticket), indices, self.sizes(ticket), self._places(ticket) if repeats else None
 
     def epoch(self, ticket: Ticket) -> int:
         """Return the epoch of a ticket."""

@@ -54,9 +54,9 @@ class Reader:
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
-        return collate(self._samples(epoch, indices), indices)
+        return collate(self._samples(epoch, indices, indices), indices)
 
-    def read(self, epoch: int, indices: Sequence[int], sizes: Sequence[int]) -> Any:
+    def read(self, epoch: int, indices: Sequence[int], sizes: Sequence[int], keys: Sequence[int] | None = None) -> Any:
         """Read and collate the samples of several shards: one batch of all, or with a collate a list of one a shard.
 
         What a collate makes of a sample may depend on the others of its batch, so that it must see the samples of one
@@ -66,15 +66,17 @@ class Reader:
             epoch: the epoch.
             indices: the samples of all shards, one shard after the other.
             sizes: the number of samples of each shard.
+            keys: by what the random numbers of each sample are keyed; None: by its index.
 
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
+        keys = indices if keys is None else keys
         if self._collate is None:
-            return self.batch(epoch, indices)
+            return collate(self._samples(epoch, indices, keys), indices)
         ends = list(accumulate(sizes))
         return [
-            self._collated(self._collate, epoch, indices[end - size : end])
+            self._collated(self._collate, epoch, indices[end - size : end], keys[end - size : end])
             for size, end in zip(sizes, ends, strict=True)
         ]
 
@@ -84,27 +86,27 @@ class Reader:
             return list(batch)
         return [batch] if len(sizes) == 1 else shards_of(batch, sizes)
 
-    def _collated(self, function: CollateFunction, epoch: int, indices: Sequence[int]) -> Any:
+    def _collated(self, function: CollateFunction, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Any:
         """Collate one shard; random numbers depend on (seed, epoch, first sample of the shard)."""
         if not self._collate_draws:
-            samples = self._samples(epoch, indices)
+            samples = self._samples(epoch, indices, keys)
             _WATCH.begin()
             batch = function(samples, indices)
             if not _WATCH.broken:
                 return batch
             self._collate_draws = True
-        samples = self._samples(epoch, indices)  # anew: a collate may change the samples that it is given
-        seed_host(shard_key(self._seed, epoch, indices[0]))
+        samples = self._samples(epoch, indices, keys)  # anew: a collate may change the samples that it is given
+        seed_host(shard_key(self._seed, epoch, keys[0]))
         return function(samples, indices)
 
-    def _samples(self, epoch: int, indices: Sequence[int]) -> Sequence[Any]:
+    def _samples(self, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Sequence[Any]:
         if not self.draws:
             _WATCH.begin()
             samples = self._unkeyed(indices)
             if not _WATCH.broken:
                 return samples
             self.draws = True
-        return [self._keyed(epoch, index) for index in indices]
+        return [self._keyed(epoch, index, key) for index, key in zip(indices, keys, strict=True)]
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
         if self._many is not None:
@@ -120,8 +122,8 @@ class Reader:
             raise _unreadable(index, error) from error
         return samples
 
-    def _keyed(self, epoch: int, index: int) -> Any:
-        seed_host(sample_key(self._seed, epoch, index))
+    def _keyed(self, epoch: int, index: int, key: int) -> Any:
+        seed_host(sample_key(self._seed, epoch, key))
         try:
             return self._dataset[index]
         except Exception as error:

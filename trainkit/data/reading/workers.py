@@ -14,18 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import CollateFunction, to_device
-from trainkit.data.reading.positions import Positions
+from trainkit.data.reading.positions import Positions, Request
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
 
-__all__ = ["Request", "Workers", "read_ahead", "shut_down", "unwrap_worker_result"]
+__all__ = ["Workers", "read_ahead", "shut_down", "unwrap_worker_result"]
 
 _PR_SET_PDEATHSIG: Final = 1
-
-Request = tuple[int, list[int], list[int]]
-"""An epoch, samples of it, and the sizes of the shards that they form."""
 
 _T = TypeVar("_T")
 
@@ -64,7 +61,7 @@ class Workers:
         """Return the next batch of the workers, or one read in this process."""
         if ticket.shards != tuple(self._shards_at(ticket.step)):
             with Untouched(seed=0):
-                batch = self._reader.read(*_request(self._positions, ticket))
+                batch = self._reader.read(*self._positions.request(ticket))
         else:
             if self._ahead is None or ticket.step != self._next_step:
                 self._start(ticket.step)
@@ -94,16 +91,12 @@ class Workers:
         for step in range(first_step, self._num_steps):
             ticket = Ticket(step, tuple(self._shards_at(step)))
             if ticket.shards:
-                yield _request(positions, ticket)
+                yield positions.request(ticket)
 
     def _after(self, step: int) -> int:
         """Return the next step that has shards for this rank."""
         following = range(step + 1, self._num_steps)
         return next((later for later in following if self._shards_at(later)), self._num_steps)
-
-
-def _request(positions: Positions, ticket: Ticket) -> Request:
-    return positions.epoch(ticket), positions.indices(ticket).tolist(), positions.sizes(ticket)
 
 
 def read_ahead(

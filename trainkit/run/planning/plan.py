@@ -15,6 +15,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, resolve_target
+from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, resolve_batch
@@ -110,7 +111,7 @@ class RunPlan:
             "strategy": cfg.strategy["_target_"].rpartition(".")[2],
             "tasks": _roles_text(self.tasks),
             "replicas": f"{self.num_replicas} on {', '.join(devices)}",
-            "samples": f"{batch.num_samples:,} for training",
+            "samples": f"{batch.num_samples:,} for training{_drawn_text(self.components.hooks)}",
             "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
             "steps": f"{self.num_steps:,} ({batch.steps_per_epoch:,} an epoch)",
             "learning rate": peak,
@@ -137,6 +138,13 @@ def _reduction(cfg: RunConfig) -> str | None:
     """Return how gradients are summed over replicas and sent, if the strategy leaves it to the user."""
     chosen = None if cfg.numerics.reproducible else cfg.strategy.get("reduce")
     return chosen and f"{chosen}, compression {cfg.strategy.get('compression', 'none')}"
+
+
+def _drawn_text(hooks: DataHooks) -> str:
+    """Return how samples are drawn, if not each of them once an epoch."""
+    if hooks.sampler is None:
+        return ""
+    return f", drawn by {hooks.sampler.name}: an epoch does not contain every sample exactly once"
 
 
 def _skips_text(numerics: NumericsConfig) -> str | None:

@@ -17,7 +17,6 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.reading.positions import Positions
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
-from trainkit.numerics.order import SampleOrder
 from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
@@ -110,8 +109,9 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
 
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
     """Return a function that gives the samples of a ticket: indices of the dataset, or positions in a stream."""
-    shuffle = plan.cfg.loader.shuffle and not isinstance(plan.components.datasets["train"], Stream)
-    order = SampleOrder(num_samples=plan.batch.num_samples, seed=plan.cfg.seed, shuffle=shuffle)
+    train = plan.components.datasets["train"]
+    shuffle = plan.cfg.loader.shuffle and not isinstance(train, Stream)
+    order = plan.components.hooks.order(train, seed=plan.cfg.seed, shuffle=shuffle)
     positions = Positions(plan.batch, order)
     return lambda ticket: positions.indices(ticket).tolist()
 
