@@ -127,8 +127,8 @@ def read_document(file: Path) -> Document:
 def shown_text(document: Document, group: str) -> str:
     """Return the text of a file without its secrets; in `logger` and `callbacks` more keys are secret."""
     lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
-    above = (group, "NAME") if group in ("logger", "callbacks") else (group,)
-    above = () if group in ("recipe", "experiment") else above
+    above: tuple[str, ...] = () if group in ("recipe", "experiment") else (group,)
+    above = (group, "NAME") if group in ("logger", "callbacks") else above
     found = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
     starts = sorted({*document.lines.values(), len(lines) + 1})
     for path in reversed(found):
