@@ -282,6 +282,8 @@ def _print_line(line: str) -> None:
 
 
 _OF_THE_SWEEP: Final = "sweep"
+_COUNTED_WHEN_NULL: Final = ("cv", "strategy")
+"""Where keys whose baseline is null count with it, as in sweeps of earlier versions; keys added since then do not."""
 
 
 def identity(cfg: RunConfig) -> str:
@@ -302,7 +304,8 @@ def identity(cfg: RunConfig) -> str:
         if path not in secrets
         and variable_of(value) is None
         and path[0] != _OF_THE_SWEEP
-        and tag_of(cfg, path).tag is not Tag.cosmetic
+        and (tag := tag_of(cfg, path)).tag is not Tag.cosmetic
+        and (value is not None or tag.neutral is not None or path[0] in _COUNTED_WHEN_NULL)
     }
     text = json.dumps(with_original_targets(counted), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
