@@ -37,6 +37,14 @@ def test_a_bad_identity_is_a_config_error(tmp_path: Path) -> None:
     assert "TRAINKIT_RANK=first: must be a whole number, 0 or more. (environment)" in done.stderr
 
 
+def test_a_worker_started_by_hand_that_is_not_the_chief_prints_its_rank(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainkit.run.worker_main", str(tmp_path / "resolved.yaml")]
+    place = {"TRAINKIT_RANK": "1", "TRAINKIT_RANKS": "2", "TRAINKIT_STORE": "127.0.0.1:1"}
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.startswith("worker:1, rank 1 of 2: its output stays in this terminal\n")
+    assert done.returncode == 4, "there is no run"
+
+
 def test_the_worker_says_how_it_is_called() -> None:
     command = [sys.executable, "-m", "trainkit.run.worker_main"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -67,6 +67,9 @@ def main(arguments: list[str]) -> int:
             _name_process(str(identity.task))
             if supervised and identity.store is not None:
                 Heartbeat(folder.heartbeat_of(rank)).close()  # the following imports take several seconds
+            if rank > 0 and not supervised:
+                line = f"{identity.task}, rank {rank} of {identity.num_ranks}: its output stays in this terminal"
+                print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
             failpoints.hit("start", 0)
             with (
                 _recorded(folder, rank, supervised=supervised),
