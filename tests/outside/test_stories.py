@@ -1,0 +1,76 @@
+"""Trainings of users, beside an installed wheel: own models, data and objectives, the same under every strategy.
+
+The package `stories/` is copied away, and run by the interpreter of an environment that has the wheel alone.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+HERE: Final = Path(__file__).parent
+STORIES: Final = sorted(file.stem for file in (HERE / "stories").glob("[a-z]*.py"))
+PLAIN: Final = ("diffusion", "recommender", "tabular_weights")
+"""Stories of the plain suite: random numbers of an objective, fields by name, a loss whose weight is counted."""
+EVERY: Final = ("augmented_images", "diffusion", "tabular_weights", "transformers_classifier", "translation")
+"""Stories that are held to every strategy."""
+REFUSED: Final = {("physics", "fsdp"): "lets go of gathered parameters after the first backward pass"}
+"""(Story, strategy) -> why the strategy refuses it."""
+EVERYWHERE: Final = {
+    "mirrored": "proved and resumed",
+    "fsdp": "proved and resumed",
+    "central_storage": "proved and resumed",
+    "device_map": "proved and resumed",
+    "local_sgd": "resumed; another training by its own statement",
+    "multi_worker_mirrored": "resumed; not proved: ",
+    "parameter_server": "proved and resumed",
+    "pipeline": "refused: ",
+    "tensor_parallel": "refused: ",
+    "tpu": "refused: ",
+}
+"""Strategy -> how the result of a story begins."""
+
+
+def parameters() -> list[Any]:
+    return [pytest.param(name, marks=[] if name in PLAIN else [pytest.mark.long]) for name in STORIES]
+
+
+@pytest.fixture
+def tell(installed: Path, cwd: Path, clean_environ: dict[str, str]) -> Callable[..., list[str]]:
+    """Runs a story as a user does, and returns what it prints."""
+    shutil.copytree(HERE / "stories", cwd / "stories", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(*arguments: str) -> list[str]:
+        command = [str(installed / "python"), "-m", "stories", *arguments]
+        done = subprocess.run(command, cwd=cwd, env=clean_environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("name", parameters())
+def test_a_story_ends_alike_on_one_device_and_on_two_replicas(name: str, tell: Callable[..., list[str]]) -> None:
+    for line in tell(name):
+        strategy, _, result = line.partition(": ")
+        reason = REFUSED.get((name, strategy.split()[0]))
+        assert result.startswith("as one_device, ") if reason is None else reason in result, line
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_story_is_proved_and_resumed_by_each_strategy_or_refused_by_name(
+    name: str, tell: Callable[..., list[str]]
+) -> None:
+    outcomes = dict(line.split(": ", 1) for line in tell(name, "every"))
+    assert outcomes.keys() == EVERYWHERE.keys()
+    for strategy, start in EVERYWHERE.items():
+        assert outcomes[strategy].startswith(start), f"{strategy}: {outcomes[strategy]}"
+
+
+def test_there_are_twenty_five() -> None:
+    assert len(STORIES) >= 25
