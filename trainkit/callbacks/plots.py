@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.values import above
@@ -32,6 +32,8 @@ class Plots(Callback):
 
     Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s.
     """
+
+    observes: ClassVar[bool] = True
 
     every_s: Annotated[float, cosmetic, above(0)] = 60.0
     """Seconds between two drawings of the metrics during the run; each occupies another core for half a second."""

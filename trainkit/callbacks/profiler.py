@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,6 +27,8 @@ class Profiler(Callback):
 
     Recorded steps are slower; the others cost one comparison.
     """
+
+    observes: ClassVar[bool] = True
 
     skip_steps: Annotated[int, cosmetic, at_least(1)] = 10
     """Steps to skip first, from where this start of the run begins: the warm-up is not of interest."""

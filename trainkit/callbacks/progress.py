@@ -30,6 +30,8 @@ class Progress(Callback):
     It appears after the first step, so that importing its renderer does not delay the start.
     """
 
+    observes: ClassVar[bool] = True
+
     prints: ClassVar[bool] = True
 
     every_s: Annotated[float, cosmetic, above(0)] = 5.0

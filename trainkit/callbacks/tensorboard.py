@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class TensorBoard(Callback):
 
     To view them: tensorboard --logdir RUN/tensorboard
     """
+
+    observes: ClassVar[bool] = True
 
     images: Annotated[bool, cosmetic] = True
     """Show the images of the first batch, if it contains images."""

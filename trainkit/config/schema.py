@@ -98,6 +98,8 @@ class RunConfig:
     """Cross-validation."""
     log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10
     """Steps between two rows of the log."""
+    observer_errors: Annotated[Literal["continue", "stop"], cosmetic] = "continue"
+    """For an error in a callback that only observes: continue without that callback, or end the run."""
     quiet: Annotated[bool, cosmetic] = False
     """Print nothing while training: no summary, live line, sample or closing lines."""
     resume: Annotated[str | None, placement] = None

@@ -212,9 +212,8 @@ def _close_and_record(
                 result |= findings_of(session, folder, failed=error is not None, requested=requested)
                 session.check_fence()
             folder.write_result(result)
-    for callback in session.callbacks if not isinstance(error, KeyboardInterrupt) else ():
-        with contextlib.suppress(*suppressed):
-            callback.run_end(session.run, result)
+    if not isinstance(error, KeyboardInterrupt):
+        session.callbacks.call("run_end", session.run, result, suppressed=suppressed)
 
 
 def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:

@@ -7,17 +7,17 @@ run_start          before the first step, when everything is placed
   eval_tables      with its tables, where a metric gives any
   checkpoint_saved a checkpoint in the run folder is complete
   rolled_back      the training continues from an earlier step
-train_end          after the last step, before the ranks leave the process group run_end            with the result,
-however the run ended
+train_end          after the last step, before the ranks leave the process group
+run_end            with the result, however the run ended
 
-Every hook is called on every rank, in order. A callback that changes something must change it alike on every rank
-(`run.request_stop`); files are written where `run.is_owner`. The model may be used up to `train_end`; if
-`run.computes_together`, it must be run on every rank with the same inputs.
+Every hook is called on every rank, in order, but `checkpoint_saved`. A callback that changes something must change it
+alike on every rank (`run.request_stop`); files are written where `run.is_owner`. The model may be used up to
+`train_end`; if `run.computes_together`, it must be run on every rank with the same inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from trainkit.config.schema import RunConfig
+from trainkit.errors import TrainingError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective
@@ -33,10 +34,15 @@ from trainkit.objectives.tables import Table
 from trainkit.strategies.base import StepOutcome
 from trainkit.trainer.state import State
 
-__all__ = ["Callback", "Row", "Run", "overriding"]
+__all__ = ["Callback", "Row", "Run"]
 
 Row = Mapping[str, float]
 """Metrics by name: step, epoch, samples, seconds, train/loss, lr, samples_per_s, data_wait, ..."""
+
+
+def _no_session(split: str, dataset: Any) -> Mapping[str, float]:
+    del dataset
+    raise TrainingError(f"{split} cannot be evaluated: there is no training.")
 
 
 @dataclass(kw_only=True)
@@ -77,6 +83,22 @@ class Run:
     """Returns the strategy's entries for result.json; `counts` in them: how often each number occurred."""
     stop_reason: str | None = None
     """Why the run is about to end early."""
+    measure: Callable[[str, Any], Mapping[str, float]] = field(default=_no_session, repr=False)
+    """Evaluates a split, or a dataset in its place; see `evaluate`."""
+
+    def evaluate(self, split: str = "val", *, dataset: Any = None) -> Mapping[str, float]:
+        """Evaluate the model as it is now, and return the metrics; no callback receives them, and none is the best.
+
+        Collective: every rank calls it in the same hook, after the same step.
+
+        Args:
+            split: a split of the data; the prefix of the names.
+            dataset: samples to evaluate in the place of that split's.
+
+        Raises:
+            TrainingError: not in this hook, not in an observer, or there is no such split.
+        """
+        return self.measure(split, dataset)
 
     def keep_example(self, batch: object) -> None:
         """Keep the first batch that this rank computed."""
@@ -97,6 +119,8 @@ class Callback:
 
     prints: ClassVar[bool] = False
     """Whether it prints to the terminal; such callbacks are left out with `quiet=true`."""
+    observes: ClassVar[bool] = False
+    """Whether it only looks: its errors do not end the run, unless `observer_errors=stop`. It calls no collective."""
     decides_by_figures: ClassVar[bool] = False
     """Whether it changes the training by evaluation results; the evaluation must then run in the training process."""
 
@@ -134,13 +158,8 @@ class Callback:
         """Handle the end of the run; `result` is the content of result.json."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback for a checkpoint, as JSON."""
+        """Return the state of this callback for a checkpoint: what JSON can hold, and tensors in dicts and lists."""
         return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that `state` returned."""
-
-
-def overriding(callbacks: Sequence[Callback], hook: str) -> list[Any]:
-    """Return the bound hooks of the callbacks that override a hook, in order."""
-    return [getattr(one, hook) for one in callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]
+        """Restore the state that `state` returned, its tensors on the CPU."""

@@ -11,7 +11,7 @@ import torch
 
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Data, Executor, PhaseListener
-from trainkit.trainer.events import Callback, Run, overriding
+from trainkit.trainer.events import Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
 
@@ -58,7 +58,7 @@ def train(
     *,
     executor: Executor,
     data: Data,
-    callbacks: Sequence[Callback],
+    step_end: Sequence[Callable[..., None]],
     journal: MetricsAccumulator,
     timeline: TriggerSchedule,
     last_step: int,
@@ -69,7 +69,7 @@ def train(
     """Train until `last_step`, or until the run is asked to stop: if this process is the only one, by `interrupted`;
     the ranks of a group agree by a trigger.
     """
-    state, step_end = run.state, overriding(callbacks, "step_end")
+    state = run.state
     if state.step >= last_step:
         return
     for ticket in executor.tickets(state, last_step):

@@ -25,6 +25,8 @@ class MetricsAccumulator:
         self._seconds = run.state.seconds
         self._wait = waited()
         self._mark = time.perf_counter()
+        self.is_paused = False
+        """Whether the clock of the training stands still."""
 
     def note(self, outcome: StepOutcome) -> None:
         """Store an outcome; nothing is read from the device."""
@@ -32,11 +34,13 @@ class MetricsAccumulator:
 
     def pause(self) -> None:
         """Stop the clock of the training, because an evaluation or a save begins."""
-        self._run.state.seconds += time.perf_counter() - self._mark
+        if not self.is_paused:
+            self._run.state.seconds += time.perf_counter() - self._mark
+        self.is_paused = True
 
     def proceed(self) -> None:
         """Start the clock of the training again."""
-        self._mark = time.perf_counter()
+        self._mark, self.is_paused = time.perf_counter(), False
 
     def is_sound(self) -> bool:
         """Return whether this rank sees no step since the last row that `flush` would refuse; waits for the device."""

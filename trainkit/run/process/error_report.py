@@ -34,6 +34,7 @@ from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
+from trainkit.trainer.callback_hooks import callback_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | 
     return ErrorReport(
         rank=rank,
         kinds=tuple(kind.__name__ for kind in type(error).__mro__),
-        message=mask(str(error)),
+        message=mask(_with_callback(error)),
         traceback=mask("".join(traceback.format_exception(error)).rstrip()),
         exit_code=_exit_code(error),
         is_secondary=is_secondary,
@@ -139,6 +140,13 @@ def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | 
         pid=os.getpid(),
         host=socket.gethostname(),
     )
+
+
+def _with_callback(error: BaseException) -> str:
+    """Return the text of an error, with the callback that raised it at the end of its first line."""
+    note, text = callback_note(error), str(error)
+    first, newline, rest = text.partition("\n")
+    return text if isinstance(error, ConfigError) else f"{first}{note}{newline}{rest}"
 
 
 def _exit_code(error: BaseException) -> int:

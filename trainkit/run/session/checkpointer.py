@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.errors import DataError, LinkError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.run.planning.plan import RunPlan
+from trainkit.run.session.callback_state import PREFIX, by_kind, copied, joined, refuse_unlike, separated
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import Executor
 from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
 from trainkit.strategies.groups.collective import all_gather_object
-from trainkit.strategies.tensors.lazy_state import model_weights
-from trainkit.strategies.tensors.sharded import ShardedState, nonfinite
+from trainkit.strategies.tensors.lazy_state import model_weights, select
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
+from trainkit.trainer.callback_hooks import CallbackHooks
 from trainkit.trainer.checkpoint import (
     BackgroundSaver,
     Loaded,
@@ -27,7 +29,7 @@ from trainkit.trainer.checkpoint import (
     sha256_of_pieces,
     weights_sha256,
 )
-from trainkit.trainer.events import Callback, Run
+from trainkit.trainer.events import Run
 from trainkit.trainer.loop import TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
@@ -47,7 +49,7 @@ class Checkpointer:
         run: Run,
         executor: Executor,
         *,
-        callbacks: Sequence[Callback],
+        callbacks: CallbackHooks,
         fingerprint: str,
         confirm: Callable[[], None] | None,
         enter: Callable[[str], None],
@@ -120,7 +122,7 @@ class Checkpointer:
 
     def callback_states(self) -> dict[str, Any]:
         """Return the states of the callbacks for a checkpoint."""
-        return {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
+        return {name: found for name, one in by_kind(list(self._callbacks)).items() if (found := one.state())}
 
     def save_alone(
         self, *, metric: float | None, callbacks: Mapping[str, Any] | None = None, evaluation_due: bool = False
@@ -158,12 +160,17 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint of this step, from `collect` and the state of the loader; for every rank that writes."""
         state = self._run.state
+        plain, tensors = separated(self.callback_states() if callbacks is None else callbacks)
+        if self._together is not None:
+            refuse_unlike(tensors, self._executor.local.all_ranks)
+        if self._run.is_owner:
+            kept = {**kept, **{name: (TensorShard.whole(tensor),) for name, tensor in tensors.items()}}
         meta = {
             "position": {"step": state.step, "tickets": []},
             "fingerprint": self._fingerprint,
             "state": state.to_json(),
             "loss_scale": self._executor.local.loss_scale.state(),
-            "callbacks": self.callback_states() if callbacks is None else callbacks,
+            "callbacks": plain,
             "data": data,
             "strategy": state_dict_extra(self._executor),
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
@@ -177,13 +184,13 @@ class Checkpointer:
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
         """Continue exactly from a checkpoint; return the state of the loader."""
-        self._executor.load_state_dict(loaded.tensors)
+        self._executor.load_state_dict(select(loaded.tensors, lambda key: not key.startswith(PREFIX)))
         self._run.state.restore(loaded.meta["state"])
         local = self._executor.local
         local.set_loss_scale(local.loss_scale.restored(loaded.meta["loss_scale"]))
-        for name, callback in _by_kind(self._callbacks).items():
+        for name, callback in by_kind(list(self._callbacks)).items():
             if name in loaded.meta["callbacks"]:
-                callback.restore(loaded.meta["callbacks"][name])
+                callback.restore(self._joined(loaded, name))
         try:
             load_state_extra(self._executor, loaded.meta.get("strategy", {}))
         except (ValueError, TypeError) as error:
@@ -192,6 +199,12 @@ class Checkpointer:
         # A checkpoint without its evaluation is written again if the evaluation finds it best.
         self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
         return loaded.meta.get("data")
+
+    def _joined(self, loaded: Loaded, name: str) -> Any:
+        try:
+            return joined(loaded.meta["callbacks"][name], loaded.tensors)
+        except KeyError as error:
+            raise damaged(loaded.checkpoint.folder, f"meta.json names a tensor that is not there ({error})") from None
 
     def start_from(self, loaded: Loaded) -> None:
         """Load the weights alone: a new training starts from the end of another."""
@@ -209,8 +222,7 @@ class Checkpointer:
             self._together.proceed()
         for checkpoint in self._writer.finished():
             self._enter("callback")
-            for callback in self._callbacks:
-                callback.checkpoint_saved(self._run, checkpoint.folder)
+            self._callbacks.call("checkpoint_saved", self._run, checkpoint.folder)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks."""
@@ -229,18 +241,6 @@ def retention_of(cfg: RunConfig) -> Retention:
     """Return the retention rule of a run's checkpoints."""
     settings = cfg.checkpoint
     return Retention(keep_last=settings.keep_last, keep_best=settings.keep_best, mode=MonitoredMetric.of(cfg.eval).mode)
-
-
-def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Return callbacks by class, the second of a class with a number: a resumed run may have another order of
-    callbacks.
-    """
-    found: dict[str, Callback] = {}
-    for callback in callbacks:
-        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
-        count = sum(name.partition("#")[0] == kind for name in found)
-        found[f"{kind}#{count}" if count else kind] = callback
-    return found
 
 
 def leaves_state_whole(error: BaseException) -> bool:
@@ -273,7 +273,7 @@ class LastSave:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Store the states of the callbacks: an evaluation that fails midway may have changed some of them."""
-        self._states = self._checkpointer.callback_states()
+        self._states = copied(self._checkpointer.callback_states())
         yield
         self._states = None
 

@@ -9,12 +9,13 @@ from typing import Any, Final
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import validation_splits
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.tables import Table
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import LocalModel
+from trainkit.trainer.callback_hooks import CallbackHooks
 from trainkit.trainer.evaluate import Evaluation, evaluate
-from trainkit.trainer.events import Callback, Run
+from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import better
 
 MOST_CELLS: Final = 10_000
@@ -30,7 +31,7 @@ class EvalRunner:
         run: Run,
         local: LocalModel,
         *,
-        callbacks: Sequence[Callback],
+        callbacks: CallbackHooks,
         enter: Callable[[str], None],
     ) -> None:
         self._plan, self._run, self._local, self._callbacks = plan, run, local, callbacks
@@ -69,22 +70,43 @@ class EvalRunner:
         figures: dict[str, float] = {}
         tables: dict[str, Table] = {}
         for split in splits:
-            found = self._evaluated(split)
+            found = self.measure(split)
+            self._refuse_unknown(split, found)
             figures |= found.figures
             tables |= found.tables
         self.figures.update(figures)
         self.tables.update(tables)
         row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
-        for callback in self._callbacks:
-            callback.eval_end(self._run, row)
-        for callback in self._callbacks if tables else ():
-            callback.eval_tables(self._run, tables)
+        self._callbacks.call("eval_end", self._run, row)
+        if tables:
+            self._callbacks.call("eval_tables", self._run, tables)
         if validation_splits(splits):
             self._validated_at = self._run.state.step
 
-    def _evaluated(self, split: str) -> Evaluation:
+    def refuse_here(self, split: str, dataset: Any) -> None:
+        """Refuse an evaluation for a callback where the ranks cannot make it together.
+
+        Raises:
+            TrainingError: names why.
+        """
+        callback, hook = self._callbacks.running or (None, "no hook")
+        step, splits = self._run.state.step, self._plan.components.datasets
+        if hook in ("checkpoint_saved", "run_end"):
+            why = f"{hook} runs {'on one rank alone' if hook == 'checkpoint_saved' else 'after the ranks have parted'}"
+        elif callback is not None and callback.observes:
+            why = "an observer calls no collective: set observes = False"
+        elif self._plan.next_sync_step(step) != step:
+            why = f"after step {step} the replicas differ: evaluate in eval_end"
+        elif dataset is None and split not in splits:
+            why = f"the data has the splits {', '.join(splits)}"
+        else:
+            return
+        raise TrainingError(f"{split} cannot be evaluated in {hook}: {why}.")
+
+    def measure(self, split: str, dataset: Any = None) -> Evaluation:
+        """Evaluate a split, or a dataset in its place; collective."""
         batches = EvalBatches(
-            self._plan.components.datasets[split],
+            self._plan.components.datasets[split] if dataset is None else dataset,
             batch_size=self._plan.eval_batch_size,
             rank=self._local.rank,
             num_ranks=self._local.num_ranks,
@@ -93,15 +115,13 @@ class EvalRunner:
             together=self._plan.components.strategy.traits.forward_is_collective,
             hooks=self._plan.components.hooks,
         )
-        found = evaluate(
+        return evaluate(
             self._local,
             self._plan.components.objective,
             self._with_heartbeats(batches),
             split=split,
             num_counted=batches.num_counted,
         )
-        self._refuse_unknown(split, found)
-        return found
 
     def _refuse_unknown(self, split: str, found: Evaluation) -> None:
         """Refuse a monitored metric of this split that is no number: no checkpoint would ever be the best."""

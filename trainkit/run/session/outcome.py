@@ -12,6 +12,7 @@ from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.signals import REASONS, status_of_error
+from trainkit.trainer.callback_hooks import callback_note
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import is_checkpoint
 
@@ -40,6 +41,7 @@ def status_of(run: Run) -> dict[str, str]:
 def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[str, Any]:
     """Return the entries of the result for an error; for one caused by another rank's failure, only that fact."""
     reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
+    reason += callback_note(error)
     if lost:
         reason = "another rank has failed"
     return {

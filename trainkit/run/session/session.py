@@ -29,8 +29,9 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
+from trainkit.trainer.callback_hooks import CallbackHooks
 from trainkit.trainer.checkpoint import Loaded
-from trainkit.trainer.events import Callback, overriding
+from trainkit.trainer.events import Callback
 from trainkit.trainer.loop import StopSaveConsensus, Trigger, TriggerSchedule, train
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.state import RollbackNeeded, Suspect
@@ -56,7 +57,8 @@ class TaskSession:
         self._presence, self._check_fence = Presence(folder), check_fence
         self.plan = plan.resolved(lambda: meta_model(plan))
         self.cfg, self.parts = self.plan.cfg, self.plan.components
-        self.callbacks, self.fingerprint = callbacks, fingerprint
+        self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
+        self.fingerprint = fingerprint
         self._stop_requested = stop_requested
         self._data_state: dict[str, Any] | None = None
         self._on_phase = on_phase
@@ -86,12 +88,13 @@ class TaskSession:
         self._failed = False
         self._cleanup.callback(self._leave)
         self.run = make_run_view(self.plan, self.executor, folder, notes)
-        self._scorer = EvalRunner(self.plan, self.run, self.executor.local, callbacks=callbacks, enter=self.enter)
+        self.run.measure = self._measure
+        self._scorer = EvalRunner(self.plan, self.run, self.executor.local, callbacks=self.callbacks, enter=self.enter)
         self._keeper = Checkpointer(
             self.plan,
             self.run,
             self.executor,
-            callbacks=callbacks,
+            callbacks=self.callbacks,
             fingerprint=fingerprint,
             confirm=self.check_fence,
             enter=self.enter,
@@ -145,9 +148,8 @@ class TaskSession:
         self._cleanup.callback(self._close_loader)
         for line in tune(self.executor):
             self.warn(line)
-        for callback in self.callbacks:
-            callback.run_start(self.run)
-        self._log_hooks = overriding(self.callbacks, "log")
+        self.callbacks.call("run_start", self.run)
+        self._log_hooks = self.callbacks.of("log")
         # Objects that exist by now live to the end: freeze them, so that garbage collections skip them. With samples
         # read one at a time, hundreds of new objects a step, collections took 5 to 10 % of a small model's step.
         gc.freeze()
@@ -191,7 +193,7 @@ class TaskSession:
                 self.run,
                 executor=self.executor,
                 data=self._loader,
-                callbacks=self.callbacks,
+                step_end=self.callbacks.of("step_end"),
                 journal=self._journal,
                 timeline=timeline,
                 last_step=self.plan.last_step,
@@ -217,8 +219,7 @@ class TaskSession:
         self.enter("data")
         self._close_loader()
         self._open_loader()
-        for callback in self.callbacks:
-            callback.rolled_back(self.run, step)
+        self.callbacks.call("rolled_back", self.run, step)
 
     def rest(self) -> None:
         """Report that this rank only waits from now on, so that it does not count as hanging."""
@@ -271,6 +272,19 @@ class TaskSession:
             self._score(self._validated)
         if self._scorer.update_best() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
             self.save()
+
+    def _measure(self, split: str, dataset: Any) -> dict[str, float]:
+        """Evaluate for a callback; collective."""
+        self._scorer.refuse_here(split, dataset)
+        paused = self._journal.is_paused
+        self.enter("evaluate")
+        self._journal.pause()
+        refresh_model(self.executor)
+        found = self._scorer.measure(split, dataset)
+        if not paused:
+            self._journal.proceed()
+        self.enter("callback")
+        return found.figures
 
     @property
     def _validated(self) -> list[str]:
@@ -336,13 +350,14 @@ class TaskSession:
         self.executor.local.all_ranks.sum(torch.zeros(1))
         result = {**status_of(self.run), **self.progress(), **result_extra(self.executor)}
         result["weights_sha256"] = self._keeper.weights_sha256()
-        for callback in self.callbacks:
-            callback.train_end(self.run, result)
+        self.callbacks.call("train_end", self.run, result)
         return result
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, as recorded in result.json."""
-        return {**progress_of(self.run), **self._scorer.results(), "fingerprint": self.fingerprint}
+        failures = self.callbacks.failures
+        failed = {"callback_errors": failures} if failures else {}
+        return {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
 
 
 def every_n_steps(steps: int) -> Callable[[int], int]:

@@ -321,7 +321,11 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
         CheckpointError: one is missing, unknown, or of another shape; up to five are named.
     """
     lines = [f"{key} is missing there" for key in own if key not in tensors]
-    lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith("optimizer/")]
+    lines += [
+        f"{key} is not in this model"
+        for key in tensors
+        if key not in own and not key.startswith(("optimizer/", "callback/"))
+    ]
     lines += [
         f"{key} is {tuple(shape_of(tensors, key))} there and {shape} here"
         for key, shape in own.items()

@@ -63,8 +63,8 @@ def select(tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> Map
 
 
 def model_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors of a checkpoint except the optimizer's, still read lazily."""
-    return select(tensors, lambda key: not key.startswith("optimizer/"))
+    """Return the tensors of a checkpoint except those of the optimizer and of callbacks, still read lazily."""
+    return select(tensors, lambda key: not key.startswith(("optimizer/", "callback/")))
 
 
 class _Selection(LazyStateDict):

@@ -1,0 +1,88 @@
+"""Callbacks as users write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.strategies.base import StepOutcome
+from trainkit.trainer.events import Callback, Run
+
+
+class Fails(Callback):
+    """Raises an error in a hook, at a step."""
+
+    def __init__(self, hook: str = "step_end", step: int = 2) -> None:
+        self.hook, self.step = hook, step
+
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
+        """Fail, if this is the hook."""
+        self._fail("step_end", run)
+
+    def checkpoint_saved(self, run: Run, folder: Path) -> None:
+        """Evaluate, which this hook cannot."""
+        if self.hook == "checkpoint_saved":
+            run.evaluate()
+
+    def log(self, run: Run, row: Mapping[str, float]) -> None:
+        """Fail, if this is the hook."""
+        self._fail("log", run)
+
+    def _fail(self, hook: str, run: Run) -> None:
+        if (hook, run.state.step) == (self.hook, self.step):
+            raise ValueError("no such thing\nin two lines")
+
+
+class Watches(Fails):
+    """The same, and it only observes."""
+
+    observes: ClassVar[bool] = True
+
+
+class Averages(Callback):
+    """Keeps the average of the weights of this rank's parameters, evaluates with it, and restores the weights."""
+
+    def __init__(self, evaluates: bool = True, keeps: bool = True) -> None:
+        self.evaluates, self.keeps = evaluates, keeps
+        self.averages: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
+        """Count the weights in."""
+        self.steps += 1
+        for name, param in _parts(run.model).items():
+            known = self.averages.get(name)
+            self.averages[name] = param.clone() if known is None else known.lerp(param, 0.25)
+        if self.evaluates and self.steps % 2 == 0:
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
+        parts = _parts(run.model)
+        own = {name: param.clone() for name, param in parts.items()}
+        for name, param in parts.items():
+            param.copy_(self.averages[name])
+        figures = run.evaluate("val")
+        for name, param in parts.items():
+            param.copy_(own[name])
+        if run.is_owner:
+            with (run.folder / "averages.jsonl").open("a") as file:
+                file.write(f"{json.dumps({'step': run.state.step, **figures})}\n")
+
+    def state(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {"steps": self.steps, "averages": self.averages, "nothing": []} if self.keeps else {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue the averages."""
+        assert saved["nothing"] == []
+        self.steps, self.averages = saved["steps"], dict(saved["averages"])
+
+
+def _parts(model: nn.Module) -> dict[str, Tensor]:
+    parts = {name: getattr(param, "_local_tensor", param) for name, param in model.named_parameters()}
+    return {name: part.detach() if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
