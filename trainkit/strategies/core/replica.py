@@ -171,10 +171,6 @@ class Replica(LocalModel):
         """Store the layout of the exchange of a step."""
         self.packing = packing
 
-    def set_used(self, used: Sequence[bool]) -> None:
-        """Store which parameters get a gradient."""
-        self.used = list(used)
-
     def use_stepper(self, stepper: OptimizerStepper) -> None:
         """Use another optimizer from now on."""
         self.stepper = stepper

@@ -220,7 +220,7 @@ class PipelineReplica(Replica):
 
     def settle(self, *, used: Sequence[bool], buffers: Sequence[float]) -> None:
         """Store which parameters get gradients and which buffers are updated, as agreed by all ranks."""
-        self.set_used(used)
+        self.used = list(used)
         if self.buffers.names:
             self.buffers.settle(buffers)
         self.settled = True

@@ -135,7 +135,7 @@ class ShardedReplica(Replica):
         self.cuts = dict(cuts)
         self.owners = dict(parts.held.model.named_parameters())
         """The model's own parameters, which get the gradients of backward, by canonical name."""
-        self.expect, self.reload = expect or _ignore_last, reload or _keep
+        self.expect, self.reload = expect or (lambda _is_last: None), reload or (lambda: None)
         self.stand_in: Batch = None
         """A batch for steps in which this rank has none, but must take part in the collectives of the others."""
 
@@ -157,14 +157,6 @@ class ShardedReplica(Replica):
         """The parts of all parameters, trainable or not, for a checkpoint."""
         held = self.masters
         return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
-
-
-def _ignore_last(is_last: bool) -> None:
-    del is_last
-
-
-def _keep() -> None:
-    return
 
 
 def sharded_pieces(replica: ShardedReplica) -> ShardedState:
