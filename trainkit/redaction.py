@@ -47,7 +47,7 @@ _known: set[str] = set()
 
 
 def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
-    """Return whether a key of this name, without the keys above it, holds a secret; more do in a logger or callback.
+    """Return whether a key of this name, without the keys above it, holds a secret; more names do in a logger.
 
     Example:
         >>> [is_secret_name(name) for name in ("api_key", "wandb_token", "image_key", "special_tokens", "tokens")]

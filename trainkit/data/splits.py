@@ -105,8 +105,8 @@ def _by_position(dataset: Any) -> Any:
 
 
 def keep_splits(node: Mapping[str, Any]) -> bool:
-    """Build the splits once for this process and its forks, which then share their memory; return whether they were
-    kept.
+    """Build the splits once for this process and its forks, which then share their memory; return
+    whether they were kept.
 
     Only trainkit's own datasets of tensors in memory are kept: these contain no open file and no generator.
 

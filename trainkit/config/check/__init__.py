@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 from trainkit.config.check.recipe_keys import fitted
@@ -38,12 +37,8 @@ __all__ = [
 _OPTIONAL: Final = ("cluster", *LIST_GROUPS)
 
 
-def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...]:
+def check(composition: Composition) -> tuple[str, ...]:
     """Run both phases of the check.
-
-    Args:
-        composition: the result of `compose`.
-        multirun: whether the composition is a point of a sweep, in which keys about sweeps have an effect.
 
     Returns:
         Notes: keys of a recipe or of the user's files that have no effect in this composition, and keys that no
@@ -52,28 +47,28 @@ def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...
     Raises:
         ConfigError: every problem of the first phase; if there are none, those of the second.
     """
-    if problems := check_both(composition, multirun=multirun):
+    if problems := check_both(composition):
         raise ConfigError(problems)
-    return _notes(composition, multirun=multirun)
+    return _notes(composition)
 
 
-def checked(composition: Composition, *, multirun: bool = False) -> Composition:
+def checked(composition: Composition) -> Composition:
     """Run both phases; return the composition with notes, and without keys of a recipe that the user's make impossible.
 
     Arguments and errors are those of `check`.
     """
-    composition, problems = fitted(composition, partial(check_both, multirun=multirun))
+    composition, problems = fitted(composition, check_both)
     if problems:
         raise ConfigError(problems)
-    return composition.with_notes(_notes(composition, multirun=multirun))
+    return composition.with_notes(_notes(composition))
 
 
-def _notes(composition: Composition, *, multirun: bool) -> tuple[str, ...]:
+def _notes(composition: Composition) -> tuple[str, ...]:
     """Return notes about keys that have no effect, and about keys that are not checked."""
     with allow_packages(composition.packages):
         unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
     taken = [f"{key}: not checked, its class takes any key" for key in unchecked]
-    return (*unused_keys(composition, multirun=multirun)[1], *taken)
+    return (*unused_keys(composition, multirun=False)[1], *taken)
 
 
 def check_both(composition: Composition, *, multirun: bool = False) -> list[Problem]:
@@ -82,7 +77,7 @@ def check_both(composition: Composition, *, multirun: bool = False) -> list[Prob
 
 
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """Run the first phase, which imports no target."""
+    """Run the first phase, which imports no target; keys about sweeps have an effect in a point of a `multirun` only."""
     problems = list(composition.problems)
     problems += _run_level(composition, RunConfig, composition.values, ())
     alternatives = OtherChoices(composition)
