@@ -77,7 +77,7 @@ def check_both(composition: Composition, *, multirun: bool = False) -> list[Prob
 
 
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """Run the first phase, which imports no target; keys about sweeps have an effect in a point of a `multirun` only."""
+    """Run the first phase, which imports no target; keys about sweeps have an effect in a `multirun` only."""
     problems = list(composition.problems)
     problems += _run_level(composition, RunConfig, composition.values, ())
     alternatives = OtherChoices(composition)
