@@ -33,6 +33,7 @@ from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.reading import open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
+from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
@@ -99,8 +100,7 @@ def _run(
     from trainkit.run.task import run_task  # noqa: PLC0415 - imports torch
 
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
-    fencing_token = FencingToken.from_environ(folder, os.environ)
-    confirm = None if fencing_token is None else fencing_token.check
+    confirm = FencingToken.from_environ(folder, os.environ).check if FENCE in os.environ else None
     cfg = RunConfig.from_dict(values)
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
         plan = plan_from_environ(os.environ, cfg)

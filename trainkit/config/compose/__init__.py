@@ -16,28 +16,6 @@ together by the check; Hydra would end the program at the first one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from trainkit.config.compose.composer import Composer, foreign_keys
-from trainkit.config.composition import Composition
+from trainkit.config.compose.composer import Composer, compose, foreign_keys
 
 __all__ = ["Composer", "compose", "foreign_keys"]
-
-
-def compose(
-    overrides: Sequence[str] = (), *, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()
-) -> Composition:
-    """Compose a run from the shipped configuration, the user's own folders and arguments.
-
-    Hydra's global state is left as it was found.
-
-    Args:
-        overrides: arguments as on the command line, `["model=mlp", "optimizer.lr=0.1"]`.
-        config_dirs: folders of the user's own YAMLs; they come first on the search path.
-        packages: packages that `_target_` may name besides the allowed ones.
-
-    Returns:
-        The composition; its `problems` lists the errors.
-    """
-    return Composer(config_dirs, packages).compose(overrides)

@@ -142,3 +142,21 @@ def foreign_keys(composition: Composition) -> set[str]:
         if any(path[1] in read_document(other).values for other in others):
             found.add(dotted(path))
     return found
+
+
+def compose(
+    overrides: Sequence[str] = (), *, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()
+) -> Composition:
+    """Compose a run from the shipped configuration, the user's own folders and arguments.
+
+    Hydra's global state is left as it was found.
+
+    Args:
+        overrides: arguments as on the command line, `["model=mlp", "optimizer.lr=0.1"]`.
+        config_dirs: folders of the user's own YAMLs; they come first on the search path.
+        packages: packages that `_target_` may name besides the allowed ones.
+
+    Returns:
+        The composition; its `problems` lists the errors.
+    """
+    return Composer(config_dirs, packages).compose(overrides)

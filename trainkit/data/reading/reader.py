@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -90,9 +91,9 @@ class Reader:
         """Collate one shard; random numbers depend on (seed, epoch, first sample of the shard)."""
         if not self._collate_draws:
             samples = self._samples(epoch, indices, keys)
-            _WATCH.begin()
+            _watch().begin()
             batch = function(samples, indices)
-            if not _WATCH.broken:
+            if not _watch().broken:
                 return batch
             self._collate_draws = True
         samples = self._samples(epoch, indices, keys)  # anew: a collate may change the samples that it is given
@@ -101,9 +102,9 @@ class Reader:
 
     def _samples(self, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Sequence[Any]:
         if not self.draws:
-            _WATCH.begin()
+            _watch().begin()
             samples = self._unkeyed(indices)
-            if not _WATCH.broken:
+            if not _watch().broken:
                 return samples
             self.draws = True
         return [self._keyed(epoch, index, key) for index, key in zip(indices, keys, strict=True)]
@@ -171,13 +172,16 @@ class RngWatch:
 
 def result_without_draws(read: Callable[[], _T]) -> _T | None:
     """Return the result of `read`; None if it draws from a default generator."""
-    _WATCH.begin()
+    _watch().begin()
     found = read()
-    return None if _WATCH.broken else found
+    return None if _watch().broken else found
 
 
 def _next_of_torch(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-_WATCH = RngWatch()
+@cache
+def _watch() -> RngWatch:
+    """Return the watch of this process."""
+    return RngWatch()

@@ -78,10 +78,9 @@ class FencingToken:
         return found
 
     @classmethod
-    def from_environ(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self | None:
-        """Return the token of this process's group from its environment; None if a lock is enough."""
-        token = environ.pop(VARIABLE, "")
-        return cls(path=folder.path / _NAME, token=token) if token else None
+    def from_environ(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self:
+        """Return the token of this process's group from its environment, where it is set: a lock may be enough."""
+        return cls(path=folder.path / _NAME, token=environ.pop(VARIABLE))
 
     @property
     def owner(self) -> dict[str, object]:

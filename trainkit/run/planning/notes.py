@@ -21,10 +21,10 @@ from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
+from trainkit.objectives.base import Access
 from trainkit.run.planning.build import build_model, build_objective, matching_groups, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.data_notes import data_notes
-from trainkit.run.planning.objective_notes import objective_notes, objective_problems
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
@@ -281,3 +281,29 @@ def _members(plan: RunPlan, model: nn.Module) -> Iterator[str]:
         more = f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
         listed = f"{len(held)} of {count} parameters: {', '.join(held[:_SHOWN])}{more}" if held else "no parameter"
         yield f"optimizer.groups.{name} holds {listed}"
+
+
+def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
+    """Return what is wrong with the objective of a plan: its terms, its model, and what compiling does not keep."""
+    objective, compiled = plan.components.objective, plan.cfg.compile.mode
+    found = [*_term_problems(plan), *objective.validate_model(model, plan.components.sample)]
+    if compiled != "off" and Access.derivatives in objective.needs:
+        named = f"{type(objective).__name__} {Access.derivatives.value}"
+        rule = f"compiles one backward pass, and {named}, which takes a second. Use compile.mode=off."
+        found.append(Problem(key="compile.mode", value=compiled, rule=rule))
+    return found
+
+
+def objective_notes(plan: RunPlan, model: nn.Module) -> list[str]:
+    """Return the lines that the plan and the summary show of an objective."""
+    return plan.components.objective.notes(model, plan.components.sample)
+
+
+def _term_problems(plan: RunPlan) -> Iterator[Problem]:
+    objective = plan.components.objective
+    taken = {"loss", *objective.metrics()}
+    for place, name in enumerate(objective.term_names):
+        if name in taken or name in objective.term_names[:place]:
+            rule = f"{type(objective).__name__} has the term {name!r} beside a loss, metric or term of that name. "
+            rule += "Give each a name of its own."
+            yield Problem(key="objective", rule=rule)

@@ -13,7 +13,7 @@ from trainkit.bounded_json import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import HangError, LinkError
 from trainkit.run.process.store import reachable, store_of_launch
-from trainkit.time_limits import Pending, call_within
+from trainkit.strategies.rendezvous_store import Pending, call_within
 
 _FIRST_S: Final = 3.0
 _LONGEST_S: Final = 60.0
