@@ -233,7 +233,7 @@ def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
     if _has_validation(plan):
         return
     metric = plan.cfg.eval.metric
-    if metric is not None and metric.startswith("val/"):
+    if metric is not None:
         rule = "no metric gives it: the data has no validation split. Leave it out, or use data that has one."
         yield Problem(key="eval.metric", value=metric, rule=rule), f"eval.metric={metric} is left out"
     for name, node in plan.cfg.callbacks.items():
