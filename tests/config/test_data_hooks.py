@@ -1,0 +1,72 @@
+"""The keys of `data` that name code: what they may name, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.config.check import check
+from trainkit.config.identity import fingerprint
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import build_callable
+from trainkit.errors import ConfigError
+
+CONF = Path(__file__).resolve().parents[1] / "support" / "conf"
+OWN = "tests.support.own_data"
+
+
+def problems(*arguments: str) -> list[str]:
+    try:
+        check(trainkit.compose(["recipe=null", *arguments], config_dirs=[CONF], packages=["tests"]))
+    except ConfigError as error:
+        return [str(problem).removesuffix(" (command line)") for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        f"data.collate={OWN}.pad",
+        f"data.collate={{_target_: {OWN}.hide_words, share: 0.1}}",
+        "data.collate=trainkit.data.collates.PadSequences",
+        "data.batch_transform={_target_: trainkit.data.batch_transforms.MixUp, num_classes: 10}",
+        "data.sampler=trainkit.data.samplers.BalancedClasses",
+        "data.collate=null",
+    ],
+)
+def test_functions_and_classes_are_taken_by_name_or_as_a_node(argument: str) -> None:
+    assert problems(argument) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("data.collate=os.system", "data.collate=os.system: os is not among the packages that targets may come from"),
+        ("data.collate={_target_: os.system}", "data.collate._target_=os.system: os is not among the packages"),
+        (f"data.collate={OWN}.pod", f"data.collate={OWN}.pod: there is no pod in {OWN}."),
+        ("data.collate=torch.nn.Linear", "data.collate=torch.nn.Linear: is no collate, which data.collate needs."),
+        ("data.sampler=torch.utils.data.default_collate", "data.sampler=torch.utils.data.default_collate: is"),
+        ("data.collate=pad", "data.collate=pad: must name a class or function with its module, package.module.Name."),
+        ("data.collate=3", "data.collate=3: must be the dotted name of a function or class"),
+        (f"data.collate={OWN}.hide_words", "data.collate.share: is missing: hide_words needs it."),
+        (f"data.collate={{_target_: {OWN}.hide_words, shore: 1}}", "data.collate.shore: no such key in hide_words."),
+        ("data.collat=x.y", "data.collat: no such key in digits. Did you mean data.collate?"),
+    ],
+)
+def test_what_cannot_be_called_there_is_refused_with_its_key(argument: str, said: str) -> None:
+    assert problems(argument)[0].startswith(said)
+
+
+def test_a_name_in_the_file_of_a_run_obeys_the_same_rule() -> None:
+    with pytest.raises(ConfigError, match=r"data\.collate.*os is not among the packages"):
+        build_callable("os.system", "data.collate")
+
+
+def test_a_key_without_a_value_leaves_the_fingerprint_as_it_was() -> None:
+    plain = {"data": {"_target_": "trainkit.data.sets.digits.Digits", "scaling": "unit"}}
+    unset = {"data": {**plain["data"], "collate": None, "sampler": None}}
+    given = {"data": {**plain["data"], "collate": "trainkit.data.collates.Lists"}}
+    prints = [fingerprint(RunConfig.from_dict(values)) for values in (plain, unset, given)]
+    assert prints[0] == prints[1] != prints[2]
