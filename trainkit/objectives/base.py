@@ -107,15 +107,16 @@ class Loss:
             >>> float(Loss.of_terms(terms, 3.0, factors={"norm": 0.1}).loss_sum)
             7.0
         """
-        given = factors or {}
-        if unknown := given.keys() - terms.keys():
-            raise TrainingError(
-                f"a factor is given for {', '.join(sorted(unknown))}, and the terms are {', '.join(terms)}."
-            )
-        parts = [term * given[name] if name in given else term for name, term in terms.items()]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+        if factors and not factors.keys() <= terms.keys():
+            unknown = ", ".join(sorted(factors.keys() - terms.keys()))
+            raise TrainingError(f"a factor is given for {unknown}, and the terms are {', '.join(terms)}.")
+        total: Tensor | None = None
+        for name, term in terms.items():
+            factor = factors.get(name) if factors else None
+            part = term if factor is None else term * factor
+            total = part if total is None else total + part
+        if total is None:
+            raise TrainingError("a loss of no terms was given.")
         return cls(total, weight, None, outputs, targets, terms)
 
 

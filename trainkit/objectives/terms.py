@@ -11,10 +11,21 @@ from trainkit.objectives.base import Loss, Objective
 
 
 def add_terms(sums: dict[str, Tensor], objective: Objective, loss: Loss) -> None:
-    """Add the terms of a shard's loss to sums by name, detached; nothing is read from the device."""
-    if loss.terms is None and not objective.term_names:
+    """Add the terms of a shard's loss to sums by name, detached; nothing is read from the device.
+
+    It runs for every shard: `terms_of` words the error where a quick look finds one.
+    """
+    names, terms = objective.term_names, loss.terms
+    if terms is None:
+        if names:
+            terms_of(objective, loss)
         return
-    for name, term in terms_of(objective, loss).items():
+    if len(terms) != len(names):
+        terms_of(objective, loss)
+    for name in names:
+        term = terms.get(name)
+        if not isinstance(term, Tensor) or term.dim():
+            term = terms_of(objective, loss)[name]
         seen = term.detach()
         sums[name] = sums[name] + seen if name in sums else seen
 

@@ -62,7 +62,7 @@ class TaskSession:
         self._stop_requested = stop_requested
         self._data_state: dict[str, Any] | None = None
         self._on_phase = on_phase
-        self._evaluation_due = False
+        self._evaluation_due, self._failed = False, False
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
         model = transformed_model(self.cfg, strategy)
@@ -85,7 +85,6 @@ class TaskSession:
                 on_phase=self._step_phase,
             )
         )
-        self._failed = False
         self._cleanup.callback(self._leave)
         self.run = make_run_view(self.plan, self.executor, folder, notes)
         self.run.measure = self._measure
