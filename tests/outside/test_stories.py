@@ -25,13 +25,15 @@ EVERYWHERE: Final = {
     "central_storage": "proved and resumed",
     "device_map": "proved and resumed",
     "local_sgd": "resumed; another training by its own statement",
-    "multi_worker_mirrored": "resumed; not proved: ",
+    "multi_worker_mirrored": "proved and resumed",
     "parameter_server": "proved and resumed",
-    "pipeline": "refused: ",
-    "tensor_parallel": "refused: ",
-    "tpu": "refused: ",
+    "pipeline": "refused: objective=",
+    "tensor_parallel": "refused: strategy.plan=auto: ",
+    "tpu": "refused: torch_xla: ",
 }
 """Strategy -> how the result of a story begins."""
+EXCEPTIONS: Final = {("augmented_images", "pipeline"): "proved and resumed"}
+"""The story with an objective that needs outputs and targets alone."""
 
 
 def parameters() -> list[Any]:
@@ -68,7 +70,8 @@ def test_a_story_is_proved_and_resumed_by_each_strategy_or_refused_by_name(
 ) -> None:
     outcomes = dict(line.split(": ", 1) for line in tell(name, "every"))
     assert outcomes.keys() == EVERYWHERE.keys()
-    for strategy, start in EVERYWHERE.items():
+    for strategy, usual in EVERYWHERE.items():
+        start = EXCEPTIONS.get((name, strategy), usual)
         assert outcomes[strategy].startswith(start), f"{strategy}: {outcomes[strategy]}"
 
 
