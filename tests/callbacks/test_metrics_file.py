@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks.metrics_file import MetricsFile, keep_until
+from trainkit.objectives.tables import Table
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -62,3 +63,16 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     file.log(run, row(1))
     file.run_end(run, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_are_lines_of_json_and_a_resumed_run_drops_those_to_come(tmp_path: Path) -> None:
+    table = Table(columns=("class", "recall"), rows=(("cat", 0.5), ("dog", math.nan)))
+    for step in (10, 20):
+        file = MetricsFile()
+        file.eval_tables(run_double(tmp_path, step=step), {"val/each": table})
+        file.run_end(run_double(tmp_path), {})
+    MetricsFile().run_start(run_double(tmp_path, step=10))
+    assert (tmp_path / "tables.jsonl").read_text() == (
+        '{"step": 10, "epoch": 0.1, "name": "val/each", "columns": ["class", "recall"], '
+        '"rows": [["cat", 0.5], ["dog", null]]}\n'
+    )

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from trainkit.errors import DataError, TrainingError
+from trainkit.objectives.classification import Classification
 from trainkit.objectives.own_loss import ModelComputesLoss
 
 SCORES = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -53,3 +55,41 @@ def test_a_model_without_a_loss_is_named() -> None:
 def test_a_batch_without_the_labels_is_named() -> None:
     with pytest.raises(DataError, match=r"^a batch holds target, and no labels\. Name its targets by objective.labels"):
         ModelComputesLoss().loss(lambda **_: {"loss": torch.tensor(1.0)}, {"target": LABELS})
+
+
+class Reporting(nn.Module):
+    """Takes tokens, a mask and labels, as models of transformers do; predicts each next label."""
+
+    loss_type = "ForCausalLM"
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> object:
+        raise NotImplementedError
+
+
+SAMPLE = {"input_ids": torch.zeros(3), "attention_mask": torch.ones(3), "labels": torch.zeros(3)}
+
+
+def test_a_shard_without_a_label_adds_nothing() -> None:
+    scores = SCORES.clone().requires_grad_()
+    loss = ModelComputesLoss(shifted=True).loss(causal, {"scores": scores, "labels": torch.full((2, 4), -100)})
+    loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+    assert (float(loss.loss_sum.detach()), int(loss.weight)) == (0, 0)
+    assert scores.grad is not None
+    assert not scores.grad.any()
+
+
+def test_a_model_with_a_loss_of_its_own_is_recognised() -> None:
+    (said,) = Classification().notes(Reporting(), SAMPLE)
+    assert said == (
+        "Reporting computes its own loss, and this objective leaves out attention_mask: "
+        "objective=own_loss passes every field."
+    )
+    (said,) = ModelComputesLoss().notes(Reporting(), SAMPLE)
+    assert "objective.shifted=true counts the targets exactly" in said
+    assert ModelComputesLoss(shifted=True).notes(Reporting(), SAMPLE) == []
+
+
+def test_a_field_that_the_model_does_not_take_is_refused() -> None:
+    (problem,) = ModelComputesLoss().validate_model(Reporting(), {**SAMPLE, "text": "a"})
+    assert "takes no text. It takes input_ids, attention_mask, labels." in str(problem)
+    assert ModelComputesLoss().validate_model(Reporting(), SAMPLE) == []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from trainkit.callbacks.tensorboard import grid, png_bytes
+from trainkit.objectives.tables import Table
 from trainkit.report.events import EventFile
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ def test_tensorboard_reads_how_often_each_number_was_seen(tmp_path: Path) -> Non
     assert (found.step, counts.min, counts.max, counts.num, counts.sum) == (11, 0, 3, 11, 14)
     assert list(counts.bucket) == [1, 8, 0, 2]
     assert list(counts.bucket_limit) == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_tensorboard_reads_a_table_as_text(tmp_path: Path) -> None:
+    table = Table(columns=("class", "recall"), rows=(("cat", 0.5),))
+    events = EventFile(tmp_path)
+    events.text("val/each", table.markdown(), step=11, wall_time=1000.5)
+    events.close()
+    (found,) = read(tmp_path).Tensors("val/each")
+    assert (found.step, found.tensor_proto.string_val[0].decode()) == (11, table.markdown())
+    metadata = read(tmp_path).SummaryMetadata("val/each")
+    assert metadata.plugin_data.plugin_name == "text"
 
 
 def test_nothing_is_written_between_two_flushes(tmp_path: Path) -> None:
