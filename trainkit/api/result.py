@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from trainkit.api.objects import Given, registered
+from trainkit.reading import read_bytes
 from trainkit.report.numbers import figure
 from trainkit.run.folder.model_file import load_model
 
@@ -72,7 +73,7 @@ class TrainingResult(dict[str, Any]):
         plots = sorted((self.folder / "plots").glob("*.png"))[:_MOST]
         images = "".join(
             f"<img alt='{html.escape(plot.stem)}' style='max-width:32em' "
-            f"src='data:image/png;base64,{base64.b64encode(plot.read_bytes()).decode()}'>"
+            f"src='data:image/png;base64,{base64.b64encode(read_bytes(plot)).decode()}'>"
             for plot in plots
         )
         return f"<table>{cells}</table><div>{images}</div>"
