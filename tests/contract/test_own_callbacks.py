@@ -86,6 +86,14 @@ def test_what_a_callback_evaluates_is_the_same_on_every_placement(tmp_path: Path
             assert same == pytest.approx(one, rel=1e-12)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_tensors_that_are_alike_are_kept_where_ranks_save_together(strategy: str, tmp_path: Path) -> None:
+    same = (*SAME, "callbacks=[counts]", f"strategy={strategy}")
+    run(tmp_path / "part", *same, "stop_at_step=3")
+    resumed = run(tmp_path / "resumed", *SAME, "callbacks=[counts]", f"resume={tmp_path / 'part'}")
+    assert load(Path(resumed["last"])).tensors["callback/tests.support.own_callbacks.Counts/count"] == 6
+
+
 def test_tensors_that_a_rank_holds_alone_are_refused(tmp_path: Path) -> None:
     said = "the state of the callback tests.support.own_callbacks.Averages holds other tensors on rank 1 than on rank 0"
     with pytest.raises(TrainingError, match=said):

@@ -86,3 +86,22 @@ class Averages(Callback):
 def _parts(model: nn.Module) -> dict[str, Tensor]:
     parts = {name: getattr(param, "_local_tensor", param) for name, param in model.named_parameters()}
     return {name: part.detach() if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+
+
+class Counts(Callback):
+    """Keeps a count in a tensor, the same on every rank."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros((), dtype=torch.int64)
+
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
+        """Count the step."""
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"count": self.count}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue the count."""
+        self.count = saved["count"]
