@@ -17,7 +17,6 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,7 +39,7 @@ from trainkit.run.session.restore import loader_of, make_step_context
 from trainkit.strategies.base import Executor, SetupRequest
 
 COMMON = ("recipe=null", "loader.cache=false", "callbacks=[]", "logger=[]", "steps=1000000", "log_every_steps=1000000")
-KINDS: Mapping[str, tuple[str, ...]] = {
+KINDS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "collate": ("data.collate=benchmarks.own_code.stacked",),
 }

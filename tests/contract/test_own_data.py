@@ -124,6 +124,7 @@ def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_pat
         run(tmp_path / "b", *RAGGED, f"data.collate={OWN}.drop_one")
     with pytest.raises(ConfigError, match=r"loader\.cache=true: data\.collate makes its batches of single samples"):
         run(tmp_path / "c", *RAGGED, f"data.collate={OWN}.pad", "loader.cache=true")
+    assert not (tmp_path / "c").exists()
     with pytest.raises(ConfigError, match=r"data\.collate=os\.listdir: os is not among the packages"):
         run(tmp_path / "d", *RAGGED, "data.collate=os.listdir")
 

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
-from trainkit.errors import DataError, TrainkitError
+from trainkit.data.reading.iterable import Stream
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.generators import Untouched, generators_of
 from trainkit.numerics.order import SampleOrder, WeightedOrder
 from trainkit.numerics.randomness import transform_key
@@ -196,6 +197,27 @@ class DataHooks:
             transform=None if transform is None else UserTransform(function=transform[0], name=transform[1]),
             sampler=None if sampler is None else UserSampler(function=sampler[0], name=sampler[1]),
         )
+
+    def refuse_misfits(self, dataset: Any, *, cache: object) -> None:
+        """Refuse what does not go together with the training split; the weights of a sampler are computed.
+
+        Args:
+            dataset: the training split.
+            cache: the value of `loader.cache`.
+
+        Raises:
+            ConfigError: keys exclude each other, or one has no effect on this dataset.
+            DataError: the sampler fails, or does not give a weight for each sample.
+        """
+        if self.collate is not None and cache is True:
+            rule = "data.collate makes its batches of single samples. Use auto."
+            raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
+        if self.sampler is None:
+            return
+        if isinstance(dataset, Stream):
+            rule = "an iterable dataset has an order of its own. Use a map-style dataset, or leave it out."
+            raise ConfigError([Problem(key="data.sampler", value=self.sampler.name, rule=rule)])
+        self.sampler.cumulative(dataset)
 
     def order(self, dataset: Any, *, seed: int, shuffle: bool) -> SampleOrder | WeightedOrder:
         """Return which sample is at which position of an epoch."""

@@ -138,19 +138,14 @@ def _choose(
     num_steps: int,
     hooks: DataHooks,
 ) -> BatchSource:
+    hooks.refuse_misfits(dataset, cache=settings.cache)
     if isinstance(dataset, Stream):
-        if hooks.sampler is not None:
-            rule = "an iterable dataset has an order of its own. Use a map-style dataset, or leave it out."
-            raise ConfigError([Problem(key="data.sampler", value=hooks.sampler.name, rule=rule)])
         return StreamReader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
     positions = Positions(plan, hooks.order(dataset, seed=seed, shuffle=settings.shuffle))
     if hooks.collate is None:
         in_memory = _in_memory(dataset, positions, device=device, settings=settings)
         if in_memory is not None:
             return in_memory
-    elif settings.cache is True:
-        rule = "data.collate makes its batches of single samples. Use auto."
-        raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
     if settings.num_workers == 0:
         reader = Reader(dataset, seed=seed, collate=hooks.collate)
         return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, device=device)

@@ -184,6 +184,7 @@ def make_plan(
     if problems:
         raise ConfigError(problems)
     refuse_unknown_fields(parts)
+    parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache)
     replicas = parts.strategy.num_replicas(facts)
     batch = _batch_plan(cfg, parts, replicas)
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
