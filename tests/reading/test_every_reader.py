@@ -37,7 +37,6 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     },
     "config/targets/checks.py": {"read_text": "the same"},
     "config/secrets.py": {"json.loads": "a variable of the user's own environment"},
-    "run/rendezvous/local_workers.py": {"json.loads": "a variable that the parent sets"},
     "run/process/fork_server.py": {
         "open": "the null device",
         "json.loads": "a pair of sockets between a process and its parent",
