@@ -13,7 +13,8 @@ from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import class_node
 from trainkit.data.reading.iterable import Stream
-from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
+from trainkit.frames import first_line, with_frames
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.hashing import key32, name_id
 
@@ -90,7 +91,7 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         part = node if own_nodes is None else own_nodes(node, split)
         takes_split = own_nodes is None and _takes_split(resolve_target(part["_target_"], PLACES["data"]))
         with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
-            built[split] = _by_position(build(part, "data", split=split) if takes_split else build(part, "data"))
+            built[split] = _by_position(_made(part, split, {"split": split} if takes_split else {}))
         if size_of(built[split]) == 0:
             raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
     return built
@@ -139,7 +140,41 @@ def size_of(dataset: Any) -> int:
             f"{name} has no length, so that no epoch can be planned. Give it __len__, or name it as the source of a "
             "stream with a number of samples: data=stream data.source._target_=... data.num_samples=N."
         )
-    return len(dataset)
+    try:
+        return len(dataset)
+    except (TypeError, ValueError) as error:
+        text = f"the length of {name} is no number of samples: {first_line(error)}."
+        raise DataError(with_frames(text, error)) from error
+
+
+def read_sample(dataset: Any, place: int) -> Any:
+    """Return a sample of a dataset.
+
+    Raises:
+        DataError: the dataset raised an error of its own.
+    """
+    try:
+        return dataset[place]
+    except TrainkitError:
+        raise
+    except Exception as error:
+        text = f"sample {place} of {type(dataset).__name__} cannot be read: {first_line(error)}."
+        raise DataError(with_frames(text, error)) from error
+
+
+def _made(node: Mapping[str, Any], split: str, given: Mapping[str, Any]) -> Any:
+    """Build the dataset of a split.
+
+    Raises:
+        DataError: its constructor raised an error of its own.
+    """
+    try:
+        return build(node, "data", **given)
+    except TrainkitError:
+        raise
+    except Exception as error:
+        text = f"the {split} split of {node['_target_']} cannot be made: {first_line(error)}."
+        raise DataError(with_frames(text, error)) from error
 
 
 def _takes_split(target: Any) -> bool:

@@ -13,6 +13,7 @@ from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
 from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.planning.shared_plan import plan_to_environ
@@ -72,6 +73,7 @@ def _train(
             [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
         )
     model = meta_model(plan)
+    refuse_misfits(plan, model)
     refuse_lack_of_room(plan, model, start.folder, run_dir)
     found = [*model_notes(plan, model, is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)

@@ -20,7 +20,7 @@ from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.build import build
 from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks
-from trainkit.data.splits import build_splits
+from trainkit.data.splits import build_splits, read_sample
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
@@ -58,7 +58,7 @@ class Components:
         if not hasattr(train, "__getitem__"):
             return None
         with Untouched(seed=0):
-            return train[0]
+            return read_sample(train, 0)
 
     @cached_property
     def example(self) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.frames import first_line, with_frames
 from trainkit.run.planning.build import build_model, make_optimizer
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import estimate_memory
@@ -56,7 +57,23 @@ def meta_model(plan: RunPlan) -> nn.Module:
         if "Storage size calculation overflowed" in str(error):
             rule = f"has a parameter that no memory holds: {str(error).splitlines()[0]}. Use smaller sizes."
             raise ConfigError([Problem(key="model", rule=rule)]) from None
+        return _with_data(plan)
+
+
+def _with_data(plan: RunPlan) -> nn.Module:
+    """Build the model with data.
+
+    Raises:
+        ConfigError: its constructor raised an error of its own.
+    """
+    try:
         return build_model(plan.cfg)
+    except TrainkitError:
+        raise
+    except Exception as error:
+        rule = f"cannot be made: {first_line(error)}."
+        target = plan.cfg.model["_target_"]
+        raise ConfigError([Problem(key="model._target_", value=target, rule=with_frames(rule, error))]) from error
 
 
 def memory_of(plan: RunPlan, model: nn.Module) -> Memory:

@@ -29,6 +29,7 @@ def run(call: Call) -> int:
     composition = call.compose()
     from trainkit.api import launch_environment_of  # noqa: PLC0415 - not for --help
     from trainkit.run.planning.memory import memory_of, meta_model  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.strategies.capabilities import describe_partition  # noqa: PLC0415 - imports torch
@@ -36,6 +37,7 @@ def run(call: Call) -> int:
     try:
         plan = make_plan(composition.cfg, num_gpus=world, launch=launch_environment_of(composition.cfg))
         model = meta_model(plan)
+        refuse_misfits(plan, model)
         notes = [*model_notes(plan, model, composition.is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         memory = memory_of(plan, model)

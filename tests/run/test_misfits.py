@@ -1,0 +1,203 @@
+"""What does not fit together is refused before the first step: one screen, the key, the sample, the remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli import main
+
+PACKAGE = """
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional
+from trainkit.objectives.base import Loss, Metric, Objective
+from trainkit.objectives.classification import Classification
+
+SAMPLES = {
+    "plain": lambda x, y: (x, y),
+    "float64": lambda x, y: (x.double(), y),
+    "int_input": lambda x, y: (x.long(), y),
+    "high_label": lambda x, y: (x, y + 2),
+    "negative_label": lambda x, y: (x, -1),
+    "float_label": lambda x, y: (x, float(y)),
+    "text_label": lambda x, y: (x, "cat"),
+    "text_input": lambda x, y: ("cat", y),
+    "list_of_ints": lambda x, y: ([1, 2, 3], y),
+    "nothing": lambda x, y: (None, y),
+    "alone": lambda x, y: x,
+    "objects": lambda x, y: (numpy.array(["a", "b"], dtype=object), y),
+    "one_hot": lambda x, y: (x, torch.eye(3)[y]),
+    "two_labels": lambda x, y: (x, torch.tensor([y, y])),
+    "ragged": lambda x, y: (torch.cat([x, x[:y]]), y),
+    "wrong_keys": lambda x, y: {"sound": x, "word": y},
+}
+
+
+class Data(torch.utils.data.Dataset):
+    splits = ("train",)
+
+    def __init__(self, kind: str = "plain"):
+        if kind == "absent":
+            raise FileNotFoundError("no such file: train.csv")
+        self.kind = kind
+
+    def __len__(self):
+        return {"negative_length": -3, "length_of_text": "40"}.get(self.kind, 40)
+
+    def __getitem__(self, index):
+        if self.kind == "broken":
+            raise KeyError("column")
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return SAMPLES.get(self.kind, SAMPLES["plain"])(x, index % 3)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str = "plain", width: int = 8):
+        super().__init__()
+        if kind == "broken":
+            raise ValueError("cannot be negative")
+        self.kind = kind
+        self.layer = nn.Linear(width, 3)
+
+    def forward(self, x):
+        scores = self.layer(x)
+        if self.kind == "raises":
+            raise RuntimeError("a mistake of mine")
+        if self.kind == "in_place":
+            return torch.relu_(scores.exp()).mul_(2)
+        return {
+            "plain": scores, "nothing": None, "dict": {"out": scores}, "vector": scores.sum(1), "fewer": scores[:1],
+            "detached": scores.detach(),
+        }[self.kind]
+
+
+class Own(Objective):
+    def __init__(self, kind: str = "plain"):
+        self.kind = kind
+
+    def loss(self, model, batch):
+        x, y = batch
+        each = functional.cross_entropy(model(x), y, reduction="none")
+        if self.kind == "raises":
+            raise ZeroDivisionError("a mistake of mine")
+        if self.kind == "tensor":
+            return each.sum()
+        return Loss(loss_sum={"vector": each, "number": float(each.sum())}[self.kind], weight=float(len(y)))
+
+
+class NoMetric(Metric):
+    def update(self, loss, batch):
+        raise ValueError("a mistake of mine")
+
+    def compute(self, collective):
+        return 0.0
+
+
+class Measured(Classification):
+    def metrics(self):
+        return {"odd": NoMetric()}
+
+
+class Nothing:
+    pass
+
+
+def no_model():
+    return 3
+
+
+def no_schedule():
+    return "slow"
+"""
+ARGUMENTS = ("--allow-package", "misfit_pkg", "recipe=null", "quiet=true", "steps=2", "batch.global_size=8")
+OWN = ("data._target_=misfit_pkg.Data", "model._target_=misfit_pkg.Net", "callbacks=[]", "logger=[]")
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "misfit_pkg.py").write_text(PACKAGE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("misfit_pkg", None)
+
+
+def data(kind: str) -> tuple[str, ...]:
+    return (*OWN, f"data.kind={kind}")
+
+
+def net(kind: str) -> tuple[str, ...]:
+    return (*OWN, f"model.kind={kind}")
+
+
+def own(kind: str) -> tuple[str, ...]:
+    return (*OWN, "objective._target_=misfit_pkg.Own", f"objective.kind={kind}")
+
+
+MLP = ("data._target_=misfit_pkg.Data", "callbacks=[]", "logger=[]", "model=mlp")
+CASES = [
+    (data("float64"), 3, "the model computes in float32", "float64 (8,)", "x.float()"),
+    (data("int_input"), 3, "the model computes in float32", "int64 (8,)"),
+    (data("high_label"), 2, "model._target_=misfit_pkg.Net", "gives 3 classes, and a target is 3. Give it 4 or more"),
+    (data("negative_label"), 3, "a target among the samples 0, 10, 20 and 30 is -1"),
+    (data("float_label"), 3, "the targets are float32", "int(y)"),
+    (data("text_label"), 3, "a field of the samples is text ('cat')"),
+    (data("text_input"), 2, "the model raised"),
+    (data("list_of_ints"), 2, "((int, int, int), int)", "in forward: scores = self.layer(x)"),
+    (data("nothing"), 3, "sample 0 cannot be part of a batch"),
+    (data("alone"), 3, "objective.input=NAME"),
+    (data("objects"), 3, "sample 0 cannot be part of a batch"),
+    (data("one_hot"), 3, "the targets are float32", "float32 (8,), float32 (3,)"),
+    (data("two_labels"), 2, "the objective raised", "int64 (2,)"),
+    (data("ragged"), 3, "Samples of several sizes need a collate"),
+    (data("wrong_keys"), 3, "objective.input=NAME"),
+    (data("absent"), 3, "the train split of misfit_pkg.Data cannot be made: FileNotFoundError", "train.csv"),
+    (data("broken"), 3, "sample 0 of Data cannot be read: KeyError: 'column'", "in __getitem__"),
+    (data("negative_length"), 3, "the length of Data is no number of samples"),
+    (data("length_of_text"), 3, "the length of Data is no number of samples"),
+    (net("broken"), 2, "model._target_=misfit_pkg.Net: cannot be made: ValueError: cannot be negative", "in __init__"),
+    (net("raises"), 2, "RuntimeError: a mistake of mine", "in forward"),
+    (net("nothing"), 2, "the model returns a NoneType"),
+    (net("dict"), 2, "the model returns a dict"),
+    (net("vector"), 2, "The model gave float32 (4,)"),
+    (net("fewer"), 2, "The model gave float32 (1, 3)"),
+    (net("detached"), 2, "the loss does not depend on a parameter that is trained"),
+    (net("in_place"), 2, "modified by an inplace operation"),
+    ((*OWN, "model.width=9"), 2, "model.width=9: the layer takes 9 features, and it gets 8. Use 8"),
+    ((*MLP, "model.in_features=9", "model.out_features=3"), 2, "model.in_features=9: the layer takes 9 features"),
+    ((*MLP, "model.in_features=8", "model.out_features=2"), 2, "model.out_features=2: the model gives 2 classes"),
+    ((OWN[0], "model._target_=misfit_pkg.no_model"), 2, "gives a int, not a torch.nn.Module"),
+    (own("raises"), 2, "objective._target_=misfit_pkg.Own", "ZeroDivisionError: a mistake of mine", "in loss"),
+    (own("tensor"), 2, "Own.loss returns a Tensor", "Loss(loss_sum=..., weight=...)"),
+    (own("vector"), 2, "gives loss_sum of shape (4,)", "sum it"),
+    (own("number"), 2, "gives loss_sum as a float"),
+    ((*OWN, "objective._target_=misfit_pkg.Nothing"), 2, "gives a Nothing, not a trainkit Objective"),
+    ((*OWN, "objective._target_=torch.nn.CrossEntropyLoss"), 2, "is no trainkit Objective"),
+    ((*OWN, "objective._target_=misfit_pkg.Measured"), 2, "raised ValueError: a mistake of mine", "in update"),
+    ((*OWN, "schedule._target_=misfit_pkg.no_schedule"), 2, "gives a str, not a schedule"),
+    ((*OWN, "+callbacks.x._target_=misfit_pkg.Nothing"), 2, "callbacks.x._target_", "is no trainkit Callback"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[" ".join(case[0][-2:])[-60:] for case in CASES])
+def test_a_misfit_is_one_screen_and_leaves_nothing_behind(
+    case: tuple[tuple[str, ...], int, *tuple[str, ...]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments, code, *texts = case
+    assert main([*ARGUMENTS, *arguments]) == code
+    shown = capfd.readouterr().err
+    for text in texts:
+        assert text in shown, shown
+    assert len(shown.splitlines()) <= 8, shown
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_what_fits_is_not_refused_for_needing_a_larger_batch_than_the_check(tmp_path: Path) -> None:
+    large = "class Large(Net):\n    def forward(self, x):\n        assert len(x) > 5\n        return self.layer(x)\n"
+    (tmp_path / "misfit_pkg.py").write_text(PACKAGE + large)
+    assert main(["plan", *ARGUMENTS, OWN[0], "model._target_=misfit_pkg.Large"]) == 0

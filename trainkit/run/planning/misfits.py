@@ -1,0 +1,268 @@
+"""Run a few samples through the model and the objective before anything starts, and explain what does not fit.
+
+A model of at most 50 million parameters runs on the CPU, a larger one on torch's `meta` device, which has shapes and
+dtypes but no numbers. What only that device, or only the CPU, cannot run is not refused.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trainkit.config.targets.build import TARGET, build, resolve_target
+from trainkit.data.reading.collate import shape_text
+from trainkit.data.splits import read_sample, size_of
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
+from trainkit.frames import first_line, with_frames
+from trainkit.objectives.base import Loss, Objective
+from trainkit.run.planning.build import build_model
+from trainkit.run.planning.coupling import kept_generators
+from trainkit.run.planning.plan import RunPlan
+from trainkit.trainer.events import Callback
+
+_CHEAP: Final = 50_000_000
+"""Up to this number of parameters, the model is run with numbers."""
+_SAMPLES: Final = 4
+_FEATURES: Final = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+_DTYPES: Final = re.compile(r"same dtype|expected scalar type|not implemented for '|should be the same")
+_TARGET: Final = re.compile(r"Target (-?\d+) is out of bounds")
+_GROUP: Final = re.compile(r"process group|torch\.distributed", re.IGNORECASE)
+_ELSEWHERE: Final = re.compile(r"cuda|triton|'CPU' backend|not implemented for|on CPU|no kernel", re.IGNORECASE)
+
+
+def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
+    """Refuse data, a model and an objective that do not fit together.
+
+    Args:
+        plan: the run.
+        model: the model, possibly without data; it is not changed.
+
+    Raises:
+        ConfigError: a key or a class must change.
+        DataError: a sample must change.
+    """
+    if problems := [*_wrong_kinds(plan)]:
+        raise ConfigError(problems)
+    dataset = plan.components.datasets["train"]
+    if not hasattr(dataset, "__getitem__"):
+        return  # reading a stream twice may cost more than its first error
+    with kept_generators(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        count = size_of(dataset)
+        few = max(2, min(_SAMPLES, plan.batch.micro_size))
+        error = _try(plan, model, [place * count // few for place in range(few)])
+        if error is not None and plan.batch.micro_size > few:
+            # What needs a larger batch than a few samples does fit.
+            error = _try(plan, model, range(min(plan.batch.micro_size, count))) and error
+    if error is not None:
+        raise error
+
+
+def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the problems of objects that are not what their group needs."""
+    parts, cfg = plan.components, plan.cfg
+    if not isinstance(parts.objective, Objective):
+        rule = f"gives a {type(parts.objective).__name__}, not a trainkit Objective."
+        yield Problem(key="objective._target_", value=cfg.objective["_target_"], rule=rule)
+    if not callable(parts.schedule):
+        rule = f"gives a {type(parts.schedule).__name__}, not a schedule, which is called with the step."
+        yield Problem(key="schedule._target_", value=cfg.schedule["_target_"], rule=rule)
+    for group, nodes in {"callbacks": cfg.callbacks, "logger": cfg.logger}.items():
+        for name, node in nodes.items():
+            target = resolve_target(node[TARGET])
+            if isinstance(target, type) and not issubclass(target, Callback):
+                rule = "is no trainkit Callback: derive it from trainkit.trainer.events.Callback."
+                yield Problem(key=f"{group}.{name}._target_", value=node[TARGET], rule=rule)
+
+
+def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitError | None:
+    """Run samples once; return what does not fit."""
+    samples = [read_sample(plan.components.datasets["train"], place) for place in places]
+    batch = plan.components.hooks.collate_function(samples, places)
+    numbers = sum(param.numel() for param in model.parameters()) <= _CHEAP
+    trial = _Trial(plan=plan, places=places, samples=samples, batch=batch, numbers=numbers)
+    return trial.run(model)
+
+
+@dataclass
+class _Trial:
+    """One pass over a few samples."""
+
+    plan: RunPlan
+    places: Sequence[int]
+    samples: Sequence[Any]
+    batch: Any
+    numbers: bool
+    """Whether the model has numbers; otherwise it is on torch's meta device."""
+    part: str = "objective"
+    """What is running: model, objective, or the backward pass of the model."""
+    outputs: Any = None
+
+    def run(self, model: nn.Module) -> TrainkitError | None:
+        """Compute the loss and its gradients; return what fails."""
+        precision = self.plan.components.precision
+        batch = self.batch
+        if self.numbers:
+            model = build_model(self.plan.cfg)
+        elif any(param.device.type != "meta" for param in model.parameters()):
+            return None  # a copy of a large model would not fit
+        else:
+            batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+        objective: Objective = build(self.plan.cfg.objective, "objective")
+        hooks = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after),
+        ]
+        try:
+            with torch.enable_grad(), precision.autocast(["cpu"]) if self.numbers else nullcontext():
+                loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
+            _count(objective, loss, batch, numbers=self.numbers)
+            problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
+            if problem is None and self.numbers and isinstance(loss.loss_sum, Tensor) and loss.loss_sum.requires_grad:
+                self.part = "model"
+                loss.loss_sum.backward()
+        except TrainkitError as error:
+            return error if error.exit_code != 1 else self._config_error(str(error), error)
+        except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
+            return self._explained(error)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return None if problem is None else ConfigError([problem])
+
+    def _before(self, _module: nn.Module, _args: Any) -> None:
+        self.part = "model"
+
+    def _after(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
+        self.part, self.outputs = "objective", outputs
+
+    def _explained(self, error: Exception) -> TrainkitError | None:
+        if self._is_of_this_device(error):
+            return None
+        found = self._of_model(error) if self.part == "model" else self._of_objective(error)
+        return found or self._config_error(self._seen(error), error)
+
+    def _is_of_this_device(self, error: Exception) -> bool:
+        """Return whether only the CPU, only the meta device, or only a process without a group cannot run it."""
+        text = str(error)
+        if isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
+            return True
+        if not self.numbers:
+            return _FEATURES.search(text) is None
+        return _ELSEWHERE.search(text) is not None and any(task.device != "cpu" for task in self.plan.tasks)
+
+    def _of_model(self, error: Exception) -> TrainkitError | None:
+        if found := _FEATURES.search(str(error)):
+            return self._width(int(found[1]), int(found[2]), error)
+        return self._input_dtype(error) if _DTYPES.search(str(error)) else None
+
+    def _of_objective(self, error: Exception) -> TrainkitError | None:
+        if found := _TARGET.search(str(error)):
+            return self._class_out_of_range(int(found[1]), error)
+        odd = self._odd_targets()
+        return None if odd is None else DataError(with_frames(f"{odd} {self._seen(error)}", error))
+
+    def _width(self, given: int, wanted: int, error: Exception) -> ConfigError:
+        key = self._key_of(wanted)
+        rule = (
+            f"the layer takes {wanted} features, and it gets {given}. Use {given}, or other data. {self._seen(error)}"
+        )
+        return self._config_error(rule, error, key=key, value=wanted)
+
+    def _class_out_of_range(self, target: int, error: Exception) -> TrainkitError:
+        classes = next((leaf.shape[1] for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)), 0)
+        if target < 0:
+            return DataError(
+                f"a target among the samples {_listed(self.places)} is {target}, and classes are counted from 0. "
+                "Correct the targets of the dataset."
+            )
+        rule = f"the model gives {classes} classes, and a target is {target}. Give it {target + 1} or more."
+        return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(classes), value=classes)
+
+    def _input_dtype(self, error: Exception) -> TrainkitError:
+        return DataError(
+            with_frames(
+                f"the model computes in {_name(self.plan.components.precision.model_dtype)}, and the input has another "
+                f"dtype. Convert it in the dataset, x.float() or x.long(), or choose another precision. "
+                f"{self._seen(error)}",
+                error,
+            )
+        )
+
+    def _odd_targets(self) -> str | None:
+        """Return what is wrong with targets that are text or of a dtype that the loss does not take."""
+        leaves = tree_leaves(self.batch)
+        texts = [leaf for leaf in leaves if isinstance(leaf, str)]
+        if texts:
+            return f"a field of the samples is text ({texts[0]!r}). Make it a number in the dataset."
+        outputs = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+        targets = leaves[-1] if isinstance(leaves[-1], Tensor) else None
+        if targets is None or not outputs or "lassification" not in str(self.plan.cfg.objective.get("_target_")):
+            return None
+        if targets.is_floating_point():
+            return (
+                f"the targets are {_name(targets.dtype)}, and classes are whole numbers (int64). Convert them in the "
+                "dataset, int(y), or use objective=regression."
+            )
+        return None
+
+    def _key_of(self, size: int) -> str:
+        """Return the only key of the model that has this size; the group if there is none."""
+        named = [f"model.{key}" for key, value in self.plan.cfg.model.items() if value == size and value is not True]
+        return named[0] if len(named) == 1 else "model"
+
+    def _config_error(self, rule: str, error: BaseException, *, key: str = "", value: Any = None) -> ConfigError:
+        if "." not in key:
+            node = self.plan.cfg.model if self.part == "model" or key == "model" else self.plan.cfg.objective
+            key, value = f"{key or self.part}.{TARGET}", node[TARGET]
+        return ConfigError([Problem(key=key, value=value, rule=with_frames(rule, error))])
+
+    def _seen(self, error: BaseException) -> str:
+        """Return what was run, and how it failed."""
+        gave = "" if self.outputs is None else f" The model gave {shape_text(self.outputs)}."
+        first = shape_text(self.samples[0])
+        who = "the model" if self.part == "model" else "the objective"
+        where = f"With samples {_listed(self.places)}, the first of them {first}"
+        return f"{where}, {who} raised {first_line(error)}.{gave}"
+
+
+def _count(objective: Objective, loss: object, batch: Any, *, numbers: bool) -> None:
+    """Let the metrics of the objective count the batch, as an evaluation does."""
+    if numbers and isinstance(loss, Loss):
+        with torch.no_grad():
+            for metric in objective.metrics().values():
+                metric.update(loss, batch)
+
+
+def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Problem | None:
+    """Return what is wrong with the result of an objective."""
+    name = type(objective).__name__
+    if not isinstance(loss, Loss):
+        rule = f"{name}.loss returns a {type(loss).__name__}. It must return Loss(loss_sum=..., weight=...)."
+        return Problem(key="objective", rule=rule)
+    if not isinstance(loss.loss_sum, Tensor):
+        rule = f"{name}.loss gives loss_sum as a {type(loss.loss_sum).__name__}. It must be a tensor with its graph."
+        return Problem(key="objective", rule=rule)
+    if loss.loss_sum.dim():
+        rule = f"{name}.loss gives loss_sum of shape {tuple(loss.loss_sum.shape)}. It must be one number: sum it."
+        return Problem(key="objective", rule=rule)
+    if trains and not loss.loss_sum.requires_grad:
+        rule = "the loss does not depend on a parameter that is trained. Is an output detached, or made a number?"
+        return Problem(key="objective", rule=rule)
+    return None
+
+
+def _listed(places: Sequence[int]) -> str:
+    return f"{', '.join(map(str, places[:-1]))} and {places[-1]}" if len(places) <= _SAMPLES else f"0 to {places[-1]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
