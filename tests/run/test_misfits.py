@@ -140,7 +140,7 @@ def own(kind: str) -> tuple[str, ...]:
 
 
 MLP = ("data._target_=misfit_pkg.Data", "callbacks=[]", "logger=[]", "model=mlp")
-CASES = [
+CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (data("float64"), 3, "the model computes in float32", "float64 (8,)", "x.float()"),
     (data("int_input"), 3, "the model computes in float32", "int64 (8,)"),
     (data("high_label"), 2, "model._target_=misfit_pkg.Net", "gives 3 classes, and a target is 3. Give it 4 or more"),

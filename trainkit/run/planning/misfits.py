@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainkit.config.targets.build import TARGET, build, resolve_target
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import build, resolve_target
 from trainkit.data.reading.collate import shape_text
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
@@ -126,9 +127,9 @@ class _Trial:
                 loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
-            if problem is None and self.numbers and isinstance(loss.loss_sum, Tensor) and loss.loss_sum.requires_grad:
+            if problem is None and self.numbers and loss.loss_sum.requires_grad:
                 self.part = "model"
-                loss.loss_sum.backward()
+                torch.autograd.backward(loss.loss_sum)
         except TrainkitError as error:
             return error if error.exit_code != 1 else self._config_error(str(error), error)
         except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
@@ -248,13 +249,14 @@ def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Proble
     if not isinstance(loss, Loss):
         rule = f"{name}.loss returns a {type(loss).__name__}. It must return Loss(loss_sum=..., weight=...)."
         return Problem(key="objective", rule=rule)
-    if not isinstance(loss.loss_sum, Tensor):
-        rule = f"{name}.loss gives loss_sum as a {type(loss.loss_sum).__name__}. It must be a tensor with its graph."
+    total: object = loss.loss_sum
+    if not isinstance(total, Tensor):
+        rule = f"{name}.loss gives loss_sum as a {type(total).__name__}. It must be a tensor with its graph."
         return Problem(key="objective", rule=rule)
-    if loss.loss_sum.dim():
-        rule = f"{name}.loss gives loss_sum of shape {tuple(loss.loss_sum.shape)}. It must be one number: sum it."
+    if total.dim():
+        rule = f"{name}.loss gives loss_sum of shape {tuple(total.shape)}. It must be one number: sum it."
         return Problem(key="objective", rule=rule)
-    if trains and not loss.loss_sum.requires_grad:
+    if trains and not total.requires_grad:
         rule = "the loss does not depend on a parameter that is trained. Is an output detached, or made a number?"
         return Problem(key="objective", rule=rule)
     return None
