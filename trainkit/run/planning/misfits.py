@@ -69,12 +69,14 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
 
 def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
     """Yield the problems of objects that are not what their group needs."""
-    parts, cfg = plan.components, plan.cfg
-    if not isinstance(parts.objective, Objective):
-        rule = f"gives a {type(parts.objective).__name__}, not a trainkit Objective."
+    cfg = plan.cfg
+    objective: object = plan.components.objective
+    schedule: object = plan.components.schedule
+    if not isinstance(objective, Objective):
+        rule = f"gives a {type(objective).__name__}, not a trainkit Objective."
         yield Problem(key="objective._target_", value=cfg.objective["_target_"], rule=rule)
-    if not callable(parts.schedule):
-        rule = f"gives a {type(parts.schedule).__name__}, not a schedule, which is called with the step."
+    if not callable(schedule):
+        rule = f"gives a {type(schedule).__name__}, not a schedule, which is called with the step."
         yield Problem(key="schedule._target_", value=cfg.schedule["_target_"], rule=rule)
     for group, nodes in {"callbacks": cfg.callbacks, "logger": cfg.logger}.items():
         for name, node in nodes.items():

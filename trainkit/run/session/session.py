@@ -59,9 +59,8 @@ class TaskSession:
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
         self.fingerprint = fingerprint
-        self._stop_requested = stop_requested
+        self._stop_requested, self._on_phase = stop_requested, on_phase
         self._data_state: dict[str, Any] | None = None
-        self._on_phase = on_phase
         self._evaluation_due, self._failed = False, False
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
