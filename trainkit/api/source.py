@@ -40,7 +40,7 @@ def source_of(definitions: Mapping[str, Definition]) -> str:
 
     Example:
         >>> from trainkit.api import source
-        >>> source.source_of({"model": source.source_of}).startswith('\"\"\"')
+        >>> source.source_of({"model": source.module_of}).startswith('\"\"\"')
         True
     """
     collector = _Collector()
