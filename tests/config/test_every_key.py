@@ -39,7 +39,7 @@ def run_level_keys(kind: Any = RunConfig, path: tuple[str, ...] = ()) -> Iterato
         hint = plain(hints_of(kind)[field.name])
         if is_dataclass(hint):
             yield from run_level_keys(hint, (*path, field.name))
-        elif field.name not in (*GROUPS, "recipe") or path:
+        elif field.name not in (*GROUPS, "recipe", "optimizers") or path:
             yield (*path, field.name)
 
 

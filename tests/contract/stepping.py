@@ -27,7 +27,9 @@ from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import (
     Executor,
     LossWeighting,
+    NamedOptimizer,
     Numerics,
+    Phase,
     PlanContext,
     SetupRequest,
     Status,
@@ -151,6 +153,12 @@ class Case:
     """Ranks that, beside the loop, wait for their batches: for seconds, at random up to so many."""
     folder: Path | None = None
     """The run folder, for strategies that keep a record."""
+    phases: tuple[Phase, ...] = ()
+    """The phases of a step."""
+
+    def make_optimizers(self, model: nn.Module) -> tuple[NamedOptimizer, ...]:
+        """Return several optimizers; none: the one of `optimizer`."""
+        return ()
 
     def make_model(self) -> nn.Module:
         """The model at step 0."""
@@ -285,7 +293,9 @@ class _Rank:
         objective = TASKS[case.task].objective()
         per_sample = objective.weight_per_sample(self.data[0])
         weighing = LossWeighting(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
-        self.training = StepContext(plan=plan, objective=objective, weighing=weighing, rule=self._rule)
+        self.training = StepContext(
+            plan=plan, objective=objective, weighing=weighing, rule=self._rule, phases=case.phases
+        )
         self.precision = Precision(value=case.precision)  # type: ignore[arg-type]
         self.numerics = Numerics(seed=case.seed, reproducible=case.reproducible)
         self.seen: list[tuple[Any, Any]] = []
@@ -344,9 +354,11 @@ class _Rank:
 
     def setup(self, part: int) -> Executor:
         """The executor of a part of the training."""
+        model = self._model()
         return self.strategy.setup(
             SetupRequest(
-                model=self._model(),
+                model=model,
+                optimizers=self.case.make_optimizers(model),
                 identity=self._identity(part),
                 precision=self.precision,
                 numerics=self.numerics,

@@ -221,7 +221,7 @@ def test_masters_and_slots_have_the_strides_of_their_parameters() -> None:
     slots = {key: tensor.contiguous() for key, tensor in replica_state(replica).items()}
     restore_replica(replica, slots)
     for master in replica.masters.values():
-        slots = replica.stepper.optimizer.state[master]
+        slots = replica.stepper.optimizers[0].state[master]
         assert {slots[name].stride() for name in ("exp_avg", "exp_avg_sq")} == {master.stride()}
 
 

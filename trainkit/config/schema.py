@@ -116,6 +116,8 @@ class RunConfig:
     """The loss and its metrics."""
     optimizer: Node = field(default_factory=dict)
     """The update rule; `optimizer.lr` is the base learning rate."""
+    optimizers: Annotated[Node, maths(neutral={})] = field(default_factory=dict)
+    """Several optimizers by name: the parameters of each, and the keys of `optimizer` that differ."""
     schedule: Node = field(default_factory=dict)
     """The learning rate after warmup, as a factor on its peak."""
     strategy: Node = field(default_factory=dict)

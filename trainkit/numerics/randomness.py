@@ -81,9 +81,13 @@ class BlockKeys:
         for module in model.modules():
             _KEYS[module] = self
 
-    def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0) -> None:
-        """Key the computation of a shard, by an objective or the model alone, after `calls` calls of the model."""
-        self._enter((self._seed, step, shard), objective, calls)
+    def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0, part: int = 0) -> None:
+        """Key the computation of a shard, by an objective or the model alone, after `calls` calls of the model.
+
+        `part` is the number of a pass over the shard, 0 where a step has one.
+        """
+        parts = (self._seed, step, shard)
+        self._enter((*parts, part) if part else parts, objective, calls)
 
     def enter_evaluation(self, *, batch: int, objective: object) -> None:
         """Key the following computation of a batch of an evaluation."""

@@ -178,12 +178,29 @@ class Objective(ABC):
     declare it again.
     """
 
+    phases: ClassVar[tuple[str, ...]] = ()
+    """Names of the phases of a step, in order: each has a loss of its own (`phase_loss`) and the optimizer of its name
+    in `optimizers`. Empty: a step is one pass with `loss`.
+    """
+
     @abstractmethod
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on one collated shard and sum its loss.
 
         Random numbers drawn here are keyed by (seed, step, shard, `objective`), and again whenever the model returns.
         """
+
+    def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
+        """Run the model on one collated shard and sum the loss of one phase of a step; evaluation calls `loss`.
+
+        Only the parameters of the phase's optimizer get gradients meanwhile. Random numbers are keyed by phase, too.
+
+        Args:
+            phase: one of `phases`.
+            model: the model.
+            batch: the shard, the same in every phase of a step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has the phases {self.phases}, and no phase_loss")
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the weight of a sample if it is the same for all and does not depend on its targets.

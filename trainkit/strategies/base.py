@@ -28,6 +28,8 @@ from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.step_values import (
     LeftOut,
     LossWeighting,
+    NamedOptimizer,
+    Phase,
     Status,
     StepContext,
     StepOutcome,
@@ -42,7 +44,9 @@ __all__ = [
     "LeftOut",
     "LocalModel",
     "LossWeighting",
+    "NamedOptimizer",
     "Numerics",
+    "Phase",
     "PhaseListener",
     "PlanContext",
     "SetupRequest",
@@ -124,6 +128,8 @@ class PlanContext:
     """The precision's name."""
     optimizer: type | None = None
     """The optimizer's class; None where it is not known."""
+    optimizers: Mapping[str, type | None] = field(default_factory=dict)
+    """The classes of several optimizers, by their keys in `optimizers`; empty where a run has one."""
     objective: Objective | None = None
     """What scores a shard; None where it is not known."""
     sample: object = None
@@ -164,6 +170,8 @@ class Traits:
     """Whether each rank holds a part of the state, so that all write a checkpoint and hash the weights together."""
     forward_is_collective: bool = False
     """Whether ranks communicate in a forward pass, so that every rank runs the model or none does."""
+    several_optimizers: bool = False
+    """Whether a run may have several optimizers, and its objective several phases."""
 
 
 @dataclass(kw_only=True)
@@ -233,6 +241,8 @@ class SetupRequest:
     """Builds the optimizer over parameters by canonical name."""
     training: StepContext
     """Plan, objective and update rule."""
+    optimizers: tuple[NamedOptimizer, ...] = ()
+    """Several optimizers, which replace the one of `make_optimizer`; empty: that one."""
     open_data: Callable[[torch.device], Data]
     """Opens training data for tickets that are not known in advance; closed when the task ends."""
     folder: Path | None = None

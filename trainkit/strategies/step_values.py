@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.objectives.base import Objective
+from trainkit.objectives.base import Loss, Model, Objective
 
 
 class Status(Enum):
@@ -72,6 +74,8 @@ class StepOutcome:
     """The shards of this update, if they are not those of `step`."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's sums of the terms of the loss, () each, by name; empty where it had no shard."""
+    phases: Mapping[str, tuple[Tensor | None, Tensor | float]] = field(default_factory=dict)
+    """Loss sum and weight of each phase that ran, as `loss_sum` and `weight`; empty where the step has one phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,40 @@ class LossWeighting:
     """The weight, if it is the same for all samples and known in advance; None: it is counted."""
     planned: float
     """The approximate weight: if weights are counted, a power of two near the planned total divides the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedOptimizer:
+    """One of several optimizers of a run."""
+
+    name: str
+    """Its key in `optimizers`."""
+    params: frozenset[str]
+    """The parameters that it updates, by canonical name."""
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+    """Builds it over these parameters."""
+    factor: Callable[[int], float]
+    """The learning rate of a step over the base rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A part of a step: passes over its batch with one loss, each with an update of the optimizer of its name.
+
+    Example:
+        >>> [Phase(name="generator", every=2).num_passes(step) for step in range(4)]
+        [0, 1, 0, 1]
+    """
+
+    name: str
+    repeats: int = 1
+    """Passes in a step in which it runs."""
+    every: int = 1
+    """It runs in every so-many-th step."""
+
+    def num_passes(self, step: int) -> int:
+        """Return the passes in a step, from 0: the first run ends a group of `every` steps."""
+        return 0 if (step + 1) % self.every else self.repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +134,15 @@ class StepContext:
     """The normalisation of the loss."""
     rule: UpdateRule
     """The update of a version."""
+    phases: tuple[Phase, ...] = ()
+    """The phases of a step, in order; empty: one pass, whose loss is `objective.loss`."""
+    phase: str | None = None
+    """The phase that this context is for; None where a step has no phases."""
+    draw_key: int = 0
+    """Number that keys the random numbers of this pass, besides step and shard; 0 where a step has one pass."""
+
+    def loss(self, model: Model, batch: Any) -> Loss:
+        """Run the model on a shard, and return the loss of this phase."""
+        if self.phase is None:
+            return self.objective.loss(model, batch)
+        return self.objective.phase_loss(self.phase, model, batch)

@@ -77,7 +77,8 @@ class Tpu(Strategy):
         if self.spmd:
             _xla("runtime").use_spmd()  # before the first tensor is there
         parts = build_parts(request, placement=SingleDevicePlacement(device=_xla().device()))
-        _unfuse(parts.stepper.optimizer)  # XLA has no fused ones
+        for optimizer in parts.stepper.optimizers:
+            _unfuse(optimizer)  # XLA has no fused ones
         return TpuExecutor(Replica(parts), request.training, make_step=_spread_work if self.spmd else _XlaWork)
 
 

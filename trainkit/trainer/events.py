@@ -61,6 +61,8 @@ class Run:
     """Steps of the whole training."""
     rate: LearningRate
     """The learning rate of every step."""
+    rates: Mapping[str, LearningRate] = field(default_factory=dict)
+    """The learning rate of each of several optimizers, by name; empty where a run has one."""
     state: State
     """The progress of the training."""
     is_owner: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,18 +61,22 @@ class MetricsAccumulator:
         if not outcomes:
             return None
         by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes))]
-        losses, weights, norms, skips, *terms = _added(by_rank).tolist()
+        losses, weights, norms, skips, *others = _added(by_rank).tolist()
+        terms, phases = others[: len(self._terms)], others[len(self._terms) :]
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
             if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
                 at = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[0, place])]
                 self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
         loss_sum, *term_sums = (sum(sums[i] for i in applied) for sums in (losses, *terms))
-        return self._row(outcomes, loss_sum, sum(weights[i] for i in applied), term_sums)
+        row = self._row(outcomes, loss_sum, sum(weights[i] for i in applied), term_sums)
+        for name, sums, counts in zip(_phases_in(outcomes), phases[::2], phases[1::2], strict=True):
+            row[f"train/{name}"] = _mean(sum(sums), sum(counts))
+        return row
 
     def _measured(self, outcomes: list[StepOutcome]) -> Tensor:
-        """Return (4 + terms, steps) loss, weight, gradient norm, skips and terms of this rank; a skipped step has
-        weight zero.
+        """Return (4 + terms + 2 phases, steps) loss, weight, gradient norm, skips, terms and phases of this rank; a
+        skipped step has weight zero.
         """
         device = self._local.device
         zero = torch.zeros((), device=device)
@@ -93,7 +97,15 @@ class MetricsAccumulator:
             found = [zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]
             norms = torch.stack(found).double()
         skipped = torch.tensor(skips, dtype=torch.float64, device=device)
-        return torch.stack([losses, weights, norms, skipped, *terms])
+        return torch.stack([losses, weights, norms, skipped, *terms, *self._phases(outcomes)])
+
+    def _phases(self, outcomes: list[StepOutcome]) -> Iterator[Tensor]:
+        """Yield two rows a phase of a step: (steps,) its loss and its weight on this rank, 0 where it did not run."""
+        for name in _phases_in(outcomes):
+            ran = [one.phases.get(name, (None, 0.0)) for one in outcomes]
+            for values in zip(*ran, strict=True):
+                given = [torch.as_tensor(0.0 if one is None else one, device=self._local.device) for one in values]
+                yield torch.stack([one.double() for one in given])
 
     def _refuse(self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int]) -> None:
         step = outcome.step
@@ -127,6 +139,7 @@ class MetricsAccumulator:
             "seconds": seconds,
             "train/loss": _mean(loss_sum, weight),
             "lr": self._run.rate(outcomes[-1].step),
+            **{f"lr/{name}": rate(outcomes[-1].step) for name, rate in self._run.rates.items()},
             "samples_per_s": (samples - self._samples) / elapsed,
             "data_wait": min((waited - self._wait) / elapsed, 1.0),
         }
@@ -147,6 +160,11 @@ class MetricsAccumulator:
 
 def _mean(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
+
+
+def _phases_in(outcomes: Sequence[StepOutcome]) -> list[str]:
+    """Return the phases that ran in some steps; the same on every rank."""
+    return list(dict.fromkeys(name for one in outcomes for name in one.phases))
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
+from trainkit.config.check.optimizers import named_optimizer_problems, named_optimizer_targets, optimizer_limits
 from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup
@@ -103,6 +104,7 @@ def check_values(composition: Composition) -> list[Problem]:
     with allow_packages(composition.packages):
         for path, node in _nodes(composition):
             problems += target_problems(composition, path, node, alternatives)
+        problems += named_optimizer_targets(composition, alternatives)
         problems = problems or [*_unknown_metric(composition), *unused_keys_in_launch(composition)]
         return _deduplicated(composition.without_secrets(problems))
 
@@ -299,20 +301,8 @@ def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
     if node.get("lr") is None:
         rule = "is missing: the base learning rate. Give optimizer.lr=VALUE."
         yield composition.problem("optimizer.lr", rule, show_value=False)
-    for name in ("lr", "weight_decay", "eps", "momentum"):
-        value = node.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-            yield composition.problem(("optimizer", name), "must not be negative.", value=value)
-    betas = node.get("betas")
-    for value in betas if isinstance(betas, list) else ():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:
-            yield composition.problem("optimizer.betas", "each must be at least 0 and less than 1.", value=betas)
-    if node.get("nesterov") is True and (not node.get("momentum") or node.get("dampening")):
-        rule = "needs optimizer.momentum above 0 and optimizer.dampening=0."
-        yield composition.problem("optimizer.nesterov", rule, value=True)
-    if node.get("foreach") is True and node.get("fused") is True:
-        rule = "fused and foreach are two ways of doing the same. Add optimizer.fused=false."
-        yield composition.problem("optimizer.foreach", rule, value=True)
+    yield from optimizer_limits(composition, ("optimizer",), node)
+    yield from named_optimizer_problems(composition)
 
 
 def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iterator[Problem]:

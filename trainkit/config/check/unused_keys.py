@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from trainkit.config.composition import Composition, Level, lookup, path_of
 from trainkit.config.identity import SCALING_KEYS
+from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import ConfigError, Problem
 
 
@@ -142,6 +143,13 @@ def _unused_schedule_keys(values: Mapping[str, Any]) -> Iterator[tuple[str, str]
         yield "lr_scaling.rule", "has no effect without lr_scaling.reference_batch: nothing is scaled."
     elif unscaled:
         yield "lr_scaling.reference_batch", "has no effect with lr_scaling.rule=none."
+    entries = values["optimizers"].values()
+    own = "has no effect: each of optimizers has its own."
+    for name in optimizer if entries else ():
+        if all(name in entry or TARGET in entry for entry in entries):
+            yield f"optimizer.{name}", own
+    if entries and all(entry.get("schedule") is not None for entry in entries):
+        yield from ((f"schedule.{name}", own) for name in values["schedule"])
     if "dampening" in optimizer and not optimizer.get("momentum"):
         yield "optimizer.dampening", "has no effect without optimizer.momentum."
 
@@ -185,7 +193,6 @@ def _processes(values: Mapping[str, Any]) -> int | None:
 
 def _started_externally(values: Mapping[str, Any]) -> bool:
     """Return whether an external launcher, not this machine's supervisor, starts the processes."""
-    from trainkit.config.targets.allowed import TARGET  # noqa: PLC0415 - imports targets: second phase only
     from trainkit.config.targets.build import build  # noqa: PLC0415 - imports targets: second phase only
 
     if TARGET not in values["cluster"]:

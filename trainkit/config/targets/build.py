@@ -29,9 +29,17 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.extras import install_command
 from trainkit.fields import signature_hints
 
-INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
+INJECTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "optimizer": ("params",),
+    "optimizers": ("params",),
+    "data": ("split",),
+}
 """Group -> parameters of its classes that trainkit supplies; they are not keys of the config."""
-GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",), "data": DATA_HOOKS}
+GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "optimizer": ("groups",),
+    "optimizers": ("groups",),
+    "data": DATA_HOOKS,
+}
 """Group -> keys of its node that belong to the group, unless the class has parameters of these names."""
 
 

@@ -83,7 +83,7 @@ def _against_signature(
     composition: Composition, path: KeyPath, node: Mapping[str, Any], target: Any, alternatives: OtherChoices
 ) -> Iterator[Problem]:
     group = path[0]
-    top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger"))
+    top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger", "optimizers"))
     signature = signature_of(target)
     injected = INJECTED.get(group, ()) if top else ()
     if dotted(path) in PLACES and not top and not isinstance(target, type):

@@ -110,14 +110,19 @@ class Diagnosis:
     """Lines that name the broken rule; empty if none is broken."""
 
 
-def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
+def diagnose(case: Case, examiner: Examiner | None, folder: Path) -> Diagnosis:
     """Probe the gradients of a candidate; if its numbers differ, name the rule that it breaks.
+
+    There is no examiner where the run has several optimizers: a plain loop has one.
 
     Raises:
         TrainkitError: the probe failed.
     """
     if changes_maths_here(case.plan.components.strategy):
         return Diagnosis()
+    if examiner is None:
+        differs = worst(case.comparisons) == "different"
+        return Diagnosis(lines=("not explained: the run has several optimizers",) if differs else ())
     own = replace(case.candidate, strategy=case.reference.strategy)
     apart = [one for one in difference(case.reference, own) if one.matters]
     if apart:  # the rules are applied at the candidate's own settings

@@ -208,6 +208,12 @@ def make_optimizer(
     return make
 
 
+def parameter_matches(model: nn.Module) -> Callable[[str, Sequence[str]], bool]:
+    """Return a function that tells whether one of some patterns is of a parameter, by its canonical name."""
+    owners = _owners(model)
+    return lambda name, patterns: _matches(name, owners[name], patterns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupedParameters:
     """The parameters that patterns and groups of `optimizer.groups` hold, by canonical name."""

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.frames import first_line, with_frames
 from trainkit.run.planning.build import build_model, make_optimizer
+from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import estimate_memory
+from trainkit.strategies.core.optimizer import NamedSteppers
 from trainkit.trainer.checkpoint import bytes_needed
 
 
@@ -113,15 +115,21 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], w
     }
     settings = {key: False for key in ("fused", "foreach") if key in plan.cfg.optimizer}
     try:
-        optimizer = make_optimizer(plan.cfg, model, **settings)(params)
+        if plan.optimizers:
+            named = named_optimizers(plan.cfg, plan.optimizers, model, fused=False, foreach=False)
+            optimizers = NamedSteppers.of(named, params).optimizers
+        else:
+            optimizers = (make_optimizer(plan.cfg, model, **settings)(params),)
         for param in params.values():
             param.grad = torch.empty_like(param)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     except TrainkitError:
         raise
     except Exception:  # noqa: BLE001 - any optimizer may need real data, in its own way
         return None
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
 
 

@@ -25,6 +25,7 @@ from trainkit.objectives.base import Access
 from trainkit.run.planning.build import build_model, build_objective, matching_groups, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.data_notes import data_notes
+from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
@@ -50,6 +51,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     """
     strategy, shaping = plan.components.strategy, model_transforms_of(plan.cfg)
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
+    problems += assignment_problems(model, plan.optimizers)
     named = plan.cfg.strategy["_target_"].rpartition(".")[2]
     problems += shaping_problems(model, shaping, compiles=strategy.traits.compiles, strategy=named)
     problems += objective_problems(plan, model)
@@ -58,7 +60,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
-    keys = key_notes(plan, model, is_given)
+    keys = [*optimizer_notes(model, plan.optimizers), *key_notes(plan, model, is_given)]
     of_data = [*data_notes(plan.components), *objective_notes(plan, model)]
     return [*keys, *of_data, *notes_of(strategy, model), *shaping_notes(model, shaping)]
 

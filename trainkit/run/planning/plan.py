@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
+from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, resolve_target
@@ -19,10 +21,11 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, resolve_batch
-from trainkit.numerics.schedules import LearningRate, scale_lr
+from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components, build_components
 from trainkit.run.planning.data_notes import refuse_unknown_fields
+from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import (
     access_problems,
@@ -51,13 +54,19 @@ class RunPlan:
     num_steps: int
     """Steps of the whole training."""
     rate: LearningRate
-    """The learning rate of every step."""
+    """The learning rate of every step; of the first of several optimizers."""
+    optimizers: tuple[PlannedOptimizer, ...] = ()
+    """Several optimizers; empty: the one of `cfg.optimizer`."""
     facts: PlanContext = field(default_factory=PlanContext)
     """The context that the strategy was validated with."""
     backend: ProcessBackend | None = None
     """The backend that starts the processes, if this machine does not."""
     micro_size_depends_on_replicas: bool = False
     """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
+
+    def highest_rate(self, step: int) -> float:
+        """Return the highest learning rate of a step, of all optimizers."""
+        return max(rate(step) for rate in (self.rate, *(one.rate for one in self.optimizers)))
 
     @property
     def last_step(self) -> int:
@@ -114,7 +123,8 @@ class RunPlan:
             "samples": f"{batch.num_samples:,} for training{_drawn_text(self.components.hooks)}",
             "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
             "steps": f"{self.num_steps:,} ({batch.steps_per_epoch:,} an epoch)",
-            "learning rate": peak,
+            "optimizers": ", ".join(one.text for one in self.optimizers) or None,
+            "learning rate": ", ".join(f"{one.name} {one.rate.peak:g}" for one in self.optimizers) or peak,
             "warmup": warmup,
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
             "precision": self.components.precision.value,
@@ -178,7 +188,8 @@ def make_plan(
     backend = cluster if isinstance(cluster, ProcessBackend) else None
     parts = build_components(cfg, splits)
     facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
-    problems = [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
+    problems = [*strategy_problems(parts.strategy, facts), *parts.strategy.validate(facts)]
+    problems += access_problems(parts.strategy, facts)
     if not problems:
         problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts)]
     if problems:
@@ -188,6 +199,10 @@ def make_plan(
     replicas = parts.strategy.num_replicas(facts)
     batch = _batch_plan(cfg, parts, replicas)
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
+    rate_of = partial(learning_rate_of, cfg, batch, num_steps)
+    optimizers = planned_optimizers(cfg, parts.schedule, rate_of)
+    if found := phase_problems(optimizers, parts.objective):
+        raise ConfigError(found)
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
     )
@@ -202,7 +217,8 @@ def make_plan(
         num_replicas=replicas,
         batch=batch,
         num_steps=num_steps,
-        rate=_rate(cfg, parts, batch, num_steps),
+        rate=optimizers[0].rate if optimizers else rate_of(float(cfg.optimizer["lr"]), parts.schedule),
+        optimizers=optimizers,
         micro_size_depends_on_replicas=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
     )
 
@@ -214,6 +230,7 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         num_gpus=num_gpus,
         precision=parts.precision.value,
         optimizer=_class_of(cfg.optimizer),
+        optimizers={name: _class_of(optimizer_node(cfg.optimizer, one)) for name, one in cfg.optimizers.items()},
         objective=parts.objective,
         sample=parts.sample,
         collate=parts.hooks.collate_function,
@@ -291,8 +308,8 @@ def _batch_plan(cfg: RunConfig, parts: Components, replicas: int) -> BatchPlan:
     return batch
 
 
-def _rate(cfg: RunConfig, parts: Components, batch: BatchPlan, num_steps: int) -> LearningRate:
-    base = float(cfg.optimizer["lr"])
+def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: float, schedule: Schedule) -> LearningRate:
+    """Return the learning rate of every step, from the base rate of an optimizer and a schedule."""
     peak = scale_lr(
         base,
         global_size=batch.global_size,
@@ -302,9 +319,7 @@ def _rate(cfg: RunConfig, parts: Components, batch: BatchPlan, num_steps: int) -
     epochs = cfg.warmup.epochs
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
     start = base if cfg.warmup.start == "base" else 0.0
-    return LearningRate(
-        base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=parts.schedule
-    )
+    return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
 
 
 def _recomputed(asked: str | int | Sequence[str]) -> str | None:

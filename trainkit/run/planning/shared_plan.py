@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 from trainkit.bounded_json import parse_json
@@ -19,7 +20,8 @@ from trainkit.errors import DataError, TrainkitError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.run.planning.build import Components, build_components
-from trainkit.run.planning.plan import RunPlan, plan_context
+from trainkit.run.planning.optimizers import planned_optimizers
+from trainkit.run.planning.plan import RunPlan, learning_rate_of, plan_context
 
 VARIABLE: Final = "TRAINKIT_PLAN"
 """Environment variable that holds, as JSON, what the plan of a worker's run resolves and `resolved.yaml` lacks."""
@@ -72,20 +74,25 @@ def _plan(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> RunPl
     if batch.global_size is None or batch.micro_size is None:
         raise ValueError("the config leaves the size of a shard open")
     facts = plan_context(cfg, parts, num_gpus=values["num_gpus"], launch=None if launch is None else _launch(launch))
+    plan = BatchPlan(
+        num_samples=values["num_samples"],
+        global_size=batch.global_size,
+        micro_size=batch.micro_size,
+        drop_last=batch.drop_last,
+    )
+    num_steps: int = values["num_steps"]
+    optimizers = planned_optimizers(cfg, parts.schedule, partial(learning_rate_of, cfg, plan, num_steps))
+    rate = LearningRate(**{**values["rate"], "schedule": parts.schedule})
     return RunPlan(
         cfg=cfg,
         components=parts,
         tasks=tuple(Task(**task) for task in values["tasks"]),
         facts=replace(facts, micro_size=batch.micro_size),
         num_replicas=values["num_replicas"],
-        batch=BatchPlan(
-            num_samples=values["num_samples"],
-            global_size=batch.global_size,
-            micro_size=batch.micro_size,
-            drop_last=batch.drop_last,
-        ),
-        num_steps=values["num_steps"],
-        rate=LearningRate(**{**values["rate"], "schedule": parts.schedule}),
+        batch=plan,
+        num_steps=num_steps,
+        optimizers=optimizers,
+        rate=optimizers[0].rate if optimizers else rate,
         micro_size_depends_on_replicas=values["micro_size_depends_on_replicas"],
     )
 

@@ -29,6 +29,7 @@ from trainkit.reading import open_regular, read_bytes, read_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import retention_of
@@ -116,6 +117,7 @@ class CheckpointEvaluator:
                 precision=parts.precision,
                 numerics=replace(parts.numerics, reproducible=False),
                 make_optimizer=make_optimizer(cfg, model),
+                optimizers=named_optimizers(cfg, self._plan.optimizers, model),
                 training=make_step_context(self._plan),
                 open_data=lambda wanted: unprefetched_loader(self._plan, wanted),
             )

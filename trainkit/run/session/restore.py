@@ -19,6 +19,7 @@ from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
 from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.optimizers import phases_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, StepContext, UpdateParams
 from trainkit.strategies.capabilities import result_extra
@@ -95,6 +96,7 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
         plan=plan.batch,
         num_steps=plan.num_steps,
         rate=plan.rate,
+        rates={one.name: one.rate for one in plan.optimizers},
         state=State(plan=plan.batch, left_out=LeftOutSteps(plan.cfg.numerics, samples_of(plan))),
         is_owner=local.is_rank0,
         model=local.model,
@@ -124,6 +126,7 @@ def make_step_context(plan: RunPlan) -> StepContext:
         objective=plan.components.objective,
         weighing=plan.components.weighing,
         rule=lambda version: UpdateParams(rate.factor(version), max_norm),
+        phases=phases_of(plan.optimizers, plan.components.objective),
     )
 
 

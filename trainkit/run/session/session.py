@@ -19,6 +19,7 @@ from trainkit.numerics.deferred import lazy_init_values
 from trainkit.run.folder.rollbacks import record_rollback
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import Checkpointer, LastSave
@@ -70,7 +71,6 @@ class TaskSession:
         on_phase("join", 0)
         self._step_phase = on_phase if within_steps else ignore_phase
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
-        self._training = make_step_context(self.plan)
         self.executor: Executor = strategy.setup(
             SetupRequest(
                 model=model,
@@ -78,7 +78,8 @@ class TaskSession:
                 precision=self.parts.precision,
                 numerics=self.parts.numerics,
                 make_optimizer=make_optimizer(self.cfg, model),
-                training=self._training,
+                optimizers=named_optimizers(self.cfg, self.plan.optimizers, model),
+                training=make_step_context(self.plan),
                 open_data=self._open_data,
                 folder=folder,
                 on_phase=self._step_phase,

@@ -25,7 +25,7 @@ from trainkit.strategies.base import (
 from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.central_storage.executor import CentralExecutor
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, moved
-from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.update import apply_update
 
@@ -56,7 +56,7 @@ class AsyncCentralExecutor(CentralExecutor):
         copies: ComputingCopies,
         local: LocalModel,
         training: StepContext,
-        steppers: Sequence[OptimizerStepper],
+        steppers: Sequence[Updater],
     ) -> None:
         super().__init__(copies, local, training)
         self._steppers = list(steppers)
@@ -146,7 +146,7 @@ class AsyncCentralExecutor(CentralExecutor):
         variables.use_stepper(self._steppers[0])
         found = replica_state(variables)
         for place, stepper in enumerate(self._steppers[1:], start=1):
-            for key, tensor in optimizer_state(stepper.optimizer, variables.masters).items():
+            for key, tensor in stepper.state(variables.masters).items():
                 kind, slot, name = key.split("/", 2)
                 found[f"{kind}/{slot}@{place}/{name}"] = tensor
         return found

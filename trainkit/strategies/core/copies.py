@@ -122,6 +122,7 @@ def computing_copy(
             buffers=StepBuffers(model, variables.precision.master_dtype),
             keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device], drawing=variables.keys.drawing),
             reducer=variables.reducer,
+            another_reducer=variables.parts_made_of.another_reducer,
             numerics=variables.numerics,
             on_phase=on_phase,
         )

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.strategies.step_values import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
+
+
+class Updater(Protocol):
+    """Updates the parameters of a replica."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All of its optimizers."""
+        ...
+
+    def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
+        """Update the parameters, as `OptimizerStepper.step` does."""
+        ...
+
+    def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the state, as `optimizer_state` does; no copies."""
+        ...
+
+    def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+        """Replace the state by that of a checkpoint."""
+        ...
 
 
 class OptimizerStepper:
@@ -65,6 +88,15 @@ class OptimizerStepper:
             for grad, strides in zip(grads, self._strides, strict=True)
         ]
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer]:
+        """The optimizer."""
+        return (self.optimizer,)
+
+    def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the state, as `optimizer_state` does; no copies."""
+        return optimizer_state(self.optimizer, params)
+
     def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
         """Replace the optimizer's state by that of a checkpoint, or of a new optimizer where it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
@@ -101,6 +133,72 @@ class OptimizerStepper:
         self._rates = [base_lr for _, base_lr, _ in parts]
         self._places = [[self._place[id(param)] for param in members] for _, _, members in parts]
         self._kernels = [make(group, members, [states[p] for p in members]) for group, _, members in parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    named: NamedOptimizer
+    stepper: OptimizerStepper
+    params: Mapping[str, nn.Parameter]
+    """The masters that it updates, by canonical name."""
+
+
+class NamedSteppers:
+    """Steps several optimizers as one.
+
+    Args:
+        members: the optimizers.
+        names: the parameters of the gradients that `step` gets, in their order.
+    """
+
+    def __init__(self, members: Sequence[_Member], names: Sequence[str]) -> None:
+        self._members, self.names = tuple(members), tuple(names)
+        places = {name: place for place, name in enumerate(names)}
+        self._places = [[places[name] for name in one.params] for one in self._members]
+        self._factors = [1.0] * len(self._members)
+
+    @classmethod
+    def of(cls, optimizers: Sequence[NamedOptimizer], masters: Mapping[str, nn.Parameter]) -> NamedSteppers:
+        """Build the optimizers over the parameters of a replica."""
+        members = []
+        for named in optimizers:
+            params = {name: param for name, param in masters.items() if name in named.params}
+            stepper = OptimizerStepper(named.make(params), list(params.values()))
+            members.append(_Member(named=named, stepper=stepper, params=params))
+        return cls(members, list(masters))
+
+    def only(self, name: str) -> NamedSteppers:
+        """Return the stepper of one optimizer, for gradients of its parameters alone."""
+        (member,) = (one for one in self._members if one.named.name == name)
+        return NamedSteppers([member], list(member.params))
+
+    def begin_step(self, step: int) -> None:
+        """Set each optimizer's learning rate to that of a step."""
+        self._factors = [one.named.factor(step) for one in self._members]
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All of its optimizers, in the order of the config."""
+        return tuple(one.stepper.optimizer for one in self._members)
+
+    def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
+        """Update the parameters.
+
+        Args:
+            grads: one a parameter, in the order of `names`.
+            lr_factor: every optimizer's own rate is multiplied by it.
+        """
+        for one, places, factor in zip(self._members, self._places, self._factors, strict=True):
+            one.stepper.step([grads[place] for place in places], lr_factor * factor)
+
+    def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:  # noqa: ARG002 - they are its own
+        """Return the state of all optimizers; no parameter belongs to two of them."""
+        return {key: tensor for one in self._members for key, tensor in one.stepper.state(one.params).items()}
+
+    def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        """Replace the state by that of a checkpoint."""
+        for one in self._members:
+            one.stepper.restore(one.params, tensors)
 
 
 def _has_plain_kernel(group: Mapping[str, Any]) -> bool:

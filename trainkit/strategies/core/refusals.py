@@ -62,12 +62,15 @@ def is_elementwise(kind: type) -> bool:
 
 
 def optimizer_problems(facts: PlanContext) -> list[Problem]:
-    """Return a problem if the run's optimizer cannot update parts of parameters."""
-    kind = facts.optimizer
-    if kind is None or is_elementwise(kind):
-        return []
+    """Return a problem for each optimizer of the run that cannot update parts of parameters."""
+    kinds = {f"optimizers.{name}._target_": kind for name, kind in facts.optimizers.items()}
+    kinds = kinds or {"optimizer._target_": facts.optimizer}
+    return [_whole_only(key, kind) for key, kind in kinds.items() if kind is not None and not is_elementwise(kind)]
+
+
+def _whole_only(key: str, kind: type) -> Problem:
     rule = (
         f"{kind.__name__} looks at whole parameters, and here a rank has parts of them. Use an elementwise optimizer "
         "(torch.optim.AdamW), or strategy=mirrored."
     )
-    return [Problem(key="optimizer._target_", value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)]
+    return Problem(key=key, value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.reducers import Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import shape_of
@@ -85,6 +85,12 @@ class PlacedModel:
     masters: dict[str, nn.Parameter]
     """The parameters that the optimizer updates: `params` itself, or copies in higher precision."""
 
+    def restricted(self, names: Container[str]) -> PlacedModel:
+        """Return the same model with some of its trainable parameters."""
+        params = {name: param for name, param in self.params.items() if name in names}
+        masters = {name: self.masters[name] for name in params}
+        return PlacedModel(model=self.model, params=params, masters=params if self.masters is self.params else masters)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaParts:
@@ -102,7 +108,7 @@ class ReplicaParts:
     """The same over all processes of the run."""
     precision: Precision
     """The numbers the training is made of."""
-    stepper: OptimizerStepper
+    stepper: Updater
     """Steps the optimizer over the masters."""
     buffers: StepBuffers
     """Buffers that the forward pass updates."""
@@ -110,6 +116,8 @@ class ReplicaParts:
     """Keys of the model's randomness."""
     reducer: Reducer
     """Adds up the partial sums of a step."""
+    another_reducer: Callable[[], Reducer]
+    """Makes one more of the kind, for a part of the parameters; collective."""
     numerics: Numerics
     """The numbers settings."""
     on_phase: PhaseListener = ignore_phase
@@ -124,6 +132,8 @@ class Replica(LocalModel):
     """A whole model, on one or several devices, and other state that a step needs."""
 
     def __init__(self, parts: ReplicaParts) -> None:
+        self.parts_made_of = parts
+        """What it is made of."""
         super().__init__(
             model=parts.held.model,
             device=parts.device,
@@ -158,6 +168,23 @@ class Replica(LocalModel):
         self._update_ended = -1
         """The latest step whose update has ended."""
 
+    def restricted(self, names: Container[str], stepper: Updater) -> Self:
+        """Return a replica of the same model that computes and updates some of its parameters; collective.
+
+        Both have their own buffers of a step, exchange and loss scale.
+
+        Args:
+            names: of the parameters.
+            stepper: steps their optimizers.
+        """
+        return type(self)(self._restricted_parts(names, stepper))
+
+    def _restricted_parts(self, names: Container[str], stepper: Updater) -> ReplicaParts:
+        parts = self.parts_made_of
+        held = parts.held.restricted(names)
+        buffers = StepBuffers(held.model, parts.precision.master_dtype)
+        return replace(parts, held=held, stepper=stepper, buffers=buffers, reducer=parts.another_reducer())
+
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
         """Keep which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""
         self.used, self.some_unused = list(used), not all(used)
@@ -171,7 +198,7 @@ class Replica(LocalModel):
         """Store the layout of the exchange of a step."""
         self.packing = packing
 
-    def use_stepper(self, stepper: OptimizerStepper) -> None:
+    def use_stepper(self, stepper: Updater) -> None:
         """Use another optimizer from now on."""
         self.stepper = stepper
 
@@ -270,7 +297,7 @@ def replica_state(replica: Replica) -> dict[str, Tensor]:
     found = {f"param/{name}": param.detach() for name, param in {**replica.masters, **frozen}.items()}
     saved = replica.model.state_dict()
     buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers() if name in saved}
-    return {**found, **buffers, **optimizer_state(replica.stepper.optimizer, replica.masters)}
+    return {**found, **buffers, **replica.stepper.state(replica.masters)}
 
 
 def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:

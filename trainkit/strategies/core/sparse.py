@@ -115,7 +115,7 @@ def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims:
         raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
     sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
     in_lanes = replica.lanes is not None
-    if sparse and in_lanes and isinstance(replica.stepper.optimizer, torch.optim.SparseAdam):
+    if sparse and in_lanes and any(isinstance(one, torch.optim.SparseAdam) for one in replica.stepper.optimizers):
         raise TrainingError(
             "numerics.reproducible adds up sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
             "Use Adam or Adagrad, or leave numerics.reproducible out."

@@ -151,11 +151,10 @@ class ShardStep:
         return self.replica.backward_seed(self.replica.loss_scale.scale / self.divisor.value, total)
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
-        replica = self.replica
-        objective = self.training.objective
-        replica.keys.enter(step=self.ticket.step, shard=shard, objective=objective)
+        replica, training = self.replica, self.training
+        replica.keys.enter(step=self.ticket.step, shard=shard, objective=training.objective, part=training.draw_key)
         with replica.precision.autocast(replica.device_types):
-            return objective.loss(replica.model, batch)
+            return training.loss(replica.model, batch)
 
     def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
         replica = self.replica

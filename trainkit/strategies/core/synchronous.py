@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -27,7 +27,8 @@ from trainkit.strategies.base import (
     StepOutcome,
 )
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.optimizer import OptimizerStepper
+from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper, Updater
+from trainkit.strategies.core.phases import PhasedStep
 from trainkit.strategies.core.replica import (
     PlacedModel,
     Placement,
@@ -117,13 +118,20 @@ def build_parts(
         data_ranks=ranks.data_ranks,
         all_ranks=ranks.all_ranks,
         precision=precision,
-        stepper=OptimizerStepper(request.make_optimizer(masters), list(masters.values())),
+        stepper=_stepper(request, masters),
         buffers=StepBuffers(held.model, precision.master_dtype),
         keys=BlockKeys(held.model, seed=numerics.seed, devices=placement.devices, drawing=drawing),
         reducer=reducer,
+        another_reducer=partial(make_reducer, ranks.data_ranks, numerics),
         numerics=numerics,
         on_phase=request.on_phase,
     )
+
+
+def _stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Updater:
+    if request.optimizers:
+        return NamedSteppers.of(request.optimizers, masters)
+    return OptimizerStepper(request.make_optimizer(masters), list(masters.values()))
 
 
 def broadcast_initial(replica: Replica) -> None:
@@ -146,6 +154,8 @@ class SynchronousExecutor(Executor, Generic[R]):
     ) -> None:
         self._replica, self._training, self._make_step = replica, training, make_step
         self._ranks = ranks or RankGroup()
+        stepper = replica.stepper
+        self._phased = PhasedStep(replica, stepper, training, make_step) if isinstance(stepper, NamedSteppers) else None
 
     @property
     def local(self) -> R:
@@ -164,7 +174,9 @@ class SynchronousExecutor(Executor, Generic[R]):
             yield Ticket(step, self.assign(step))
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Run forward and backward over this rank's shards, one reduction, one update."""
+        """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each."""
+        if self._phased is not None:
+            return self._phased.take(ticket, batches)
         replica, training = self._replica, self._training
         work = self._make_step(replica, ticket, batches, training)
         sums = work.run()
@@ -185,10 +197,16 @@ class SynchronousExecutor(Executor, Generic[R]):
 
     def recover(self, step: int) -> bool:
         """Restore the buffers of an interrupted step, if no update has begun."""
-        return self._replica.recover(step)
+        if not self._replica.recover(step):
+            return False
+        if self._phased is not None:
+            self._phased.reset_buffers()
+        return True
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the reducer, then leave the process group."""
+        """Close the reducers, then leave the process group."""
+        if self._phased is not None:
+            self._phased.close()
         self._replica.reducer.close()
         self._ranks.close(failed=failed)
 

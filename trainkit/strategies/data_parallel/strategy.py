@@ -67,7 +67,19 @@ class ReductionOptions:
         """Return problems of combined reducers, compression and modes; pure."""
         if context.numerics.reproducible:
             return self._beside_lanes()
-        return [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
+        found = [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
+        return [*found, *(self._beside_optimizers() if context.optimizers else ())]
+
+    def _beside_optimizers(self) -> list[Problem]:
+        rules = {
+            ("reduce", "auto"): "times one exchange a step, and with optimizers there may be several. Name a reducer.",
+            ("compression", "powersgd"): "is for one exchange a step, and with optimizers there may be several.",
+        }
+        return [
+            Problem(key=f"strategy.{key}", value=value, rule=rule)
+            for (key, value), rule in rules.items()
+            if getattr(self, key) == value
+        ]
 
     def _beside_lanes(self) -> list[Problem]:
         rule = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
@@ -125,7 +137,7 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
     and every replica makes the same update.
     """
 
-    traits: ClassVar[Traits] = Traits(elastic=True, compiles="model")
+    traits: ClassVar[Traits] = Traits(elastic=True, compiles="model", several_optimizers=True)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 

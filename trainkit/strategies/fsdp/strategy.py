@@ -58,7 +58,9 @@ class Fsdp(ProcessGroupOptions, Strategy):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    traits: ClassVar[Traits] = Traits(supports_meta_init=True, is_sharded=True, forward_is_collective=True)
+    traits: ClassVar[Traits] = Traits(
+        supports_meta_init=True, is_sharded=True, forward_is_collective=True, several_optimizers=True
+    )
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
     """Groups of ranks, each with a whole model cut over its own; above 1 (hybrid) gradients are summed over groups."""

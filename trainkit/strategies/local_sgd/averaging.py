@@ -142,8 +142,9 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
     """Return parameters with the optimizer's tensors, and its counters; in canonical order, the same on every rank."""
     weighed: list[Tensor] = [master.detach() for master in replica.masters.values()]
     counters: list[Tensor] = []
+    (optimizer,) = replica.stepper.optimizers
     for master in replica.masters.values():
-        kept: dict[str, Any] = replica.stepper.optimizer.state.get(master, {})
+        kept: dict[str, Any] = optimizer.state.get(master, {})
         for slot, value in sorted(kept.items()):
             if isinstance(value, Tensor):
                 if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
@@ -154,7 +155,8 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
 
 def _make_state(replica: Replica) -> None:
     """Let the optimizer of a rank without shards so far create its state, by a step with learning rate 0."""
-    if not replica.stepper.optimizer.state:
+    (optimizer,) = replica.stepper.optimizers
+    if not optimizer.state:
         zeros: list[Tensor | None] = [
             torch.zeros_like(master) if used else None
             for master, used in zip(replica.masters.values(), replica.used, strict=True)

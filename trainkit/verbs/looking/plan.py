@@ -71,7 +71,12 @@ def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if last < plan.batch.global_size:
         shards = plan.batch.num_shards(plan.batch.steps_per_epoch - 1)
         yield "last batch", f"{last} samples in {shards} shard{'' if shards == 1 else 's'}"
-    yield "rate curve", ", ".join(f"{rate:.3g} at {step:,}" for step, rate in _curve(plan.rate))
+    rates = {f"{one.name} ": one.rate for one in plan.optimizers} or {"": plan.rate}
+    yield "rate curve", "; ".join(f"{name}{_curve_text(rate)}" for name, rate in rates.items())
+
+
+def _curve_text(rate: LearningRate) -> str:
+    return ", ".join(f"{value:.3g} at {step:,}" for step, value in _curve(rate))
 
 
 def _curve(rate: LearningRate) -> list[tuple[int, float]]:

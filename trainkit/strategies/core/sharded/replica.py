@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainkit.strategies.base import Batch
-from trainkit.strategies.core.optimizer import optimizer_state
+from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, refuse_mismatch
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, region
@@ -139,6 +139,14 @@ class ShardedReplica(Replica):
         self.stand_in: Batch = None
         """A batch for steps in which this rank has none, but must take part in the collectives of the others."""
 
+    def restricted(self, names: Container[str], stepper: Updater) -> Self:
+        """Return a replica of the same parts of a model that computes and updates some of its parameters."""
+        parts = self._restricted_parts(names, stepper)
+        if self.cuts:
+            cuts = [self.cuts[name] for name in parts.held.params]
+            parts = replace(parts, join_norms=joined_norms(cuts, self.device))
+        return type(self)(parts, cuts=self.cuts, expect=self.expect, reload=self.reload)
+
     def set_stand_in(self, batch: Batch) -> None:
         """Store a batch for steps in which this rank has none."""
         self.stand_in = batch
@@ -164,7 +172,7 @@ def sharded_pieces(replica: ShardedReplica) -> ShardedState:
     found: dict[str, tuple[TensorShard, ...]] = {}
     for name, part in replica.parts.items():
         _add(found, f"param/{name}", part, replica.cuts[name], replica.is_rank0)
-    for key, tensor in optimizer_state(replica.stepper.optimizer, replica.masters).items():
+    for key, tensor in replica.stepper.state(replica.masters).items():
         _add(found, key, tensor, replica.cuts[name_in(key)], replica.is_rank0)
     saved = replica.model.state_dict(keep_vars=True)
     for name, buffer in replica.model.named_buffers():

@@ -1,0 +1,62 @@
+"""Images that a model makes of noise, in a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from trainkit.callbacks.tensorboard import grid, png_bytes
+from trainkit.config.values import at_least, at_most
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import cosmetic
+from trainkit.storage import naming
+from trainkit.trainer.events import Callback, Row, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Callback):
+    """Writes `pictures/step_000690.png` in the run folder at each evaluation: always of the same noise.
+
+    The model is called as `model(noise, part)`, and returns (images, 1 or 3, height, width).
+    """
+
+    latent: Annotated[int, cosmetic, at_least(1)] = 16
+    """Numbers of noise an image: what the model takes."""
+    num_images: Annotated[int, cosmetic, at_least(1), at_most(1024)] = 64
+    """Images in the grid, eight in a row."""
+    part: Annotated[str, cosmetic] = "generator"
+    """The second argument of the model's `forward`."""
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Write the images of this step."""
+        if not (run.is_owner or run.computes_together):
+            return
+        images = self._images(run)
+        if not run.is_owner:  # other ranks only take part in the computation
+            return
+        content = png_bytes(grid(images.float().cpu().numpy()))
+        path = run.folder / "pictures" / f"step_{run.state.step:06d}.png"
+        path.parent.mkdir(exist_ok=True)
+        with naming(path, needed=len(content)):
+            path.write_bytes(content)
+
+    def _images(self, run: Run) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(run.cfg.seed)
+        noise = torch.randn(self.num_images, self.latent, generator=generator).to(run.device)
+        model, was_training = run.model, run.model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                images = model(noise, self.part)
+        except (TypeError, RuntimeError) as error:
+            rule = f"calls model(noise, {self.part!r}) with noise of {tuple(noise.shape)}: {str(error).splitlines()[0]}"
+            raise ConfigError([Problem(key="callbacks.pictures", rule=rule)]) from error
+        finally:
+            model.train(was_training)
+        if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3):
+            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            rule = f"the model gives {found}, and images are (count, 1 or 3, height, width)."
+            raise ConfigError([Problem(key="callbacks.pictures", rule=rule)])
+        return images

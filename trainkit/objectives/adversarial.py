@@ -1,0 +1,84 @@
+"""Generative adversarial training: a discriminator learns to recognise made images, and a generator to deceive it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from trainkit.config.values import at_least
+from trainkit.objectives.base import Collective, Loss, Metric, Model, Objective, RunningMean
+
+__all__ = ["Adversarial"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adversarial(Objective):
+    """The losses of a generative adversarial network, one a phase of a step; the generator's is the non-saturating one.
+
+    The model is called as `model(noise, "generator")` and `model(images, "discriminator")`, which gives logits; its
+    parameters are `generator.*` and `discriminator.*`. Evaluation reports the discriminator's loss, and the
+    probabilities of being real that it gives to images of the data (`real`) and of the generator (`fake`).
+
+    Example:
+        >>> from trainkit.models.gan import Gan
+        >>> model, images = Gan(latent=4, hidden=[8]), torch.zeros(3, 1, 8, 8)
+        >>> Adversarial(latent=4).phase_loss("generator", model, images).weight
+        3
+
+    Source: Goodfellow et al. 2014, arXiv:1406.2661, section 3.
+    """
+
+    phases: ClassVar[tuple[str, ...]] = ("discriminator", "generator")
+
+    latent: Annotated[int, at_least(1)] = 16
+    """Numbers of noise an image: `latent` of the model."""
+
+    def loss(self, model: Model, batch: Any) -> Loss:
+        """Return the discriminator's loss."""
+        images = _images(batch)
+        with torch.no_grad():
+            made = model(self._noise(images), "generator")
+        real, fake = model(images, "discriminator"), model(made, "discriminator")
+        return Loss(softplus(-real).sum() + softplus(fake).sum(), len(images), outputs=(real, fake))
+
+    def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
+        """Return the loss of one of the networks."""
+        if phase == "discriminator":
+            return self.loss(model, batch)
+        images = _images(batch)
+        fake = model(model(self._noise(images), "generator"), "discriminator")
+        return Loss(softplus(-fake).sum(), len(images))
+
+    def _noise(self, images: Tensor) -> Tensor:
+        return torch.randn(len(images), self.latent, device=images.device)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the mean probability of being real, for both kinds of images."""
+        return {"real": _Probability(0), "fake": _Probability(1)}
+
+
+class _Probability(Metric):
+    def __init__(self, place: int) -> None:
+        self._place, self._tally = place, RunningMean()
+
+    def update(self, loss: Loss, batch: Any) -> None:  # noqa: ARG002 - the scores are enough
+        scores = loss.outputs[self._place]
+        self._tally.add(scores.detach().double().sigmoid().sum(), len(scores))
+
+    def compute(self, collective: Collective) -> float:
+        return self._tally.mean(collective)
+
+
+def _images(batch: Any) -> Tensor:
+    """Return the images of a batch, which may have labels beside them."""
+    first: Tensor = batch
+    if isinstance(batch, Mapping):
+        first = batch["input"]
+    elif isinstance(batch, tuple | list):
+        first = batch[0]
+    return first

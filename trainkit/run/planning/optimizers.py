@@ -1,0 +1,222 @@
+"""Several optimizers of a run (`optimizers`): which parameters each updates, at which rate, in which phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from trainkit.config.optimizers import optimizer_node, passes_of
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import build, resolve_target
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.schedules import LearningRate, Schedule
+from trainkit.objectives.base import Objective
+from trainkit.run.planning.build import make_optimizer, parameter_matches
+from trainkit.strategies.base import NamedOptimizer, Phase, PlanContext, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOptimizer:
+    """One of several optimizers, with all values resolved."""
+
+    name: str
+    node: Mapping[str, Any]
+    """The complete node of its class."""
+    match: tuple[str, ...]
+    """Patterns of its parameters; empty: the parameters that no other takes."""
+    rate: LearningRate
+    """Its learning rate at every step."""
+    phase: Phase
+    """When the phase of its name runs."""
+
+    @property
+    def kind(self) -> type | None:
+        """Its class; None if its target is a function."""
+        target = resolve_target(self.node[TARGET])
+        return target if isinstance(target, type) else None
+
+    @property
+    def text(self) -> str:
+        """Name, class and ratio, for the summary."""
+        phase = self.phase
+        ratio = f", in one of {phase.every} steps" if phase.every > 1 else ""
+        ratio += f", {phase.repeats} times a step" if phase.repeats > 1 else ""
+        return f"{self.name} ({self.node[TARGET].rpartition('.')[2]}{ratio})"
+
+
+def planned_optimizers(
+    cfg: RunConfig, schedule: Schedule, rate_of: Callable[[float, Schedule], LearningRate]
+) -> tuple[PlannedOptimizer, ...]:
+    """Return the optimizers of `optimizers`, in its order; empty where a run has one.
+
+    Args:
+        cfg: a checked config.
+        schedule: that of the run, for entries without their own.
+        rate_of: returns the learning rate of every step from a base rate and a schedule.
+
+    Raises:
+        ConfigError: the schedule of an entry cannot be built.
+    """
+    found = []
+    for name, entry in cfg.optimizers.items():
+        node = optimizer_node(cfg.optimizer, entry)
+        repeats, every = passes_of(entry.get("ratio", 1)) or (1, 1)
+        own = entry.get("schedule")
+        found.append(
+            PlannedOptimizer(
+                name=name,
+                node=node,
+                match=tuple(entry.get("match") or ()),
+                rate=rate_of(float(node["lr"]), schedule if own is None else _schedule(own, name)),
+                phase=Phase(name=name, repeats=repeats, every=every),
+            )
+        )
+    return tuple(found)
+
+
+def _schedule(node: Mapping[str, Any], name: str) -> Schedule:
+    try:
+        schedule: Schedule = build(node, "schedule")
+    except ConfigError as error:
+        raise ConfigError([replace(one, key=f"optimizers.{name}.{one.key}") for one in error.problems]) from error
+    return schedule
+
+
+def phases_of(optimizers: Sequence[PlannedOptimizer], objective: Objective) -> tuple[Phase, ...]:
+    """Return the phases of a step, in the order of the objective; empty where it names none."""
+    by_name = {one.name: one.phase for one in optimizers}
+    return tuple(by_name[name] for name in objective.phases)
+
+
+def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective) -> list[Problem]:
+    """Return phases without an optimizer, optimizers without a phase, and ratios without effect."""
+    kind, names, phases = type(objective).__name__, [one.name for one in optimizers], objective.phases
+    if not phases:
+        rule = f"has no effect: {kind} names no phases, and all optimizers step together."
+        return [
+            Problem(key=f"optimizers.{one.name}.ratio", rule=rule)
+            for one in optimizers
+            if (one.phase.repeats, one.phase.every) != (1, 1)
+        ]
+    listed = ", ".join(phases)
+    if not names:
+        rule = f"{kind} has the phases {listed}. Give each an optimizer, {phases[0]}: {{match: ['{phases[0]}.*']}}."
+        return [Problem(key="optimizers", rule=rule)]
+    found = [
+        Problem(key=f"optimizers.{name}", rule=f"{kind} has no such phase. There are: {listed}.")
+        for name in names
+        if name not in phases
+    ]
+    found += [
+        Problem(key="optimizers", rule=f"has no {name}, which is a phase of {kind}. Give it an optimizer.")
+        for name in phases
+        if name not in names
+    ]
+    if not found and all(one.phase.every > 1 for one in optimizers):
+        rule = "every phase leaves steps out, and some steps would have none. Give one of them a ratio of 1 or more."
+        found.append(Problem(key="optimizers", rule=rule))
+    return found
+
+
+def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
+    """Return that a strategy has one optimizer only, where a run has several."""
+    if not context.optimizers or strategy.traits.several_optimizers:
+        return []
+    rule = (
+        f"names {', '.join(context.optimizers)}, and {type(strategy).__name__} updates all parameters by one "
+        "optimizer. Use strategy=one_device, mirrored, multi_worker_mirrored or fsdp."
+    )
+    return [Problem(key="optimizers", rule=rule)]
+
+
+def assigned_parameters(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> dict[str, list[str]]:
+    """Return the trainable parameters that each optimizer takes by its patterns, the rest with the one without."""
+    takes = parameter_matches(model)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    found = {one.name: [name for name in trained if takes(name, one.match)] for one in optimizers}
+    taken = {name for names in found.values() for name in names}
+    for one in optimizers:
+        if not one.match:
+            found[one.name] = [name for name in trained if name not in taken]
+    return found
+
+
+def assignment_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[Problem]:
+    """Return patterns that match nothing, and parameters that no optimizer takes, or two."""
+    if not optimizers:
+        return []
+    found = list(_pattern_problems(model, optimizers))
+    assigned, owner = assigned_parameters(model, optimizers), dict[str, str]()
+    for optimizer, names in assigned.items():
+        twice = [name for name in names if name in owner]
+        if twice:
+            rule = f"takes {_some(twice)}, which optimizers.{owner[twice[0]]} takes, too. Each needs one optimizer."
+            found.append(Problem(key=f"optimizers.{optimizer}.match", rule=rule))
+        if not names and not found:
+            rule = "takes no parameter: the others take all. Leave it out, or narrow their patterns."
+            found.append(Problem(key=f"optimizers.{optimizer}", rule=rule))
+        owner.update(dict.fromkeys(names, optimizer))
+    rest = [name for name, param in model.named_parameters() if param.requires_grad and name not in owner]
+    if rest and not found:
+        rule = f"no optimizer takes {_some(rest)}. Leave the match of one optimizer out, or freeze them."
+        found.append(Problem(key="optimizers", rule=rule))
+    return found
+
+
+def _pattern_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> Iterator[Problem]:
+    takes, params = parameter_matches(model), dict(model.named_parameters())
+    for one in optimizers:
+        for pattern in one.match:
+            names = [name for name in params if takes(name, (pattern,))]
+            if not names:
+                rule = f"matches no parameter of the model, which has {_some(list(params))}."
+            elif not any(params[name].requires_grad for name in names):
+                rule = f"matches frozen parameters alone: {_some(names)}."
+            else:
+                continue
+            yield Problem(key=f"optimizers.{one.name}.match", value=pattern, rule=rule)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def optimizer_notes(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[str]:
+    """Return a line for each optimizer: the parameters that it updates."""
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    return [
+        f"optimizers.{optimizer} updates {sum(sizes[name] for name in names):,} parameters: {_some(names)}"
+        for optimizer, names in assigned_parameters(model, optimizers).items()
+    ]
+
+
+def named_optimizers(
+    cfg: RunConfig, optimizers: Sequence[PlannedOptimizer], model: nn.Module, **replaced: Any
+) -> tuple[NamedOptimizer, ...]:
+    """Return what a strategy builds the optimizers from.
+
+    Args:
+        cfg: the config.
+        optimizers: from `planned_optimizers`.
+        model: the model, before a strategy changes it.
+        replaced: settings to use instead of the config's, where an optimizer has them.
+    """
+    assigned = assigned_parameters(model, optimizers)
+    return tuple(
+        NamedOptimizer(
+            name=one.name,
+            params=frozenset(assigned[one.name]),
+            make=make_optimizer(replace(cfg, optimizer={**one.node, **_of_class(one.node, replaced)}), model),
+            factor=one.rate.factor,
+        )
+        for one in optimizers
+    )
+
+
+def _of_class(node: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key in node}
