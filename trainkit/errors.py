@@ -31,6 +31,7 @@ from trainkit.extras import install_command
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
 
 __all__ = [
+    "CALLBACK_NOTE",
     "MISSING",
     "AbsentFileError",
     "CheckpointError",
@@ -54,8 +55,12 @@ __all__ = [
     "TrainkitError",
     "UnreadableError",
     "ZeroWeightError",
+    "callback_note",
     "yaml_text",
 ]
+
+CALLBACK_NOTE: Final = "in the callback "
+"""The beginning of the note on an error that a callback raised."""
 
 
 class _Missing:
@@ -258,3 +263,16 @@ class TerminatedError(TrainkitError):
     """The run was asked to end with SIGTERM; it can be resumed."""
 
     exit_code = 143
+
+
+def callback_note(error: BaseException) -> str:
+    """Return the callback and hook that raised an error, as the end of a sentence; empty for any other error.
+
+    Example:
+        >>> error = ValueError("no")
+        >>> error.add_note("in the callback mine.Worst, hook step_end")
+        >>> callback_note(error)
+        ' (in the callback mine.Worst, hook step_end)'
+    """
+    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(CALLBACK_NOTE))
+    return next((f" ({note})" for note in notes), "")

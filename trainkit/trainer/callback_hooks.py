@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import CALLBACK_NOTE, TrainkitError
 from trainkit.trainer.events import Callback
 
 _log = logging.getLogger(__name__)
-_NOTE: Final = "in the callback "
 
 
 class CallbackHooks:
@@ -57,7 +56,7 @@ class CallbackHooks:
         except Exception as error:
             # An error of trainkit is one of the run: a full disk, or a config that cannot be.
             if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
-                error.add_note(f"{_NOTE}{kind_of(callback)}, hook {hook}")
+                error.add_note(f"{CALLBACK_NOTE}{kind_of(callback)}, hook {hook}")
                 raise
             self._leave_out(callback, hook, error)
         finally:
@@ -73,16 +72,3 @@ class CallbackHooks:
 def kind_of(callback: Callback) -> str:
     """Return the full name of a callback's class."""
     return f"{type(callback).__module__}.{type(callback).__qualname__}"
-
-
-def callback_note(error: BaseException) -> str:
-    """Return the callback and hook that raised an error, as the end of a sentence; empty for any other error.
-
-    Example:
-        >>> error = ValueError("no")
-        >>> error.add_note("in the callback mine.Worst, hook step_end")
-        >>> callback_note(error)
-        ' (in the callback mine.Worst, hook step_end)'
-    """
-    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE))
-    return next((f" ({note})" for note in notes), "")

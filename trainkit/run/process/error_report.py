@@ -29,12 +29,12 @@ from trainkit.errors import (
     StorageError,
     TrainkitError,
     UnreadableError,
+    callback_note,
 )
 from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
-from trainkit.trainer.callback_hooks import callback_note
 
 
 @dataclass(frozen=True, kw_only=True)

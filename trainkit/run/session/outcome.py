@@ -6,13 +6,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.errors import AbsentFileError, TrainingError, TrainkitError
+from trainkit.errors import AbsentFileError, TrainingError, TrainkitError, callback_note
 from trainkit.reading import read_map
 from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.signals import REASONS, status_of_error
-from trainkit.trainer.callback_hooks import callback_note
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import is_checkpoint
 
