@@ -146,7 +146,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 def _gradients(numbers: Numbers) -> Iterator[str]:
     if not numbers.gradients:
-        yield "    gradients are not compared: the strategy is another training"
+        yield "    gradients are not compared: another training by design, or several optimizers"
         return
     worst = max(numbers.gradients, key=lambda one: one.error)
     wrong = sum(one.verdict == "different" for one in numbers.gradients)
