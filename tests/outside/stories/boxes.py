@@ -52,9 +52,6 @@ class Matched(Objective):
     def weight_per_sample(self, sample: object) -> None:
         """Images have different numbers of boxes."""
 
-    def planned_weight_per_sample(self, sample: tuple[Tensor, Tensor]) -> float:
-        return float(len(sample[1]))
-
     def loss(self, model: Model, batch: dict[str, Any]) -> Loss:
         found = model(batch["images"])
         nearest = [
