@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def test_an_optimizer_of_a_part_of_the_model_is_refused(tmp_path: Path) -> None:
 def test_keys_of_a_choice_that_an_object_replaces_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.hidden: has no effect: model is given as an object"):
         trainkit.train(["model.hidden=[3]"], model=net(), data=DATA)
+
+
+def test_a_result_is_pickled_without_the_objects(tmp_path: Path) -> None:
+    result = train(tmp_path / "run", net())
+    assert pickle.loads(pickle.dumps(result)) == result
 
 
 def test_the_result_shows_figures_and_curves(tmp_path: Path) -> None:

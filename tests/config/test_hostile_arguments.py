@@ -68,7 +68,7 @@ def test_a_run_takes_no_such_argument_either(
         ("batch.global_size=1e30", "batch.global_size=1e+30: must be a whole number or null."),
         ("epochs=1e30", "epochs=1e+30: must be 1,000,000,000,000 or less."),
         ("loader.num_workers=1000000000", "loader.num_workers=1000000000: must be 1,024 or less."),
-        ("model=../model/mlp", "model=../model/mlp: no such choice. There are: convnet, gpt, mlp, resnet."),
+        ("model=../model/mlp", "model=../model/mlp: no such choice. There are: convnet, gan, gpt, mlp, resnet."),
         ("hydra.run.dir=" + "x" * 300, None),
         ("init_from=" + "x" * 300, None),
     ],

@@ -34,6 +34,10 @@ class TrainingResult(dict[str, Any]):
         self._given = given or Given()
         self._packages = packages
 
+    def __reduce__(self) -> tuple[type[TrainingResult], tuple[dict[str, Any]]]:
+        """Pickle the content alone: objects of this process stay here."""
+        return TrainingResult, (dict(self),)
+
     @property
     def folder(self) -> Path:
         """The run folder."""

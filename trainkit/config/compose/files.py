@@ -67,7 +67,7 @@ class Repository(CachingConfigRepository):
     def cycle_problem(self) -> Problem:
         """Return the problem of defaults lists that are circular."""
         times = self._asked.most_common(1)[0][1]
-        names = [name for name, count in self._asked.items() if times > 1 and count >= times - 1 and name != CONFIG]
+        names = [name for name, count in self._asked.items() if times > 1 and count > times // 2 and name != CONFIG]
         many = f"{', '.join(names[:3])}, {times} times" if names else f"{len(self._asked)} of them"
         rule = f"more than {_MAX_FILES} files follow from one another ({many}). Remove the entry that leads back."
         document = self.documents.get(names[0]) if names else None

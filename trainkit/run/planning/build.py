@@ -107,11 +107,14 @@ def build_objective(cfg: RunConfig) -> Objective:
     """Build the objective of a run; what its constructor draws depends on the run's seed alone.
 
     Raises:
-        ConfigError: a frozen model of it names no folder of a run.
+        ConfigError: the target gives no objective, or a frozen model of it names no folder of a run.
     """
     with Untouched(seed=cfg.seed):
         seed_host(cfg.seed)
-        objective: Objective = build(cfg.objective, "objective")
+        objective: object = build(cfg.objective, "objective")
+    if not isinstance(objective, Objective):
+        rule = f"gives a {type(objective).__name__}, not a trainkit Objective."
+        raise ConfigError([Problem(key="objective._target_", value=cfg.objective["_target_"], rule=rule)])
     _bind_frozen_models(objective, build(cfg.precision, "precision"))
     return objective
 

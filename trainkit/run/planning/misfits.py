@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.config.targets.allowed import TARGET
-from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.collate import shape_text
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import first_line, with_frames
 from trainkit.objectives.base import Loss, Objective
-from trainkit.run.planning.build import build_model
+from trainkit.run.planning.build import build_model, build_objective
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.plan import RunPlan
 from trainkit.trainer.events import Callback
@@ -70,11 +70,7 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
 def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
     """Yield the problems of objects that are not what their group needs."""
     cfg = plan.cfg
-    objective: object = plan.components.objective
     schedule: object = plan.components.schedule
-    if not isinstance(objective, Objective):
-        rule = f"gives a {type(objective).__name__}, not a trainkit Objective."
-        yield Problem(key="objective._target_", value=cfg.objective["_target_"], rule=rule)
     if not callable(schedule):
         rule = f"gives a {type(schedule).__name__}, not a schedule, which is called with the step."
         yield Problem(key="schedule._target_", value=cfg.schedule["_target_"], rule=rule)
@@ -119,7 +115,7 @@ class _Trial:
             return None  # a copy of a large model would not fit
         else:
             batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
-        objective: Objective = build(self.plan.cfg.objective, "objective")
+        objective = build_objective(self.plan.cfg)
         hooks = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.reducers import Reducer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class Pair(Mirrored):
     replicas: int = 2
 
 
-class _MeanOfMeans:
+class _MeanOfMeans(Reducer):
     """Averages over the replicas what each averaged over its own shards, though one may have had more of them."""
 
     lanes = None
