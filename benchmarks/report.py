@@ -31,10 +31,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def ratio(ours: Sequence[float], base: Sequence[float]) -> str:
+def ratio(ours: Sequence[float], base: Sequence[float], digits: int = 2) -> str:
     """Return the median of the ratios of interleaved rounds, with their spread."""
     ratios = sorted(a / b for a, b in zip(ours, base, strict=True))
-    return f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    return f"**{statistics.median(ratios):.{digits}f}** ({ratios[0]:.{digits}f} to {ratios[-1]:.{digits}f})"
 
 
 def write(name: str, title: str, command: str, body: str) -> Path:
