@@ -245,13 +245,13 @@ class Objective(ABC):
 class Supervised(Objective):
     """An objective that needs only the model's outputs and the targets, which may be on different devices.
 
-    A class that has the attributes `input` and `target` names the fields of a batch by them (docs/data.md).
+    A class that sets the attributes `input` and `target` names the fields of a batch by them (docs/data.md).
     """
 
-    @property
-    def field_names(self) -> tuple[Fields, Fields]:
-        """The names of input and target, from the attributes `input` and `target`; None for the common names."""
-        return getattr(self, "input", None), getattr(self, "target", None)
+    input: Fields = None
+    """The field of the input, or several; None: the common names."""
+    target: Fields = None
+    """The field of the targets; None: the common names."""
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the targets of a sample or batch; several inputs are a tuple.
@@ -260,12 +260,12 @@ class Supervised(Objective):
             ConfigError: there is no field of a given name.
             DataError: no name is given, and the structure of the batch leaves open which fields are meant.
         """
-        return split_batch(batch, *self.field_names)
+        return split_batch(batch, self.input, self.target)
 
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on the inputs, several by position, and score its outputs."""
         inputs, targets = self.split_batch(batch)
-        outputs = model(*inputs) if isinstance(self.field_names[0], list | tuple) else model(inputs)
+        outputs = model(*inputs) if isinstance(self.input, list | tuple) else model(inputs)
         return self.score(outputs, targets)
 
     def notes(self, model: nn.Module, sample: Any) -> list[str]:
@@ -273,7 +273,7 @@ class Supervised(Objective):
         taken, _ = parameters_of(model)
         if not isinstance(sample, Mapping) or "labels" not in taken or "labels" not in sample:
             return []
-        rest = [name for name in unused_fields(sample, *self.field_names) if name in taken]
+        rest = [name for name in unused_fields(sample, self.input, self.target) if name in taken]
         if not rest:
             return []
         named = f"{type(model).__name__} computes its own loss"

@@ -104,8 +104,7 @@ class Run:
 
     def keep_example(self, batch: object) -> None:
         """Keep the first batch that this rank computed."""
-        if self.example is None:
-            self.example = batch
+        self.example = batch
 
     def request_stop(self, reason: str) -> None:
         """End the run after this step; must be called alike on every rank. The first reason counts."""

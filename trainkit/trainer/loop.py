@@ -81,7 +81,7 @@ def train(
         journal.note(outcome)
         for hook in step_end:
             hook(run, outcome)
-        if batches:
+        if run.example is None and batches:
             run.keep_example(batches[0])
         if state.step >= timeline.next_step:
             timeline.act(state.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -27,10 +27,10 @@ def refuse_unknown_fields(parts: Components) -> None:
         DataError: the structure of a sample leaves open which fields are meant.
     """
     if _selects(parts.objective) and parts.example is not None:
-        parts.objective.split_batch(parts.example)  # type: ignore[attr-defined]
+        parts.objective.split_batch(parts.example)
 
 
-def _selects(objective: Objective) -> bool:
+def _selects(objective: Objective) -> TypeGuard[Supervised]:
     """Return whether an objective selects its fields by name; one with a loss of its own may do otherwise."""
     return isinstance(objective, Supervised) and type(objective).loss is Supervised.loss
 
@@ -39,7 +39,7 @@ def _fields_left_out(parts: Components) -> list[str]:
     if not _selects(parts.objective) or parts.example is None:
         return []
     named = named_fields(parts.example)
-    left_out = unused_fields(parts.example, *parts.objective.field_names)  # type: ignore[attr-defined]
+    left_out = unused_fields(parts.example, parts.objective.input, parts.objective.target)
     numbers = [name for name in left_out if _is_number(named[name])]
     if not numbers:
         return []

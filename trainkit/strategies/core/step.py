@@ -121,7 +121,7 @@ class ShardStep:
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
-        if self.ticket.shards[-1:] == (shard,) and not replica.masters_apart:  # masters get gradients after backward
+        if not replica.masters_apart and shard == self.ticket.shards[-1]:  # masters get gradients after backward
             replica.reducer.arm(replica.reduced)
         # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
         _engine_run_backward(
@@ -133,7 +133,9 @@ class ShardStep:
             replica.accumulate_in_masters()
         seen = loss.loss_sum.detach()
         self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
-        add_terms(self.terms, self.training.objective, loss)
+        objective = self.training.objective
+        if loss.terms is not None or objective.term_names:
+            add_terms(self.terms, objective, loss)
         return loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
 
     def _enter(self, phase: str) -> None:

@@ -156,9 +156,9 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if context.numerics.reproducible:
             rule = "cannot be had with strategy=pipeline, which sums in an order of its own. Leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-        if isinstance(context.objective, Supervised) and isinstance(context.objective.field_names[0], list | tuple):
+        if isinstance(context.objective, Supervised) and isinstance(context.objective.input, list | tuple):
             rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
-            found.append(Problem(key="objective.input", value=context.objective.field_names[0], rule=rule))
+            found.append(Problem(key="objective.input", value=context.objective.input, rule=rule))
         if self.map == {}:
             rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
             found.append(Problem(key="strategy.map", value="{}", rule=rule))

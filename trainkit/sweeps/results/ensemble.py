@@ -146,9 +146,9 @@ def _objective(cfg: RunConfig) -> Supervised:
     if not isinstance(objective, Supervised):
         rule = "the model computes its loss itself, and there is nothing to average but that."
         raise ConfigError([Problem(key="objective", value=cfg.objective[TARGET].rpartition(".")[2], rule=rule)])
-    if isinstance(objective.field_names[0], list | tuple):
+    if isinstance(objective.input, list | tuple):
         rule = "names several fields, and an ensemble passes its members one."
-        raise ConfigError([Problem(key="objective.input", value=objective.field_names[0], rule=rule)])
+        raise ConfigError([Problem(key="objective.input", value=objective.input, rule=rule)])
     return objective
 
 
