@@ -1,7 +1,7 @@
 """Read files that another program, or another user, may have written.
 
 Every file of a run folder, of a checkpoint and of a sweep folder is opened here: only regular files of limited size,
-never through a symbolic link, and never waiting for the other end of a pipe. `trainkit.bounded_json` parses JSON.
+never through a symbolic link, and never waiting for the other end of a pipe. `trainkit.bounded` parses JSON.
 
     content = read_map(folder / "result.json", {"status": str, "seconds": (int, float)})
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-from trainkit.bounded_json import Kind, expect_map, parse_json
+from trainkit.bounded import Kind, expect_map, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.storage import storage_error
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bounded_yaml import MAX_BYTES, MAX_VALUES, check_bounds, parse_yaml
+from trainkit.bounded import MAX_BYTES, MAX_VALUES, check_bounds, parse_yaml
 from trainkit.cli import main
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.crafted import within
-from trainkit.bounded_json import whole_numbers
+from trainkit.bounded import whole_numbers
 from trainkit.errors import CheckpointError
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.tensors.sharded import coverage_error

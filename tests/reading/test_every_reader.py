@@ -19,7 +19,7 @@ PARSES: Final = {
 }  # fmt: skip
 ALLOWED: Final[dict[str, dict[str, str]]] = {
     "reading.py": {"open": "the module itself", "fdopen": "the same", "read_bytes": "of the same"},
-    "bounded_yaml.py": {"yaml.load": "the module itself, after its bounds"},
+    "bounded.py": {"yaml.load": "the module itself, after its bounds"},
     "cli.py": {"open": "the null device"},
     "extras.py": {"read_text": "trainkit's own pyproject.toml"},
     "verbs/starting/init.py": {"read_text": "trainkit's own template"},
@@ -117,7 +117,7 @@ def test_every_file_of_a_run_is_read_through_the_bounded_modules() -> None:
         allowed = ALLOWED.get(file, {})
         past |= {f"{file}:{lines[0]}": name for name, lines in found.items() if name not in allowed}
         stale |= {f"{file}: {name}": why for name, why in allowed.items() if name not in found}
-    assert not past, "read it through trainkit.reading or trainkit.bounded_json, or say in ALLOWED why not"
+    assert not past, "read it through trainkit.reading or trainkit.bounded, or say in ALLOWED why not"
     assert not stale, "nothing there reads so any more: take it out of ALLOWED"
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from trainkit.bounded_json import expect_map, expect_maps, parse_json
+from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import open_regular, read_bytes, read_json, read_lines, read_map, read_tail, refuse_link
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.bounded_json import expect_map, parse_json
+from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError
 from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_lines, size_of

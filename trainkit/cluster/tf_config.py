@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trainkit.bounded_json import parse_json
+from trainkit.bounded import parse_json
 from trainkit.cluster.members import ROLES, member_problems, task_problem
 from trainkit.config.texts import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem

@@ -155,7 +155,7 @@ def load_resolved(path: str | Path) -> RunConfig:
         ConfigError: the file does not hold the config of a run.
         UnreadableError: it is not a regular file, is too large, or is not UTF-8 text.
     """
-    from trainkit.bounded_yaml import MAX_BYTES, parse_yaml  # noqa: PLC0415 - few processes read their config
+    from trainkit.bounded import MAX_BYTES, parse_yaml  # noqa: PLC0415 - few processes read their config
 
     text = read_text(Path(path), limit=MAX_BYTES)
     try:

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
+from trainkit.bounded import MAX_BYTES, parse_yaml
 from trainkit.config.schema import RunConfig
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem, UnreadableError

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import yaml
 
-from trainkit.bounded_yaml import MAX_BYTES, SafeLoader, UnreadableYAMLError, check_bounds
+from trainkit.bounded import MAX_BYTES, SafeLoader, UnreadableYAMLError, check_bounds
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.reading import read_text
 from trainkit.redaction import REDACTED, mask, secrets_in

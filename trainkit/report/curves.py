@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from trainkit.bounded_json import expect_map, parse_json
+from trainkit.bounded import expect_map, parse_json
 from trainkit.report.numbers import compact, figure
 
 mpl.use("Agg")

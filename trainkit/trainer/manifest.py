@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import Kind, expect_map, expect_maps
+from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import read_json, refuse_link, size_of
 from trainkit.trainer.ownership import OwnershipToken

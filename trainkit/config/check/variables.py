@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from trainkit.bounded_yaml import parse_yaml
+from trainkit.bounded import parse_yaml
 from trainkit.config.composition import Composition, KeyPath, TrackedTree, lookup, path_of, variable_in
 from trainkit.errors import Problem
 

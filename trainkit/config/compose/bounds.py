@@ -16,7 +16,7 @@ from omegaconf.base import Container
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
-from trainkit.bounded_yaml import MAX_DEPTH
+from trainkit.bounded import MAX_DEPTH
 from trainkit.config.composition import KeyPath, dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem

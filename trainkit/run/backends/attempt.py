@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import Kind
+from trainkit.bounded import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import open_regular, read_map, read_text
 from trainkit.run.folder.fencing_token import FencingToken

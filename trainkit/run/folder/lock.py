@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from trainkit.bounded_json import expect_map, parse_json
+from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.reading import open_descriptor, read_bytes, read_map
 from trainkit.trainer.cleanup import owner_of

@@ -13,8 +13,7 @@ import torch
 import yaml
 from torch import nn
 
-from trainkit.bounded_json import expect_map
-from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
+from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
 from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in

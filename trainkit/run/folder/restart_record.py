@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from trainkit.bounded_json import Kind, expect_map, parse_json
+from trainkit.bounded import Kind, expect_map, parse_json
 from trainkit.errors import UnreadableError
 from trainkit.reading import open_regular, read_lines
 from trainkit.redaction import mask

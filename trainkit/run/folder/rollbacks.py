@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import expect_map, expect_maps
+from trainkit.bounded import expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import write_json_atomically

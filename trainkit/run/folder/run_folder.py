@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import Kind
+from trainkit.bounded import Kind
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import package_arguments

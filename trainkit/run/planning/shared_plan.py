@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
-from trainkit.bounded_json import parse_json
+from trainkit.bounded import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig

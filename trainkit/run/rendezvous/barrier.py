@@ -25,7 +25,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from trainkit.bounded_json import Kind, expect_map
+from trainkit.bounded import Kind, expect_map
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig

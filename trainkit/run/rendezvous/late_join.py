@@ -19,7 +19,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from trainkit.bounded_json import Kind, expect_map, whole_numbers
+from trainkit.bounded import Kind, expect_map, whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import BatchConfig

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import Kind, expect_maps, parse_json
+from trainkit.bounded import Kind, expect_maps, parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig, load_resolved

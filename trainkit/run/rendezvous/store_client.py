@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
-from trainkit.bounded_json import parse_json
+from trainkit.bounded import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import HangError, LinkError
 from trainkit.run.process.store import reachable, store_of_launch

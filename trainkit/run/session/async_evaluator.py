@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.bounded_json import expect_map, parse_json
+from trainkit.bounded import expect_map, parse_json
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches

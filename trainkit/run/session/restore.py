@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from trainkit.bounded_json import Kind, expect_map, expect_maps
+from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.config.schema import RunConfig
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import Loader

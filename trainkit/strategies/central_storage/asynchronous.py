@@ -9,7 +9,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from trainkit.bounded_json import whole_numbers
+from trainkit.bounded import whole_numbers
 from trainkit.data.reading.collate import to_device
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.bounded_json import parse_json
+from trainkit.bounded import parse_json
 from trainkit.objectives.base import Collective
 
 _T = TypeVar("_T")

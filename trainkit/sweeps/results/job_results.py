@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from trainkit.bounded_json import Kind, expect_maps
+from trainkit.bounded import Kind, expect_maps
 from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
 from trainkit.reading import read_map

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import expect_map, parse_json
+from trainkit.bounded import expect_map, parse_json
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.reading import read_lines, read_tail, size_of

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trainkit.bounded_json import expect_map, expect_maps, parse_json
+from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.reading import read_bytes, refuse_link
 from trainkit.strategies.tensors.lazy_state import LazyStateDict

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final, Self
 import torch
 from torch import Tensor
 
-from trainkit.bounded_json import expect_map, parse_json, whole_numbers
+from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.objectives.base import Collective
 from trainkit.reading import open_regular

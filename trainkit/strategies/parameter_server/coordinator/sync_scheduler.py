@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.bounded_json import whole_numbers
+from trainkit.bounded import whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 

@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final, Self
 
-from trainkit.bounded_json import expect_map, parse_json, whole_numbers
+from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
 from trainkit.reading import open_regular, read_lines

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainkit.bounded_json import expect_map, parse_json
+from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import LinkError
 
 _HEAD: Final = struct.Struct("!4s16sIQ")
