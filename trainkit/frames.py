@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sysconfig
+import os
+import re
 import traceback
 from pathlib import Path
 from typing import Final
 
-_LIBRARIES: Final = tuple(
-    f"/site-packages/{name}/"
-    for name in ("hydra", "numpy", "omegaconf", "timm", "torch", "torchmetrics", "torchvision", "transformers")
+_LIBRARIES: Final = re.compile(
+    r"/(?:site|dist)-packages/(?:hydra|numpy|omegaconf|timm|torch|torchmetrics|torchvision|trainkit|transformers)/"
 )
-_OWN: Final = str(Path(__file__).parent)
-_STANDARD: Final = sysconfig.get_paths()["stdlib"]
+_OWN: Final = str(Path(__file__).parent) + os.sep
+_STANDARD: Final = str(Path(os.__file__).parent) + os.sep
 _MOST: Final = 3
+_LONGEST: Final = 300
 
 
 def with_frames(text: str, error: BaseException) -> str:
@@ -28,23 +29,39 @@ def with_frames(text: str, error: BaseException) -> str:
         ...     print(with_frames("it fails.", error).splitlines()[0])
         it fails.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     lines = [f"    {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in frames[-_MOST:]]
     return "\n".join([text, *lines])
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class and the first line of an error, at most 300 characters.
+    r"""Return the first line of an error's message that is not blank; without one, the name of its class.
 
     Example:
-        >>> first_line(KeyError("label"))
-        "KeyError: 'label'"
+        >>> first_line(ValueError(" two\nlines")), first_line(MemoryError())
+        ('two', 'MemoryError')
     """
-    line = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _is_own(file: str) -> bool:
-    if file.startswith((_OWN, "<frozen")) or any(name in file for name in _LIBRARIES):
-        return False
-    return not file.startswith(_STANDARD) or "/site-packages/" in file
+def named_first_line(error: BaseException) -> str:
+    """Return the class and the first line of an error, of which at most 300 characters.
+
+    Example:
+        >>> named_first_line(KeyError("label")), named_first_line(MemoryError())
+        ("KeyError: 'label'", 'MemoryError')
+    """
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line[:_LONGEST]}"
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file belongs to trainkit, to Python, or to a known library; others are the user's own.
+
+    Example:
+        >>> is_library("/env/lib/python3.11/site-packages/torch/nn/linear.py"), is_library("/home/ada/shop/net.py")
+        (True, False)
+    """
+    if file.startswith((_OWN, "<frozen")) or _LIBRARIES.search(file):
+        return True
+    return file.startswith(_STANDARD) and "-packages/" not in file

@@ -14,7 +14,7 @@ from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import class_node
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.frames import first_line, with_frames
+from trainkit.frames import named_first_line, with_frames
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.hashing import key32, name_id
 
@@ -143,7 +143,7 @@ def size_of(dataset: Any) -> int:
     try:
         return len(dataset)
     except (TypeError, ValueError) as error:
-        text = f"the length of {name} is no number of samples: {first_line(error)}."
+        text = f"the length of {name} is no number of samples: {named_first_line(error)}."
         raise DataError(with_frames(text, error)) from error
 
 
@@ -158,7 +158,7 @@ def read_sample(dataset: Any, place: int) -> Any:
     except TrainkitError:
         raise
     except Exception as error:
-        text = f"sample {place} of {type(dataset).__name__} cannot be read: {first_line(error)}."
+        text = f"sample {place} of {type(dataset).__name__} cannot be read: {named_first_line(error)}."
         raise DataError(with_frames(text, error)) from error
 
 
@@ -173,7 +173,7 @@ def _made(node: Mapping[str, Any], split: str, given: Mapping[str, Any]) -> Any:
     except TrainkitError:
         raise
     except Exception as error:
-        text = f"the {split} split of {node['_target_']} cannot be made: {first_line(error)}."
+        text = f"the {split} split of {node['_target_']} cannot be made: {named_first_line(error)}."
         raise DataError(with_frames(text, error)) from error
 
 

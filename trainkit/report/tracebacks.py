@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Final
+
+from trainkit.frames import is_library
 
 _FRAME: Final = re.compile(r'\s+File "(.+)", line \d+')
 _LAST_FRAMES: Final = 3
 """Number of innermost frames that always stay."""
-_LIBRARY: Final = ("/trainkit/", "/site-packages/", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 
 def one_screen(text: str, limit: int) -> str:
@@ -73,7 +73,8 @@ def _in_order_of_cutting(lines: Sequence[str], frames: Sequence[int]) -> Iterabl
     innermost.
     """
     inner = range(len(frames) - _LAST_FRAMES)
-    of_libraries = [place for place in inner if any(part in lines[frames[place]] for part in _LIBRARY)]
+    files = [match[1] for line in lines if (match := _FRAME.match(line))]
+    of_libraries = [place for place in inner if is_library(files[place])]
     return [*of_libraries, *(place for place in inner if place not in of_libraries)]
 
 

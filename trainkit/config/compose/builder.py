@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, DefaultsList, create_defaults_list
-from trainkit.config.compose.layers import Layers, first_line, shown
+from trainkit.config.compose.layers import Layers, shown
 from trainkit.config.composition import Composition, ConfigFile, Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.paths import shipped_conf, shipped_recipes
@@ -23,6 +23,7 @@ from trainkit.config.secrets import redacted
 from trainkit.config.values import closest
 from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem
+from trainkit.frames import first_line
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
@@ -174,7 +175,7 @@ class CompositionBuilder:
                 self.repository.mark_absent(missing)
             except (HydraException, ValueError, OmegaConfBaseException) as error:
                 culprit = next((item for item in remaining if item.get_key_element() in str(error)), None)
-                rule = f"{first_line(error)}"
+                rule = first_line(error)
                 if culprit is None:
                     raise ConfigError([*self.problems, Problem(key="defaults list", rule=rule)]) from error
                 self._report(culprit, rule)

@@ -29,6 +29,7 @@ from trainkit.config.paths import shipped_conf, shipped_recipes
 from trainkit.config.schema import GROUPS, LIST_GROUPS
 from trainkit.config.secrets import dereferenced, import_marks, redacted, reference_paths
 from trainkit.errors import ConfigError, Problem
+from trainkit.frames import first_line
 
 
 class Layers:
@@ -237,11 +238,6 @@ def _unresolved(error: Exception) -> str:
     if match := re.search(r"Interpolation key '([^']+)' not found", text):
         return f"refers to {match[1]}, and there is no such key."
     return f"cannot be resolved: {text.rstrip('.')}."
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shown(file: Path) -> str:

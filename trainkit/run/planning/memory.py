@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.frames import first_line, with_frames
+from trainkit.frames import named_first_line, with_frames
 from trainkit.run.planning.build import build_model, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
@@ -73,7 +73,7 @@ def _with_data(plan: RunPlan) -> nn.Module:
     except TrainkitError:
         raise
     except Exception as error:
-        rule = f"cannot be made: {first_line(error)}."
+        rule = f"cannot be made: {named_first_line(error)}."
         target = plan.cfg.model["_target_"]
         raise ConfigError([Problem(key="model._target_", value=target, rule=with_frames(rule, error))]) from error
 

@@ -22,7 +22,7 @@ from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.collate import shape_text
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.frames import first_line, with_frames
+from trainkit.frames import named_first_line, with_frames
 from trainkit.objectives.base import Loss, Objective
 from trainkit.run.planning.build import build_model, build_objective
 from trainkit.run.planning.coupling import kept_generators
@@ -230,7 +230,7 @@ class _Trial:
         first = shape_text(self.samples[0])
         who = "the model" if self.part == "model" else "the objective"
         where = f"With samples {_listed(self.places)}, the first of them {first}"
-        return f"{where}, {who} raised {first_line(error)}.{gave}"
+        return f"{where}, {who} raised {named_first_line(error)}.{gave}"
 
 
 def _count(objective: Objective, loss: object, batch: Any, *, numbers: bool) -> None:

@@ -25,6 +25,7 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
+from trainkit.frames import first_line
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
@@ -62,7 +63,7 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
         at = step()
         head = f"rank {task.rank}, {'while the model was placed' if at is None else f'step {at}'}:"
         if kind is MemoryKind.on_chip:
-            raise TrainingError(f"{head} {_OF_KERNEL.format(device=task.device, error=_first_line(error))}") from error
+            raise TrainingError(f"{head} {_OF_KERNEL.format(device=task.device, error=first_line(error))}") from error
         if kind is MemoryKind.shared:
             raise OutOfMemoryError(f"{head} {_shared(plan)}") from error
         if kind is MemoryKind.host and task.device != "cpu":
@@ -80,10 +81,6 @@ def _reserved() -> ExitStack:
     with suppress(OSError):
         stack.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return stack
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _shared(plan: RunPlan) -> str:
