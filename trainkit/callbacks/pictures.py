@@ -11,6 +11,7 @@ from trainkit.callbacks.tensorboard import grid, png_bytes
 from trainkit.config.values import at_least, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic
+from trainkit.frames import first_line
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
@@ -51,7 +52,7 @@ class Pictures(Callback):
             with torch.no_grad():
                 images = model(noise, self.part)
         except (TypeError, RuntimeError) as error:
-            rule = f"calls model(noise, {self.part!r}) with noise of {tuple(noise.shape)}: {str(error).splitlines()[0]}"
+            rule = f"calls model(noise, {self.part!r}) with noise of {tuple(noise.shape)}: {first_line(error)}"
             raise ConfigError([Problem(key="callbacks.pictures", rule=rule)]) from error
         finally:
             model.train(was_training)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
+from trainkit.frames import first_line
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.hashing import key32
 from trainkit.objectives.base import Loss
@@ -124,8 +125,8 @@ def _without_devices() -> list[Problem]:
     try:
         _xla("runtime").global_runtime_device_count()
     except (RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        rule = f"finds no device ({reason}). On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
+        found = f"finds no device ({first_line(error)})."
+        rule = f"{found} On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
         return [Problem(key="torch_xla", rule=rule)]
     return []
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.config.identity import Difference, difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, DataError
+from trainkit.frames import first_line
 from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_probe, explain_updates
 from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
 from trainkit.run.planning.plan import RunPlan
@@ -61,7 +62,7 @@ def reference_weights(
     except (ConfigError, DataError):
         raise
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        log(f"the model does not run in fp64 ({str(error).splitlines()[0]}); reference: one_device in fp32")
+        log(f"the model does not run in fp64 ({first_line(error)}); reference: one_device in fp32")
         return "fp32", weights_by_step(with_precision(cfg, "fp32"), folder / "reference_fp32")
 
 

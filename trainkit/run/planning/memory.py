@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.frames import named_first_line, with_frames
+from trainkit.frames import first_line, named_first_line, with_frames
 from trainkit.run.planning.build import build_model, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
@@ -57,7 +57,7 @@ def meta_model(plan: RunPlan) -> nn.Module:
         raise
     except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
         if "Storage size calculation overflowed" in str(error):
-            rule = f"has a parameter that no memory holds: {str(error).splitlines()[0]}. Use smaller sizes."
+            rule = f"has a parameter that no memory holds: {first_line(error)}. Use smaller sizes."
             raise ConfigError([Problem(key="model", rule=rule)]) from None
         return _with_data(plan)
 

@@ -21,6 +21,7 @@ from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
+from trainkit.frames import named_first_line
 from trainkit.objectives.base import Access
 from trainkit.run.planning.build import build_model, build_objective, matching_groups, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
@@ -148,8 +149,7 @@ def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) ->
             return Coupling(not_probed=samples)
         return probe(build_model(plan.cfg), build_objective(plan.cfg), samples, plan.components.hooks.collate_function)
     except Exception as error:  # noqa: BLE001 - a user's model may fail in any way; training reports it
-        reason = str(error).partition("\n")[0]
-        return Coupling(not_probed=f"a pass on the CPU failed ({type(error).__name__}: {reason[:200]})")
+        return Coupling(not_probed=f"a pass on the CPU failed ({named_first_line(error)})")
 
 
 def _samples_of_one_shape(dataset: Any) -> list[Any] | str:

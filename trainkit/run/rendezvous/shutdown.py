@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import PeerError, TrainkitError
+from trainkit.frames import first_line
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
@@ -97,14 +98,14 @@ def _await_rank0_result(barrier: ProcessBarrier) -> dict[str, Any]:
 
 
 def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, confirm: Callable[[], None]) -> None:
-    """Write the failure to result.json, if the run folder is still this group's, and reporter it to the other ranks."""
+    """Write the failure to result.json, if the run folder is still this group's, and report it to the other ranks."""
     with contextlib.suppress(TrainkitError):  # another group owns the folder now: do not write to it
         confirm()
         kept = folder.read_result() or skipped_in(folder.checkpoints)
         with contextlib.suppress(OSError):  # the error itself is printed on the terminal
             folder.write_result({**kept, "status": "failed", "reason": str(failure)})
     with contextlib.suppress(RuntimeError):
-        barrier.publish("reported", str(failure).splitlines()[0])
+        barrier.publish("reported", first_line(failure))
 
 
 def _follower_error(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.errors import CheckpointError, UnreadableError
+from trainkit.frames import first_line
 from trainkit.reading import read_bytes, refuse_link
 from trainkit.strategies.tensors.lazy_state import LazyStateDict
 from trainkit.strategies.tensors.sharded import coverage_error
@@ -67,7 +68,7 @@ def load(folder: Path) -> Loaded:
         aliases: dict[str, str] = index["aliases"]
         tensors = StoredTensors(index["tensors"], aliases, files)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise damaged(folder, f"index.json does not fit the tensors ({_one_line(error)})") from None
+        raise damaged(folder, f"index.json does not fit the tensors ({first_line(error)[:200]})") from None
     meta = {**rest, "position": checkpoint.position, "fingerprint": checkpoint.fingerprint}
     return Loaded(checkpoint=checkpoint, tensors=tensors, aliases=aliases, meta=meta)
 
@@ -149,11 +150,6 @@ def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         return expect_map(parse_json(content), {})
     except ValueError as error:
         raise damaged(folder, f"{name} is not what was written ({error})") from None
-
-
-def _one_line(error: Exception, most: int = 200) -> str:
-    """Return the first line of an error: torch's errors about crafted numbers may have many."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:most]
 
 
 _MAX_PIECES: Final = 1 << 14

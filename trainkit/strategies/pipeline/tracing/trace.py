@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.errors import Problem
+from trainkit.frames import named_first_line
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import noting_keys
 from trainkit.objectives.base import Supervised
@@ -96,8 +97,7 @@ def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torc
         except CannotCut:
             raise
         except Exception as error:
-            reason = (str(error).strip() or "it failed").splitlines()[0].rstrip(".")
-            raise CannotCut(f"{type(error).__name__}: {reason}") from error
+            raise CannotCut(named_first_line(error).rstrip(".")) from error
         if host.moved():
             raise CannotCut(
                 "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
