@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.attempts import ATTEMPTS, filled, set_up
 from trainkit.cli import main
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, allowed_packages
 from trainkit.config.targets.build import build, resolve_target, signature_of
@@ -54,7 +54,7 @@ def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(can
     choice = f"{group}=[evil]" if group in ("callbacks", "logger") else f"{group}=evil"
     for folder, arguments in (("conf", ["recipe=null", choice]), ("recipes", ["recipe=evil"])):
         with pytest.raises(ConfigError):
-            check(compose(arguments, config_dirs=[folder]))
+            checked(compose(arguments, config_dirs=[folder]))
     if "groups" not in node:  # a parameter group is given to the optimizer as it is
         with pytest.raises(ConfigError):
             build(node, group)

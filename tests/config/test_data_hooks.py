@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build_callable
@@ -19,7 +19,7 @@ OWN = "tests.support.own_data"
 
 def problems(*arguments: str) -> list[str]:
     try:
-        check(trainkit.compose(["recipe=null", *arguments], config_dirs=[CONF], packages=["tests"]))
+        checked(trainkit.compose(["recipe=null", *arguments], config_dirs=[CONF], packages=["tests"]))
     except ConfigError as error:
         return [str(problem).removesuffix(" (command line)") for problem in error.problems]
     return []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.check import check, check_names, check_values
+from trainkit.config.check import check_names, check_values, checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition
 
@@ -103,7 +103,7 @@ def test_words_and_mappings_fit_enums_and_dataclasses(own: Callable[..., Composi
 
 def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own: Callable[..., Composition]) -> None:
     composed = own("model._target_=test_own_nets.Loose", "model.anything=3")
-    assert check(composed) == ("model.anything: not checked, its class takes any key",)
+    assert checked(composed).notes == ("model.anything: not checked, its class takes any key",)
 
 
 def test_an_optional_package_that_is_absent_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.paths import shipped_recipes
 from trainkit.config.yaml_documents import read_document
@@ -15,15 +15,14 @@ NEEDED = {"resnet50_imagenet": ("data.path=/somewhere",)}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_composes_without_a_problem_and_without_an_idle_key(name: str) -> None:
-    composed = compose([f"recipe={name}", *NEEDED.get(name, ())])
-    assert check(composed) == ()
+    composed = checked(compose([f"recipe={name}", *NEEDED.get(name, ())]))
     assert composed.notes == ()
     assert (composed.values["recipe"], composed.values["name"]) == (name, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_takes_another_strategy(name: str) -> None:
-    check(compose([f"recipe={name}", *NEEDED.get(name, ()), "strategy=mirrored", "strategy.replicas=2"]))
+    checked(compose([f"recipe={name}", *NEEDED.get(name, ()), "strategy=mirrored", "strategy.replicas=2"]))
 
 
 @pytest.mark.parametrize("name", NAMES)

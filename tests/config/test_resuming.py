@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.identity import other_training
 from trainkit.config.resume import compose_resumed
@@ -59,4 +59,4 @@ def test_what_ended_the_run_early_does_not_end_it_again(earlier: Path) -> None:
 
 
 def test_resolved_values_are_not_told_to_be_idle(earlier: Path) -> None:
-    assert list(check(compose_resumed(earlier, []))) == []
+    assert checked(compose_resumed(earlier, [])).notes == ()

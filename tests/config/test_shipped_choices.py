@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import GROUPS
@@ -44,4 +44,4 @@ def test_a_choice_belongs_to_a_group_and_has_no_trap(file: Path) -> None:
 @pytest.mark.parametrize("group", ["optimizer", "schedule", "strategy"])
 def test_every_choice_of_these_composes_cleanly(group: str) -> None:
     for file in sorted((shipped_conf() / group).glob("*.yaml")):
-        check(compose(["recipe=null", f"{group}={file.stem}"]))
+        checked(compose(["recipe=null", f"{group}={file.stem}"]))

@@ -8,7 +8,7 @@ from tests.launchers.launches import launch_of
 from trainkit.cli import main
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
@@ -90,7 +90,7 @@ SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "st
 
 def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one() -> None:
     run = ["recipe=null", *SPEC, "strategy.replicas=1", "numerics.check_replicas_every=5"]
-    assert check(compose(run)) == ()
+    assert checked(compose(run)).notes == ()
 
 
 def test_the_plan_is_that_of_the_whole_launch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import RunPlan, make_plan
@@ -14,8 +14,7 @@ MIRRORED = ("recipe=null", "strategy=mirrored", "strategy.replicas=2")
 
 
 def plan(*overrides: str, launch: LaunchEnvironment | None) -> RunPlan:
-    composed = compose(overrides)
-    check(composed)
+    composed = checked(compose(overrides))
     return make_plan(composed.cfg, num_gpus=0, launch=launch)
 
 
@@ -56,7 +55,7 @@ def test_a_setting_that_cannot_work_is_refused(overrides: tuple[str, ...], told:
 
 
 def test_an_engine_watches_over_a_single_process_too() -> None:
-    check(compose(("recipe=null", "cluster=ray", "supervisor.max_restarts=1")))
+    checked(compose(("recipe=null", "cluster=ray", "supervisor.max_restarts=1")))
 
 
 def test_in_a_launch_the_launcher_has_the_say() -> None:

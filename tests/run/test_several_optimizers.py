@@ -10,7 +10,7 @@ import torch
 
 import trainkit
 from tests.contract.stepping import CONF
-from trainkit.config.check import check
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
@@ -26,8 +26,7 @@ BODY = "optimizers.body.match=['layers.0.*']"
 
 
 def planned(*overrides: str) -> RunPlan:
-    composition = compose(list(overrides))
-    check(composition)
+    composition = checked(compose(list(overrides)))
     plan = make_plan(composition.cfg)
     model_notes(plan, meta_model(plan))
     return plan

@@ -26,7 +26,6 @@ from trainkit.errors import ConfigError, Problem
 
 __all__ = [
     "beyond_64_bits",
-    "check",
     "check_both",
     "check_names",
     "check_values",
@@ -38,25 +37,15 @@ __all__ = [
 _OPTIONAL: Final = ("cluster", *LIST_GROUPS)
 
 
-def check(composition: Composition) -> tuple[str, ...]:
-    """Run both phases of the check.
+def checked(composition: Composition) -> Composition:
+    """Run both phases of the check; return the composition with notes, and without keys that the user's keys make
+    impossible.
 
-    Returns:
-        Notes: keys of a recipe or of the user's files that have no effect in this composition, and keys that no
-        signature describes.
+    The notes name keys of a recipe or of the user's files that have no effect in this composition, and keys that no
+    signature describes. The keys left out are those of a recipe, and of a choice whose class the user replaced.
 
     Raises:
         ConfigError: every problem of the first phase; if there are none, those of the second.
-    """
-    if problems := check_both(composition):
-        raise ConfigError(problems)
-    return _notes(composition)
-
-
-def checked(composition: Composition) -> Composition:
-    """Run both phases; return the composition with notes, and without keys of a recipe that the user's make impossible.
-
-    Arguments and errors are those of `check`.
     """
     composition, problems = fitted(composition, check_both)
     if problems:
