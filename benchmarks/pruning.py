@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=25)
-    parser.add_argument("--keep", type=Path, help="where the sweeps go; those that are there already are not run again")
+    parser.add_argument("--keep", type=Path, help="where the sweeps go; existing ones are not run again")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.keep or Path(temporary)).absolute()

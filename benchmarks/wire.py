@@ -3,7 +3,7 @@
     python benchmarks/wire.py [--quick]
 
 Two network namespaces with an address each stand for two hosts (this needs root and iproute2). trainkit is started on
-both by its command. Bytes are those that the kernel counts on the link, in both directions, including packet headers:
+both by its command. Bytes are counted by the kernel on the link, in both directions, including packet headers:
 the difference of a long and a short run, so that initial exchanges do not count. The slow link is the same link behind
 `tc`'s token bucket of 100 Mbit/s.
 """

@@ -31,7 +31,7 @@ def state() -> tuple[object, ...]:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """The root logger's handlers put back, and those that Hydra opened closed."""
+    """The root logger's handlers put back, and the handlers that Hydra opened closed."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield

@@ -70,7 +70,7 @@ def runs_here(strategy: str) -> bool:
 STRATEGIES = sorted(
     path.stem for path in (CONF / "strategy").glob("*.yaml") if not changes_maths(path.stem) and runs_here(path.stem)
 )
-"""Those that are the training of one device."""
+"""Strategies that give the training of one device."""
 
 
 BASE_LR = 0.5
@@ -248,7 +248,7 @@ def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
 
 
 def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
-    """Where others compute besides those that train: what all of them have used, with the first."""
+    """Where tasks besides the training ones compute: what all tasks have used, with the first."""
     for step, used in enumerate(found[0].samples):
         used.extend(index for one in trained for index in one.computed.get(step, ()))
 

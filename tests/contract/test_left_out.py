@@ -30,7 +30,7 @@ ALIKE = {
     "parameter_server": ("numerics.reproducible=true",),
 }
 QUICK = ("one_device", "device_map", "central_storage", "mirrored")
-"""Those that are quick to start, and one that needs processes; the others are for the long form."""
+"""Strategies that start quickly, and one that needs processes; the others are for the long form."""
 STRATEGIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALIKE]
 
 

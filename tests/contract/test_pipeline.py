@@ -220,7 +220,7 @@ def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
 
 
 def held(place: Place, case: Case) -> tuple[list[str], list[str]]:
-    """The parameters that have numbers on this rank, and those that it writes."""
+    """The parameters that have numbers on this rank, and the parameters that it writes."""
     rank = _Rank(place, case)
     executor = rank.setup(0)
     try:

@@ -14,7 +14,7 @@ LOG = "TRAINKIT_TEST_READS"
 
 
 def write(line: str) -> None:
-    """Append a line, whole, whoever else is writing."""
+    """Append a whole line, also while other processes write."""
     with Path(os.environ[LOG]).open("a") as file:
         file.write(f"{line}\n")
 

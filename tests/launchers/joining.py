@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def variables(place: Place, port: int) -> dict[str, str]:
-    """Those that one sets by hand."""
+    """Variables that a user sets by hand."""
     return {
         "RANK": str(place.rank), "WORLD_SIZE": str(place.num_ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -12,7 +12,7 @@ from trainkit.run.rendezvous.store_client import WaitReporter
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """Time that passes during sleeps only."""
 
     def __init__(self) -> None:
         self.now = 0.0

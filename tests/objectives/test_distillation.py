@@ -61,7 +61,7 @@ def test_a_teacher_from_a_run_teaches_the_same_on_every_placement(strategy: str,
         torch.testing.assert_close(weights(other)[name], expected, rtol=1e-12, atol=1e-13)
     row = json.loads((tmp_path / strategy / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"val/loss", "val/labels", "val/teacher", "val/accuracy"} <= row.keys()
-    # It is in no checkpoint, and its own weights are those that its run ended with.
+    # It is in no checkpoint, and it has the weights at the end of its own run.
     assert {key.rpartition("/")[2] for key in load(Path(other["last"])).tensors} == {*weights(alone)}
     assert weights(teacher)["0.weight"].shape == (5, 6)
 

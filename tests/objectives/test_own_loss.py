@@ -16,7 +16,7 @@ LABELS = torch.tensor([[0, 1, 2, -100], [3, 4, -100, -100]])
 
 
 def causal(scores: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-    """As a Hugging Face causal model: predicts each next label, mean over those that are not ignored."""
+    """As a Hugging Face causal model: predicts each next label, mean over the labels that are not ignored."""
     loss = functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     return SimpleNamespace(loss=loss, logits=scores)
 

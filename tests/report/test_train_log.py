@@ -71,7 +71,7 @@ def test_a_full_disk_ends_nothing_and_is_told_later(log: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_only_a_regular_file_is_written_to(log: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run folder of somebody else's must not make a resumed run write into another file, or wait."""
+    """Another run's folder must not make a resumed run write into another file, or wait."""
     victim = log.with_name("victim")
     victim.write_text("mine\n")
     log.symlink_to(victim) if kind == "link" else os.mkfifo(log)

@@ -76,7 +76,7 @@ def pids_of(folder: RunFolder) -> list[int]:
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those that are neither gone nor a zombie."""
+    """Processes that are neither gone nor zombies."""
     return [pid for pid in pids if _state(pid) not in ("gone", "Z")]
 
 

@@ -75,7 +75,7 @@ def test_a_pattern_that_matches_nothing_is_refused_where_the_user_wrote_it(notes
             "it out. (command line)"
         ),
         (
-            "optimizer.groups.again: holds no parameter: those that it matches are in earlier groups. Order the groups "
+            "optimizer.groups.again: holds no parameter: earlier groups match the same parameters. Order the groups "
             "anew. (command line)"
         ),
     ]

@@ -1,4 +1,4 @@
-"""Ranks that are forks of one process are what processes of their own are, and end with whoever started them."""
+"""Ranks that are forks of one process behave as processes of their own, and end with the process that started them."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Training = tuple[subprocess.Popen[str], Path, int, dict[str, int]]
 
 
 def below(pid: int) -> dict[int, str]:
-    """The processes that a process has started, and those that these have, by what they are called."""
+    """The children and grandchildren of a process, by name."""
     children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
     named = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in children}
     return named | {pid: name for child in children for pid, name in below(child).items()}

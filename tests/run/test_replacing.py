@@ -1,4 +1,4 @@
-"""Tasks that die alone are started again alone; those that hold something take the group with them."""
+"""Tasks that die alone are started again alone; a task that holds state takes the group with it."""
 
 import json
 from collections.abc import Callable

@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_after_its_result_has_ended(folder: RunFolder) -> 
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"state": "running"}', '{"state": []}', "\x00", "[" * 10_000])
-def test_a_file_of_somebody_else_says_nothing(folder: RunFolder, content: str) -> None:
+def test_a_file_of_another_author_says_nothing(folder: RunFolder, content: str) -> None:
     (folder.path / FILE).write_text(content)
     folder.result.write_text('{"status": ["finished"]}')
     assert read_status(folder).state == "unknown"

@@ -264,7 +264,7 @@ SCHEDULERS: dict[str, Callable[[], WorkScheduler]] = {
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(5))
-def test_every_shard_is_used_once_an_epoch_whoever_is_slow_or_dies(kind: str, seed: int) -> None:
+def test_every_shard_is_used_once_an_epoch_whichever_worker_is_slow_or_dies(kind: str, seed: int) -> None:
     trial = Trial(SCHEDULERS[kind](), seed, 5)
     trial.run(20)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}

@@ -194,4 +194,4 @@ EQUAL: Final[dict[str, type[nn.Module]]] = {
     kind.__name__: kind
     for kind in (Containers, WritingInPlace, WithoutGradient, OwnFunction, FullPrecision, BlockThatCounts)
 }
-"""Those that a pipeline trains as one device does, by name."""
+"""Models that a pipeline trains as one device does, by name."""

@@ -263,4 +263,4 @@ REFUSED: Final[dict[str, type[nn.Module]]] = {
         Remembering, Tossing, Seeding, OwnGenerator, Averaging, ReadingAttribute, SharingAList, WritingIntoInputs,
     )
 }  # fmt: skip
-"""Those that a pipeline refuses before anything starts, by name."""
+"""Models that a pipeline refuses before anything starts, by name."""

@@ -25,7 +25,7 @@ _KEPT: Final[dict[str, dict[str, Any]]] = {}
 
 
 def validation_splits(names: Iterable[str]) -> list[str]:
-    """Return the splits that are evaluated during the training: `val`, and those whose names begin with `val_`.
+    """Return the splits that are evaluated during the training: `val`, and splits whose names begin with `val_`.
 
     Example:
         >>> validation_splits(["train", "val", "val_ood", "test", "valid"])
@@ -35,7 +35,7 @@ def validation_splits(names: Iterable[str]) -> list[str]:
 
 
 def test_splits(names: Iterable[str]) -> list[str]:
-    """Return the splits that are evaluated once, at the end: `test`, and those whose names begin with `test_`."""
+    """Return the splits that are evaluated once, at the end: `test`, and splits whose names begin with `test_`."""
     return _named("test", names)
 
 

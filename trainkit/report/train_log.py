@@ -169,7 +169,7 @@ class LastingStream:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect all further output to a stream, by this process and those it starts, to the null device."""
+    """Redirect all further output to a stream, by this process and its children, to the null device."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -245,7 +245,7 @@ def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
 
 
 def _unknown_split(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
-    """Yield the problem of a metric of a split that the data does not have, beside those that it has."""
+    """Yield the problem of a metric of a split that the data does not have; the text lists the splits of the data."""
     metric, names = MonitoredMetric.of(plan.cfg.eval).metric, validation_splits(plan.components.datasets)
     if not names or metric.partition("/")[0] in names:
         return
@@ -269,7 +269,7 @@ def _unmatched(plan: RunPlan, model: nn.Module) -> Iterator[tuple[Problem, str]]
             rule = "matches no parameter that is trained. Correct the pattern, or leave it out."
             yield Problem(key=f"{key}.match", value=pattern, rule=rule), ""  # as shipped, they suit many models
         if len(absent) < len(settings["match"]) and not found.members[name]:
-            rule = "holds no parameter: those that it matches are in earlier groups. Order the groups anew."
+            rule = "holds no parameter: earlier groups match the same parameters. Order the groups anew."
             yield Problem(key=key, rule=rule), ""
 
 

@@ -49,7 +49,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
 
 
 def distinct_tensors(units: Iterable[Block], seen: set[int] | None = None) -> list[Tensor]:
-    """Return the tensors of blocks, each once; without those whose ids are in `seen`, to which they are added."""
+    """Return the tensors of blocks, each once; without tensors whose ids are in `seen`, to which the ids are added."""
     known: set[int] = set() if seen is None else seen
     found = {id(tensor): tensor for unit in units for _, tensor in unit.tensors() if id(tensor) not in known}
     known.update(found)

@@ -258,7 +258,7 @@ class Row:
     exit_code: int | None = None
     """None if it was not run or has not ended."""
     tries: int = 0
-    """Number of processes started for it with this config, in this sweep and in those it resumes."""
+    """Number of processes started for it with this config, in this sweep and in the sweeps it resumes."""
     pruned: bool = False
     """Whether the search stopped it early."""
 

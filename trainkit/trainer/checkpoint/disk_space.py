@@ -73,7 +73,7 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) ->
     if free is None or (free.num_bytes >= needed and free.num_files != 0):
         return
     of = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
-    less = f", less the {num_bytes(have)} of those that are there" if have else ""
+    less = f", less the {num_bytes(have)} of existing ones" if have else ""
     fewer = f", {_FEWER}" if number > 1 else ""
     raise StorageError(
         f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed ({of}{less}), "

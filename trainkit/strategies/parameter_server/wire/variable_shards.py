@@ -124,7 +124,7 @@ class VariableShards:
 
     @property
     def roughly_split(self) -> tuple[str, ...]:
-        """The names of those whose split may change the last bit of a fused optimizer's update."""
+        """The names of variables whose split may change the last bit of a fused optimizer's update."""
         return self._names(_is_rough)
 
     def _names(self, chooses: Callable[[RowShard], bool]) -> tuple[str, ...]:
