@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.errors import CollectiveMismatchError
-from trainkit.strategies.collective_records import read_collectives, waited_for
-from trainkit.strategies.flight_recorder import FlightRecorder
+from trainkit.strategies.flight_recorder import FlightRecorder, read_collectives, waited_for
 
 WORLD: Any = SimpleNamespace(group_name="0")
 HALF: Any = SimpleNamespace(group_name="1")

@@ -23,7 +23,7 @@ from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import EXIT_CODES
-from trainkit.strategies.collective_records import waited_for
+from trainkit.strategies.flight_recorder import waited_for
 
 _LOG_LINES: Final = 20
 _LOG_BYTES: Final = 1 << 16
