@@ -11,8 +11,7 @@ from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.groups.collective import all_gather_object
-from trainkit.trainer.callback_hooks import kind_of
-from trainkit.trainer.events import Callback
+from trainkit.trainer.events import Callback, kind_of
 
 PREFIX: Final = "callback/"
 """Beginning of the names of these tensors in a checkpoint."""

@@ -20,7 +20,6 @@ from trainkit.strategies.capabilities import load_state_extra, recover, sharded_
 from trainkit.strategies.groups.collective import all_gather_object
 from trainkit.strategies.tensors.lazy_state import model_weights, select
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
-from trainkit.trainer.callback_hooks import CallbackHooks
 from trainkit.trainer.checkpoint import (
     BackgroundSaver,
     Loaded,
@@ -29,7 +28,7 @@ from trainkit.trainer.checkpoint import (
     sha256_of_pieces,
     weights_sha256,
 )
-from trainkit.trainer.events import Run
+from trainkit.trainer.events import CallbackHooks, Run
 from trainkit.trainer.loop import TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator

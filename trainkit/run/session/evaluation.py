@@ -13,9 +13,8 @@ from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.tables import Table
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import LocalModel
-from trainkit.trainer.callback_hooks import CallbackHooks
 from trainkit.trainer.evaluate import Evaluation, evaluate
-from trainkit.trainer.events import Run
+from trainkit.trainer.events import CallbackHooks, Run
 from trainkit.trainer.manifest import better
 
 MOST_CELLS: Final = 10_000

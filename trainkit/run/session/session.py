@@ -30,9 +30,8 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
-from trainkit.trainer.callback_hooks import CallbackHooks
 from trainkit.trainer.checkpoint import Loaded
-from trainkit.trainer.events import Callback
+from trainkit.trainer.events import Callback, CallbackHooks
 from trainkit.trainer.loop import StopSaveConsensus, Trigger, TriggerSchedule, train
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.state import RollbackNeeded, Suspect
