@@ -34,7 +34,7 @@ from trainkit.run.process.store import HostedStore
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.data_parallel.strategy import Reduce
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 REDUCERS = [name for name in get_args(Reduce) if name not in {"auto", "hierarchical"}]  # of several hosts
 SIZES_MB = (0.04, 0.4, 3.2, 25.0, 100.0)

@@ -19,8 +19,7 @@ from tests.support import drawing_models, own_objectives, reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification

@@ -18,7 +18,7 @@ from trainkit.strategies.capabilities import load_state_extra, state_dict_extra
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.reducers.compression import Compressor
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
 # layers of 24 x 6 and 3 x 24, of which PowerSGD compresses the first; ten steps of ragged batches

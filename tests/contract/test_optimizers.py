@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from tests.contract.stepping import RATES, TASKS, Case, Trial, train
 from tests.support import zoo
 from tests.support.pool import Pool
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import SampleOrder
 from trainkit.objectives.adversarial import Adversarial
 from trainkit.objectives.base import Loss, Model, Objective
 from trainkit.strategies.base import NamedOptimizer, Phase

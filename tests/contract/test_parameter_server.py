@@ -19,8 +19,7 @@ from tests.contract.test_central_storage import own_memory
 from tests.contract.test_sparse import Words
 from tests.support import reference, zoo
 from tests.support.pool import Pool
-from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import BatchPlan, SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.core import copies

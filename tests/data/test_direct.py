@@ -11,8 +11,7 @@ from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
 NUM_STEPS = 9
 

@@ -9,8 +9,7 @@ from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import ConfigError, DataError
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
 PATHS = [
     pytest.param(InMemorySquares, {}, id="memory"),

@@ -16,8 +16,7 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.samplers import BalancedClasses, WeightsOf
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import DataError
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import WeightedOrder
+from trainkit.numerics.batch import BatchPlan, Ticket, WeightedOrder
 
 
 def hooks(function: Any) -> DataHooks:

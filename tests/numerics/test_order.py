@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainkit.numerics.batch import BatchPlan, BatchSizes, lane_order, resolve_batch, shards_of_rank
-from trainkit.numerics.hashing import mix64, mix64_array
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import BatchPlan, BatchSizes, SampleOrder, lane_order, resolve_batch, shards_of_rank
+from trainkit.numerics.generators import mix64, mix64_array
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 17, 1437, 4097])

@@ -17,7 +17,7 @@ from tests.support.pool import Place, Pool
 from tests.support.present import present
 from trainkit.errors import TrainingError
 from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
 PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())

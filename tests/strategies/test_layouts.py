@@ -14,8 +14,7 @@ from trainkit.strategies.groups.collective import GroupCollective, broadcast_val
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 from trainkit.strategies.parameter_server.wire.variables import variables_of
 from trainkit.strategies.pipeline.strategy import StageParams
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
-from trainkit.strategies.tensors.layouts import in_layout, make_dense
+from trainkit.strategies.tensors.layouts import FlatBuffer, in_layout, make_dense
 
 CPU = torch.device("cpu")
 

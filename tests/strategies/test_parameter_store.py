@@ -23,7 +23,7 @@ from trainkit.strategies.parameter_server.wire.client import ParameterServerClie
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
 from trainkit.strategies.parameter_server.wire.variables import Variable, tensors_of, variables_of
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 COUNTS = [1, 2, 4]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -21,7 +21,7 @@ from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, LocalReducer
 from trainkit.strategies.reducers.flat import HierarchicalReducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
 TWO_HOSTS = LaunchEnvironment(

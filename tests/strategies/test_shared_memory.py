@@ -18,7 +18,7 @@ from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
 from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, SharedMemorySegment
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
 OWN = ProcessId.of(os.getpid())

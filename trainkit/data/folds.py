@@ -14,8 +14,8 @@ from trainkit.config.sections import CvConfig
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.hashing import hash64
-from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.batch import SampleOrder
+from trainkit.numerics.generators import hash64
 
 __all__ = ["fold_of_each", "folded", "labels_of", "part_of"]
 

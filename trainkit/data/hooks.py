@@ -17,8 +17,8 @@ from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
+from trainkit.numerics.batch import SampleOrder, WeightedOrder
 from trainkit.numerics.generators import Untouched, generators_of
-from trainkit.numerics.order import SampleOrder, WeightedOrder
 from trainkit.numerics.randomness import transform_key
 
 __all__ = ["DataHooks", "UserCollate", "class_node"]

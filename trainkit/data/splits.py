@@ -15,8 +15,7 @@ from trainkit.data.hooks import class_node
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, with_frames
-from trainkit.numerics.generators import Untouched
-from trainkit.numerics.hashing import key32, name_id
+from trainkit.numerics.generators import Untouched, key32, name_id
 
 __all__ = ["build_splits", "keep_splits", "size_of", "splits_of", "test_splits", "validation_splits"]
 

@@ -22,8 +22,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from trainkit.numerics.generators import generators_of, seed_host
-from trainkit.numerics.hashing import hash64, key32, mix64, name_id
+from trainkit.numerics.generators import generators_of, hash64, key32, mix64, name_id, seed_host
 
 # No module has such a name: module names have no parentheses.
 _OBJECTIVE: Final = name_id("objective()")

@@ -17,7 +17,7 @@ from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.frames import first_line
 from trainkit.numerics.batch import Ticket
-from trainkit.numerics.hashing import key32
+from trainkit.numerics.generators import key32
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory

@@ -7,8 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.numerics.order import SampleOrder, WeightedOrder
+from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket, WeightedOrder
 
 __all__ = ["Positions", "Request"]
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from trainkit.config.values import Limit, at_least
 from trainkit.data.reading.windows import IGNORED
 from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.hashing import hash64
+from trainkit.numerics.generators import hash64
 
 __all__ = ["Synthetic", "SyntheticTokens"]
 

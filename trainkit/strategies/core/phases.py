@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.numerics.batch import Ticket
-from trainkit.numerics.hashing import mix64, name_id
+from trainkit.numerics.generators import mix64, name_id
 from trainkit.strategies.base import Batch, LeftOut, Status, StepContext, StepOutcome, UpdateParams
 from trainkit.strategies.core.optimizer import NamedSteppers
 from trainkit.strategies.core.replica import Replica

@@ -20,7 +20,7 @@ from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.reducers import Reducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import shape_of
 
 

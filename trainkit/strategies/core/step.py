@@ -22,8 +22,7 @@ from trainkit.strategies.base import Batch, LossWeighting, StepContext
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import agree_on_exchanged_grads, find_sparse, scatter_to_all_params
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
-from trainkit.strategies.tensors.layouts import dense_strides, layout_mark
+from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, layout_mark
 
 
 def cloned_batch(batch: Batch) -> Batch:

@@ -40,7 +40,7 @@ from trainkit.strategies.reducers import (
 from trainkit.strategies.reducers.compression import Compression, Compressor
 from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
 """The reducers that sum gradients over the ranks."""

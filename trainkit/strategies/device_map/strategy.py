@@ -30,7 +30,7 @@ from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
 from trainkit.strategies.reducers import DeterministicReducer, Partials, Reducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from trainkit.config.values import above, below
 from trainkit.fields import maths
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
-from trainkit.strategies.tensors.layouts import dense_strides, in_layout
+from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, in_layout
 from trainkit.strategies.tensors.lazy_state import select
 
 _SLOT = "optimizer/outer_momentum/"

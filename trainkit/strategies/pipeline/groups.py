@@ -14,7 +14,7 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _NO_HASH = torch.zeros((), dtype=torch.int64)
 

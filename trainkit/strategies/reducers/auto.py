@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.objectives.base import Collective
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _ROUNDS: Final = 5
 """Timed exchanges per candidate, after one that allocates its memory and connections."""

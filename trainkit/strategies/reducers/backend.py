@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.errors import TrainingError
 from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.reducers.compression import Compressor
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 Partials = Iterator[tuple[int, Sequence[Tensor | None]]]
 """(lane, the sums over that lane's shards), computed on iteration."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 class DeterministicReducer(Reducer):

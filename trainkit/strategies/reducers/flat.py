@@ -13,7 +13,7 @@ from torch import Tensor
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 class FlatReducer(Reducer):

@@ -20,7 +20,7 @@ from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.reducers.flat import FlatReducer
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _LINE: Final = 64
 """Size of a cache line: no two ranks write into the same one."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from trainkit.errors import TrainingError
-from trainkit.numerics.hashing import mix64, name_id
+from trainkit.numerics.generators import mix64, name_id
 from trainkit.strategies.core.sharded.replica import ShardSlice
 from trainkit.strategies.tensor_parallel.plans import MatchedModule, MatchedPlan
 

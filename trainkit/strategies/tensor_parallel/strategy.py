@@ -16,7 +16,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
-from trainkit.numerics.hashing import hash64
+from trainkit.numerics.generators import hash64
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access

@@ -17,7 +17,7 @@ from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.core.sharded.replica import ShardedReplica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.groups.collective import all_gather_object
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 def dummy_batch(batch: Any, device: torch.device, all_ranks: Collective) -> Any:

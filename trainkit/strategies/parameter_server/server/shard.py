@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.parameter_server.server.gradient_buffer import BufferPool, Parts
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
-from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 @dataclass(slots=True)
