@@ -19,7 +19,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, LossWeighting, StepContext
-from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.core.buffers import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import agree_on_exchanged_grads, find_sparse, scatter_to_all_params
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, layout_mark

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.base import StagePart
-from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_changes
+from trainkit.strategies.core.buffers import ObjectSnapshot, refuse_changes
 from trainkit.strategies.partition.blocks import Block, distinct_tensors
 from trainkit.strategies.partition.syntax import collapsed
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.core.object_snapshot import watch_first_call
+from trainkit.strategies.core.buffers import watch_first_call
 from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
 from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.partition.blocks import blocks_of
