@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.pool import Place
 from trainkit.errors import CheckpointError
 from trainkit.storage import file_limit
-from trainkit.strategies.groups.collective import GroupCollective, all_gather_object
+from trainkit.strategies.groups.process_group import GroupCollective, all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import Retention, ShardedSaver, sha256_of_pieces

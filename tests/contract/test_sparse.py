@@ -13,7 +13,7 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from tests.support.present import present
 from trainkit.strategies.core.sparse import gather_sparse, sparse_figures, with_values
-from trainkit.strategies.groups.collective import LocalCollective
+from trainkit.strategies.groups.process_group import LocalCollective
 
 pytestmark = pytest.mark.pairwise
 

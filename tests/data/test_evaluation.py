@@ -73,7 +73,7 @@ def test_a_repeated_batch_is_run_and_not_counted() -> None:
     from trainkit.numerics.precision import Precision
     from trainkit.objectives.regression import Regression
     from trainkit.strategies.base import LocalModel
-    from trainkit.strategies.groups.collective import LocalCollective
+    from trainkit.strategies.groups.process_group import LocalCollective
     from trainkit.trainer.evaluate import evaluate
 
     ran = []

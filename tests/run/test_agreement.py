@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import trainkit
-from trainkit.strategies.groups.collective import LocalCollective
+from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.trainer.loop import StopSaveConsensus, StopSaveDecision
 from trainkit.trainer.manifest import list_complete
 

@@ -86,7 +86,7 @@ def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(
 def test_a_call_of_user_code_is_none_of_trainkits(ranks: Ranks) -> None:
     ranks[0].record(WORLD, "all_reduce", torch.ones(5))
     ours = {
-        "__name__": "trainkit.strategies.groups.collective",
+        "__name__": "trainkit.strategies.groups.process_group",
         "rank": ranks[1],
         "group": WORLD,
         "ones": torch.ones(5),

@@ -18,7 +18,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import load_state_extra, state_dict_extra, tune
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.groups.collective import GroupCollective
+from trainkit.strategies.groups.process_group import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, LocalReducer
 from trainkit.strategies.reducers.flat import HierarchicalReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer

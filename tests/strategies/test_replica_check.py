@@ -12,7 +12,7 @@ from torch import nn
 from tests.support import zoo
 from tests.support.pool import Place, Pool
 from trainkit.strategies.core.replica_check import bits_hash, drifted_parameter
-from trainkit.strategies.groups.collective import GroupCollective
+from trainkit.strategies.groups.process_group import GroupCollective
 
 CPU = torch.device("cpu")
 

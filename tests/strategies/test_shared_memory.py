@@ -16,7 +16,7 @@ from tests.support.pool import Place, Pool
 from trainkit.cluster.host import ProcessId
 from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
-from trainkit.strategies.groups.collective import GroupCollective
+from trainkit.strategies.groups.process_group import GroupCollective
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, SharedMemorySegment
 from trainkit.strategies.tensors.layouts import FlatBuffer
 

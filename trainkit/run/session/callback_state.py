@@ -10,7 +10,7 @@ from torch import Tensor
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.core.replica_check import bits_hash
-from trainkit.strategies.groups.collective import all_gather_object
+from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.trainer.events import Callback, kind_of
 
 PREFIX: Final = "callback/"

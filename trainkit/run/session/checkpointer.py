@@ -17,7 +17,7 @@ from trainkit.run.session.callback_state import PREFIX, by_kind, copied, joined,
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import Executor
 from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
-from trainkit.strategies.groups.collective import all_gather_object
+from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.lazy_state import model_weights, select
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
 from trainkit.trainer.checkpoint import (

@@ -41,7 +41,7 @@ from trainkit.strategies.core.replica import (
 )
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.groups.collective import RankGroup, broadcast_values
+from trainkit.strategies.groups.process_group import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense
 

@@ -30,8 +30,7 @@ from trainkit.strategies.core.synchronous import (
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.collective import RankGroup
-from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.groups.process_group import ProcessGroupOptions, RankGroup
 from trainkit.strategies.reducers import (
     AutoReducer,
     BackendReducer,

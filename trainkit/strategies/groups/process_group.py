@@ -1,23 +1,162 @@
-"""Strategies whose ranks form one process group, a device each, on this host or in a launch over several."""
+"""Strategies whose ranks form one process group, a device each, and its sums and gathers of small tensors and of JSON.
+
+The ranks are processes on this host or in a launch over several.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import json
+import threading
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from trainkit.bounded import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import Problem
 from trainkit.fields import placement
+from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.groups.collective import GroupCollective, RankGroup
 from trainkit.strategies.groups.devices import device_list_problems, parse_device
 from trainkit.strategies.rendezvous_store import store_client
+
+_T = TypeVar("_T")
+_ABORT_S: Final = 2.0
+"""How long a rank that has failed waits for its connections to close."""
+
+
+def broadcast_values(tensor: Tensor, **source: Any) -> None:
+    """Overwrite a tensor with the values of one rank, whatever its strides are here and there; collective.
+
+    Backends send memory as it lies, and NCCL refuses what is not contiguous.
+
+    Args:
+        tensor: of one shape and dtype on every rank.
+        source: `src`, or `group` and `group_src`, as torch.distributed.broadcast takes them.
+    """
+    own = tensor.detach()
+    sent = own.contiguous()
+    dist.broadcast(sent, **source)
+    if sent is not own:
+        own.copy_(sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCollective:
+    """The only rank: every sum is its own."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return a list of the tensor alone."""
+        return [tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCollective:
+    """The ranks of a process group, or the data ranks that they make up.
+
+    Where several ranks compute one replica, all of them take part and get the same answer, but only the tensor of one
+    rank of each replica counts.
+    """
+
+    rank: int
+    """Of this process; the data rank, where several ranks compute a replica."""
+    num_ranks: int
+    device: torch.device
+    representatives: tuple[int, ...] = ()
+    """The rank of the group whose tensor counts for each data rank; empty: every rank is a data rank."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise sum over ranks, added in rank order; collective.
+
+        Small tensors only: every rank receives every other's, which makes the order, and so the bits, the same on
+        all of them and in every run.
+        """
+        total = torch.zeros_like(tensor)
+        for part in self.gather(tensor):
+            total += part
+        return total
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank; shapes may differ in their first dim; collective."""
+        here = tensor.detach().to(self.device)
+        sizes = self._exchange_all(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
+        lengths = [int(size.item()) for size in sizes]
+        if len(set(lengths)) == 1:
+            return [part.to(tensor.device) for part in self._of_data_ranks(self._exchange_all(here))]
+        padded = here.new_zeros((max(lengths), *here.shape[1:]))
+        padded[: here.shape[0]] = here
+        parts = self._of_data_ranks(self._exchange_all(padded))
+        return [
+            part[:length].to(tensor.device) for part, length in zip(parts, self._of_data_ranks(lengths), strict=True)
+        ]
+
+    def _of_data_ranks(self, parts: list[_T]) -> list[_T]:
+        return [parts[rank] for rank in self.representatives] if self.representatives else parts
+
+    def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
+        held = tensor.contiguous()
+        parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, held)
+        return parts
+
+
+def all_gather_object(content: Any, all_ranks: Collective) -> list[Any]:
+    """Gather an object from every rank, in rank order; collective.
+
+    Example:
+        >>> from trainkit.strategies.groups.process_group import LocalCollective
+        >>> all_gather_object({"written": True}, LocalCollective())
+        [{'written': True}]
+    """
+    content_bytes = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    return [parse_json(part.cpu().numpy().tobytes()) for part in all_ranks.gather(content_bytes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """The ranks that a task computes with; by default it computes alone."""
+
+    data_ranks: Collective = field(default_factory=LocalCollective)
+    """Sums of small tensors over the data ranks."""
+    all_ranks: Collective = field(default_factory=LocalCollective)
+    """The same over all processes."""
+    is_joined: bool = False
+    """Whether they are connected by torch's default process group, which `close` leaves."""
+
+    def close(self, *, failed: bool) -> None:
+        """Leave the process group.
+
+        Args:
+            failed: whether to break the connections, so that the other ranks need not wait for this one.
+        """
+        if not self.is_joined or not dist.is_initialized():
+            return
+        if not failed:
+            dist.destroy_process_group()
+            return
+        # NCCL and gloo wait for the exchanges under way, which may never end
+        thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+
+
+def _abort_groups() -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # the others know already
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - destroying them waits for the other ranks
 
 
 @dataclass(frozen=True, kw_only=True)

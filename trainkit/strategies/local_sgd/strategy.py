@@ -33,8 +33,7 @@ from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.groups.collective import LocalCollective, RankGroup, all_gather_object
-from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.groups.process_group import LocalCollective, ProcessGroupOptions, RankGroup, all_gather_object
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
 from trainkit.strategies.reducers import LocalReducer
 

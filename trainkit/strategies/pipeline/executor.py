@@ -21,7 +21,7 @@ from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor
-from trainkit.strategies.groups.collective import RankGroup
+from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
 from trainkit.strategies.pipeline.replica import Chunk, ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, padded_microbatches

@@ -49,9 +49,8 @@ from trainkit.strategies.core.synchronous import (
     no_reducer,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.groups.mesh import Axes
-from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.groups.process_group import ProcessGroupOptions, broadcast_values
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions, cut_parameters, exchange_activations
 from trainkit.strategies.tensor_parallel.plans import MatchedPlan, described, match_plan, shares_rng_across_ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainkit.errors import CheckpointError
 from trainkit.objectives.base import Collective
-from trainkit.strategies.groups.collective import all_gather_object
+from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState
 from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention

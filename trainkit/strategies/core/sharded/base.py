@@ -28,7 +28,7 @@ from trainkit.strategies.core.sharded.work import ShardedWork
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
-from trainkit.strategies.groups.collective import RankGroup
+from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.tensors.layouts import make_dense
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 

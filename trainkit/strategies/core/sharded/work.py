@@ -16,7 +16,7 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.core.sharded.replica import ShardedReplica
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.groups.collective import all_gather_object
+from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
