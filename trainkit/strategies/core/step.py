@@ -120,7 +120,7 @@ class ShardStep:
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
-        if not replica.masters_apart and shard == self.ticket.shards[-1]:  # masters get gradients after backward
+        if self.ticket.shards[-1:] == (shard,) and not replica.masters_apart:  # masters get gradients after backward
             replica.reducer.arm(replica.reduced)
         # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
         _engine_run_backward(
