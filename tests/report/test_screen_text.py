@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from trainkit.report.screen_text import ScreenText
+from trainkit.report.train_log import ScreenText
 
 
 @pytest.mark.parametrize(
