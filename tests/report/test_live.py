@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from trainkit.report.live import Pace, PlainLine, Reading, TerminalLine, live_line, plain_text, terminal_parts
+from trainkit.callbacks.progress import Pace, PlainLine, Reading, TerminalLine, live_line, plain_text, terminal_parts
 
 READING = Reading(
     step=1240,

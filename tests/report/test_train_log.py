@@ -11,9 +11,9 @@ from typing import NoReturn
 import pytest
 from rich.console import Console
 
+from trainkit.callbacks.progress import Reading, live_line
 from trainkit.errors import TrainingError
 from trainkit.redaction import remember
-from trainkit.report.live import Reading, live_line
 from trainkit.report.train_log import TrainLog, recorded_output
 
 
