@@ -17,7 +17,7 @@ from typing import Any, Final
 from trainkit import __version__
 from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.secrets import given_arguments
-from trainkit.config.texts import path_rule
+from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import hide_from_process_list, knows_secrets, masked_output
 from trainkit.verbs.support.call import VERBS, Call, Flag, verb_module

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from trainkit.config.texts import whole_number
+from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 

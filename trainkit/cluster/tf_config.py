@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.members import ROLES, member_problems, task_problem
-from trainkit.config.texts import whole_number
+from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}

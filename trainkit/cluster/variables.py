@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from trainkit.cluster.address import Address
-from trainkit.config.texts import whole_number
+from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 _MOST_RANKS: Final = 100_000

@@ -23,7 +23,7 @@ from trainkit.config.identity import tag_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import missing_secrets, redacted, secret_keys
 from trainkit.config.sections import SweepConfig as Settings
-from trainkit.config.texts import path_rule
+from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
 from trainkit.moved import with_original_targets

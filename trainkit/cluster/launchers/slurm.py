@@ -11,7 +11,7 @@ from typing import Final
 from trainkit.cluster.address import derived_port
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.variables import Variables
-from trainkit.config.texts import whole_number
+from trainkit.config.values import whole_number
 
 _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")

@@ -20,8 +20,7 @@ from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
-from trainkit.config.texts import path_rule
-from trainkit.config.values import closest, limits_in, misfit, plain
+from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
 from trainkit.errors import ConfigError, Problem
 
 __all__ = [

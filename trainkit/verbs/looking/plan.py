@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
-from trainkit.config.texts import whole_number
-from trainkit.config.values import MOST_PROCESSES
+from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.storage import num_bytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import EvalConfig
-from trainkit.config.texts import whole_number
+from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.support.call import Call, Flag

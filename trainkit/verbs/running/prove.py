@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.targets.allowed import package_arguments
-from trainkit.config.texts import whole_number
+from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.support.call import Call, Flag

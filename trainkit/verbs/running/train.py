@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.local import VARIABLE, detect
 from trainkit.config.grammar import refusal, replacing
-from trainkit.config.texts import whole_number
-from trainkit.config.values import MOST_PROCESSES
+from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.support.call import Call, Flag
 

@@ -14,8 +14,7 @@ from trainkit.config.grammar import key_of
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets import reference
 from trainkit.config.targets.allowed import package_arguments
-from trainkit.config.texts import whole_number
-from trainkit.config.values import closest
+from trainkit.config.values import closest, whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, redacted_argument, variable_of
 from trainkit.verbs.support.call import Call, Flag
