@@ -11,7 +11,7 @@ def main() -> None:
 
     code = run()
     if "trainkit.run.rendezvous.join" in sys.modules:  # this process was one of several ranks
-        from trainkit.run.process.exit import exit_without_teardown  # noqa: PLC0415 - only for a rank
+        from trainkit.run.signals import exit_without_teardown  # noqa: PLC0415 - only for a rank
 
         exit_without_teardown(code)
     sys.exit(code)

@@ -13,9 +13,9 @@ import sys
 from typing import Final
 
 from trainkit.run import worker_main as worker
-from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.fork_server import ForkServer, enter_child, preload
 from trainkit.run.process.worker_group import LIFELINE
+from trainkit.run.signals import exit_without_teardown
 
 _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer does it
