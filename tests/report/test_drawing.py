@@ -46,7 +46,8 @@ def test_a_plot_does_not_outlive_its_run() -> None:
 
 
 def test_the_requesting_process_imports_nothing_heavy() -> None:
-    modules = "trainkit.report.drawing, trainkit.callbacks.progress, trainkit.report.events"
-    code = f"import sys, {modules}; print([name for name in ('matplotlib', 'rich', 'torch') if name in sys.modules])"
+    heavy = "print([name for name in ('matplotlib', 'rich', 'torch') if name in sys.modules])"
+    modules = "trainkit.report.drawing, trainkit.report.events"
+    code = f"import sys, {modules}; {heavy}; import trainkit.callbacks.progress; {heavy}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout == "[]\n['torch']\n"

@@ -1,9 +1,9 @@
-"""Fit the values of a composition to the keys that the user set: impossible ones are left out, variables become numbers.
+"""Fit a composition to the keys that the user set: leave out impossible ones, read texts of variables as numbers.
 
 Keys that the user did not set and that the user's own keys make impossible are left out, with a note. Two kinds: keys
-of a recipe, which never stands in the way, and keys of a choice whose `_target_` the user replaced. A key that the user
-set is never left out. Texts of environment variables, `${oc.env:X}`, are converted where a key takes a number or another
-plain value.
+of a recipe, which never stands in the way, and keys of a choice whose `_target_` the user replaced. A key that the
+user set is never left out. Texts of environment variables, `${oc.env:X}`, are converted where a key takes a number
+or another plain value.
 """
 
 from __future__ import annotations
