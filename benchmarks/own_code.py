@@ -44,7 +44,7 @@ from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context
 from trainkit.strategies.base import SetupRequest, ignore_phase
-from trainkit.trainer.loop import Trigger, TriggerSchedule, train
+from trainkit.trainer.loop import TrainingLoop, Trigger, TriggerSchedule
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
 OVERRIDES = (
@@ -124,8 +124,8 @@ class Contender:
     def window(self, steps: int) -> None:
         """Train on; add the seconds of a processor that a step takes to `taken`."""
         begun = process_time()
-        train(
-            self.run,
+        TrainingLoop(
+            run=self.run,
             executor=self.executor,
             data=self.loader,
             step_end=(),
@@ -135,7 +135,7 @@ class Contender:
             next_sync_step=lambda step: step,
             interrupted=lambda: None,
             on_phase=ignore_phase,
-        )
+        ).train()
         self.taken.append((process_time() - begun) / steps)
 
     def close(self) -> None:

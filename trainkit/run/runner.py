@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,27 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
-from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
+from trainkit.run.begin import (
+    Job,
+    Result,
+    RunRecord,
+    begin_folder,
+    find_start,
+    new_folder,
+    recorded_run,
+    refuse_lack_of_room,
+)
+from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
-from trainkit.run.planning.plan import make_plan
+from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.shared_plan import plan_to_environ
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
-from trainkit.run.task import run_task
+from trainkit.run.task import TaskRun
 from trainkit.storage import reporting
 
 
@@ -66,8 +78,83 @@ def _train(
     job: Job | None,
     is_given: Callable[[str], bool],
 ) -> dict[str, Any]:
+    with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given) as begun:
+        plan, folder = begun.plan, begun.folder
+
+        def run() -> Result:
+            begun.record.follow_heartbeat()
+            if plan.backend is not None:
+                from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
+
+                return run_on(plan.backend, plan, folder)
+            if len(plan.tasks) == 1:
+                with begun.task() as task:
+                    return task.run()
+            from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
+            from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
+
+            settings = SupervisorSettings(
+                max_restarts=cfg.supervisor.max_restarts,
+                min_replicas=cfg.elastic.min_replicas,
+                retry_s=cfg.elastic.retry_s,
+                limits=TimeLimits.of(cfg.supervisor),
+                pass_fds=(begun.lock,),
+                environ={**plan_to_environ(plan), **to_environment(begun.secrets)},
+                auxiliary_ranks=plan.auxiliary_ranks,
+                replaceable=plan.replaceable,
+            )
+            return supervise(folder.resolved, plan.tasks, settings, folder=folder)
+
+        result = run() if job is None else job(folder.path, run)
+    return {**(result or {}), "folder": str(folder.path)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BegunRun:
+    """A run whose folder is locked and has its initial files."""
+
+    plan: RunPlan
+    folder: RunFolder
+    resolved: RunConfig
+    secrets: Mapping[str, Any]
+    record: RunRecord
+    lock: int
+    """Descriptor of the lock."""
+
+    @contextmanager
+    def task(self) -> Iterator[TaskRun]:
+        """Give the only task of the run; stop signals and hangs are caught inside."""
+        identity = Identity.solo(self.plan.tasks[0].device)
+        beats = BeatCounter(beats_of(identity, self.folder))
+        limits = TimeLimits.of(self.plan.cfg.supervisor)
+        with StopFlag() as stop, SelfWatch(limits, self.folder, read=lambda _rank: beats.count()):
+            yield TaskRun(
+                cfg=self.resolved,
+                identity=identity,
+                folder=self.folder,
+                stop=stop,
+                plan=self.plan,
+                follow=self.record.status.follow,
+                beats=beats,
+            )
+
+
+@contextmanager
+def _begun(
+    cfg: RunConfig,
+    *,
+    run_dir: Path | None,
+    notes: Sequence[str],
+    is_given: Callable[[str], bool],
+    check: Callable[[RunPlan], None] = lambda _plan: None,
+) -> Iterator[_BegunRun]:
+    """Plan a run, refuse what cannot be, and begin its folder; it is locked and its output recorded inside.
+
+    `check` raises if this kind of training cannot run a plan.
+    """
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
+    check(plan)
     if plan.backend is not None:
         refuse_to_carry(
             [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
@@ -79,38 +166,48 @@ def _train(
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, recorded_run(folder) as record:
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
-
-        def run() -> Result:
-            record.follow_heartbeat()
-            if plan.backend is not None:
-                from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
-
-                return run_on(plan.backend, plan, folder)
-            if len(plan.tasks) == 1:
-                identity = Identity.solo(plan.tasks[0].device)
-                beats = BeatCounter(beats_of(identity, folder))
-                limits = TimeLimits.of(cfg.supervisor)
-                with StopFlag() as stop, SelfWatch(limits, folder, read=lambda _rank: beats.count()):
-                    return run_task(
-                        resolved, identity, folder, stop=stop, plan=plan, follow=record.status.follow, beats=beats
-                    )
-            from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
-            from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
-
-            settings = SupervisorSettings(
-                max_restarts=cfg.supervisor.max_restarts,
-                min_replicas=cfg.elastic.min_replicas,
-                retry_s=cfg.elastic.retry_s,
-                limits=TimeLimits.of(cfg.supervisor),
-                pass_fds=(lock,),
-                environ={**plan_to_environ(plan), **to_environment(secrets)},
-                auxiliary_ranks=plan.auxiliary_ranks,
-                replaceable=plan.replaceable,
-            )
-            return supervise(folder.resolved, plan.tasks, settings, folder=folder)
-
         try:
-            result = run() if job is None else job(folder.path, run)
+            yield _BegunRun(plan=plan, folder=folder, resolved=resolved, secrets=secrets, record=record, lock=lock)
         finally:
             folder.release_reserve()
-    return {**(result or {}), "folder": str(folder.path)}
+
+
+@contextmanager
+def opened(
+    cfg: RunConfig,
+    *,
+    run_dir: Path | None,
+    notes: Sequence[str],
+    launch: LaunchEnvironment | None,
+    is_given: Callable[[str], bool],
+    check: Callable[[RunPlan], None],
+) -> Iterator[TaskRun]:
+    """Begin a run, and give the task of this process, which the block trains in a loop of its own.
+
+    Args:
+        cfg: as in `train`.
+        run_dir: as in `train`.
+        notes: as in `train`.
+        launch: as in `train`.
+        is_given: as in `train`.
+        check: raises if a plan has no task for this process to train; nothing was written.
+
+    Raises:
+        ConfigError: as in `train`.
+        TrainkitError: the training failed.
+    """
+    with reporting(Path("outputs") if run_dir is None else run_dir):
+        if launch is None:
+            with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given, check=check) as begun:
+                begun.record.follow_heartbeat()
+                with begun.task() as task:
+                    yield task
+            return
+        from trainkit.run.rendezvous.join import announce, joined  # noqa: PLC0415 - most runs have no external launch
+
+        announce(launch)
+        with joined(cfg, launch, run_dir=run_dir, notes=notes, is_given=is_given, check=check) as group:
+            with group.recorded(), group.ending() as ending, group.task(ending.report) as task:
+                yield task
+                ending.result = task.result
+            group.end(ending.result or {})

@@ -28,12 +28,12 @@ from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.session.auxiliary import run_auxiliary
 from trainkit.run.session.await_evaluator import evaluate_all, findings_of
 from trainkit.run.session.outcome import Report, best_and_last, failure_of, reported, unless_exit
-from trainkit.run.session.restore import restore_or_init
+from trainkit.run.session.restore import make_step_context, restore_or_init
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
-from trainkit.strategies.base import ignore_phase
+from trainkit.strategies.base import StepContext, ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 
 
@@ -70,7 +70,7 @@ def run_task(
     Raises:
         TrainkitError: the training failed; rank 0 has recorded it in result.json.
     """
-    task = _TaskRun(
+    return TaskRun(
         cfg=cfg,
         identity=identity,
         folder=folder,
@@ -80,42 +80,71 @@ def run_task(
         report=report,
         follow=follow,
         beats=beats,
-    )
-    recorder = FlightRecorder(folder.collectives_of, identity.task.rank, task.step) if identity.store else nullcontext()
-    with reproducible_process(enabled=cfg.numerics.reproducible), recorder:
-        return task.run()
+    ).run()
 
 
 @dataclass(kw_only=True)
-class _TaskRun:
-    """One task of a run in this process; the fields are the arguments of `run_task`."""
+class TaskRun:
+    """One task of a run in this process; the first fields are the arguments of `run_task`."""
 
     cfg: RunConfig
     identity: Identity
     folder: RunFolder
     stop: StopFlag
-    plan: RunPlan | None
-    confirm: Callable[[], None] | None
-    report: Report | None
-    follow: Callable[[Callable[[], int]], None] | None
-    beats: BeatCounter | None
+    plan: RunPlan | None = None
+    confirm: Callable[[], None] | None = None
+    report: Report | None = None
+    follow: Callable[[Callable[[], int]], None] | None = None
+    beats: BeatCounter | None = None
+    make_training: Callable[[RunPlan], StepContext] = make_step_context
+    """Makes the settings of every step; a loop of the user's own puts its loss there."""
     begun: float = field(default_factory=time.perf_counter)
     session: TaskSession | None = None
+    trained: dict[str, Any] = field(default_factory=dict)
+    """What `TaskSession.finish` returned; set by the caller of `opened`."""
+    result: Result = None
+    """Content of result.json on rank 0 after the end."""
 
     def step(self) -> int:
         """Return the current step; -1 before the session is open."""
         return -1 if self.session is None else self.session.run.state.step
 
     def run(self) -> Result:
-        """Run the task to its end."""
+        """Run the task to its end, as `run_task`."""
+        with self.opened() as session:
+            if session is not None:
+                self.trained = session.train()
+        return self.result
+
+    @contextmanager
+    def opened(self) -> Iterator[TaskSession | None]:
+        """Open the session of this task; at the end of the block, record the result or the error, and close it.
+
+        Yields:
+            The session, which the block trains; None for an auxiliary task, which has ended by then.
+        """
+        folder, rank = self.folder, self.identity.task.rank
+        recorder = FlightRecorder(folder.collectives_of, rank, self.step) if self.identity.store else nullcontext()
+        with reproducible_process(enabled=self.cfg.numerics.reproducible), recorder:
+            heartbeat, plan, session = self._begin()
+            if session is None:
+                yield None
+                return
+            with self._recording(session, plan, heartbeat):
+                yield session
+            _close_and_record(session, self.trained, folder, requested=lambda: self.stop.requested)
+            self.result = self.trained if rank == 0 else None
+
+    def _begin(self) -> tuple[Beats | BeatCounter | None, RunPlan, TaskSession | None]:
+        """Plan the task, and open its session; run an auxiliary task to its end."""
         try:
             heartbeat = self.beats or beats_of(self.identity, self.folder)
             plan = self.plan or make_plan(self.cfg)
             if self.identity.task.rank in plan.auxiliary_ranks:
                 self._run_auxiliary(plan, heartbeat)
-                return None
+                return heartbeat, plan, None
             with reporting(self.folder.path), explain_oom(plan, self.identity.task, lambda: None):
-                session = self.session = self._open(plan, heartbeat)
+                self.session = self._open(plan, heartbeat)
         except BaseException as error:
             lost = reported(error, self.report)
             ending = unless_exit(error, self.report, None)
@@ -125,9 +154,7 @@ class _TaskRun:
             if ending is not error:
                 raise ending from error
             raise
-        result = self._train(session, plan, heartbeat)
-        _close_and_record(session, result, self.folder, requested=lambda: self.stop.requested)
-        return result if self.identity.task.rank == 0 else None
+        return heartbeat, plan, self.session
 
     def _run_auxiliary(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> None:
         work = evaluate_all if self.identity.task.is_evaluator else run_auxiliary
@@ -152,6 +179,7 @@ class _TaskRun:
             check_fence=self.confirm,
             on_phase=ignore_phase if heartbeat is None else heartbeat,
             within_steps=heartbeat is not None and heartbeat.within_steps,
+            make_training=self.make_training,
         )
         try:
             restore_or_init(session, self.folder.checkpoints)
@@ -161,8 +189,9 @@ class _TaskRun:
             raise
         return session
 
-    def _train(self, session: TaskSession, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> dict[str, Any]:
-        """Train, and return the content of result.json; if that fails, save, record the error, and raise it."""
+    @contextmanager
+    def _recording(self, session: TaskSession, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> Iterator[None]:
+        """Train inside; if that fails, save, record the error, and raise it."""
         folder, task = self.folder, self.identity.task
         try:
             for one in (self.follow, None if self.beats is None else self.beats.follow):
@@ -173,9 +202,9 @@ class _TaskRun:
                 explain_oom(plan, task, lambda: session.run.state.step),
                 report_compiling(heartbeat),
             ):
-                trained = session.train()
+                yield
             total = time.perf_counter() - self.begun
-            return {**trained, "seconds_total": total, **_checkpoint_paths(folder, plan)}
+            self.trained = {**self.trained, "seconds_total": total, **_checkpoint_paths(folder, plan)}
         except BaseException as error:
             error.add_note(f"rank {task.rank}, step {session.run.state.step}")
             lost = reported(error, self.report)

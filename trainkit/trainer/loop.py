@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Data, Executor, PhaseListener
+from trainkit.strategies.base import Batch, Data, Executor, PhaseListener, StepOutcome, Ticket
 from trainkit.trainer.events import Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
@@ -53,45 +53,65 @@ class TriggerSchedule:
         self.next_step = min((one.due for one in self._triggers), default=1 << 62)
 
 
-def train(
-    run: Run,
-    *,
-    executor: Executor,
-    data: Data,
-    step_end: Sequence[Callable[..., None]],
-    journal: MetricsAccumulator,
-    timeline: TriggerSchedule,
-    last_step: int,
-    next_sync_step: Callable[[int], int],
-    interrupted: Callable[[], str | None],
-    on_phase: PhaseListener,
-) -> None:
-    """Train until `last_step`, or until the run is asked to stop: if this process is the only one, by `interrupted`;
-    the ranks of a group agree by a trigger.
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """The loop of one training: `train` runs all of it, and a loop of the user's own takes the same parts step by step.
+
+    Iteration gives what to compute next; `complete` takes the outcome, before the next one is asked for.
     """
-    state = run.state
-    if state.step >= last_step:
-        return
-    for ticket in executor.tickets(state, last_step):
-        on_phase("data", ticket.step)
-        batches = data.fetch(ticket)
-        outcome = executor.step(ticket, batches)
+
+    run: Run
+    executor: Executor
+    data: Data
+    step_end: Sequence[Callable[..., None]]
+    """Hooks of callbacks, called after each step."""
+    journal: MetricsAccumulator
+    timeline: TriggerSchedule
+    last_step: int
+    """Updates after which the loop ends."""
+    next_sync_step: Callable[[int], int]
+    interrupted: Callable[[], str | None]
+    """Returns why to stop if this process is the only one; the ranks of a group agree by a trigger."""
+    on_phase: PhaseListener
+    is_over: bool = False
+    """Whether all steps are done, or the run was asked to stop."""
+
+    def train(self) -> None:
+        """Train until the last step, or until the run is asked to stop."""
+        executor = self.executor
+        for ticket, batches in self:
+            self.complete(batches, executor.step(ticket, batches))
+
+    def __iter__(self) -> Iterator[tuple[Ticket, Sequence[Batch]]]:
+        """Yield a ticket and the batch of each of its shards; the same ticket again if its gradients overflowed."""
+        state, data, on_phase = self.run.state, self.data, self.on_phase
+        if state.step >= self.last_step:
+            self.is_over = True
+            return
+        for ticket in self.executor.tickets(state, self.last_step):
+            on_phase("data", ticket.step)
+            yield ticket, data.fetch(ticket)
+            if self.is_over:
+                return
+
+    def complete(self, batches: Sequence[Batch], outcome: StepOutcome) -> bool:
+        """Record an outcome and run what is due after its step; return whether the step is completed."""
+        run, state = self.run, self.run.state
         if not state.advance(outcome):
-            continue
-        journal.note(outcome)
-        for hook in step_end:
+            return False
+        self.journal.note(outcome)
+        for hook in self.step_end:
             hook(run, outcome)
         if run.example is None and batches:
             run.keep_example(batches[0])
-        if state.step >= timeline.next_step:
-            timeline.act(state.step)
-        reason = interrupted()
+        if state.step >= self.timeline.next_step:
+            self.timeline.act(state.step)
+        reason = self.interrupted()
         if reason is not None:
             run.request_stop(reason)
-        if state.step >= last_step:
-            return
-        if run.stop_reason is not None and next_sync_step(state.step) == state.step:
-            return
+        asked = run.stop_reason is not None and self.next_sync_step(state.step) == state.step
+        self.is_over = asked or state.step >= self.last_step
+        return True
 
 
 _INTERVAL_S: Final = 0.5

@@ -15,16 +15,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError
@@ -57,9 +55,9 @@ from trainkit.run.rendezvous.relaunch import (
     record_run_folder,
     resume_point_of_launch,
 )
-from trainkit.run.rendezvous.shutdown import finish_together
+from trainkit.run.rendezvous.shutdown import SharedEnding, ending_together
 from trainkit.run.signals import StopFlag
-from trainkit.run.task import run_task
+from trainkit.run.task import TaskRun
 from trainkit.storage import reporting
 from trainkit.trainer import failpoints
 
@@ -83,49 +81,142 @@ def train_external(
         HangError: a process did not arrive.
         PeerError: another process failed.
     """
-    configure_network(launch)
-    late = late_joining_ranks(cfg, launch)
-    if launch.rank == 0 or launch.by_hand:
-        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
-    if launch.rank in late:
+    announce(launch)
+    if launch.rank in late_joining_ranks(cfg, launch):
         return join_running_job(cfg, launch)
+    with joined(cfg, launch, run_dir=run_dir, notes=notes, is_given=is_given) as group:
+
+        def run() -> Result:
+            with group.ending() as ending:
+                ending.result = group.run_here(ending.report)
+            return ending.result
+
+        with group.recorded():
+            done = (run() if job is None or launch.rank > 0 else job(group.folder.path, run)) or {}
+        group.end(done)
+        return {**done, "folder": str(group.folder.path)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedGroup:
+    """The processes of a launch, which have agreed on the plan and the folder of a run; one process's view."""
+
+    barrier: ProcessBarrier
+    plan: RunPlan
+    resolved: RunConfig
+    folder: RunFolder
+    fencing_token: FencingToken
+    token: str
+    """Secret of the group for its auxiliary tasks; empty where it has none."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that this process runs: several if it has all devices of a host."""
+        return len(self.plan.tasks) // self.barrier.launch.num_ranks
+
+    def ending(self) -> AbstractContextManager[SharedEnding]:
+        """Return a block that runs this process's part, and ends it with the others."""
+        return ending_together(
+            self.barrier, self.folder, confirm=self.fencing_token.check, runs_local_workers=self.ranks_here > 1
+        )
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the output inside: that of rank 0 with the status of the run, that of another rank in its log."""
+        launch = self.barrier.launch
+        if launch.rank > 0:
+            announce_log(launch, log := self.folder.log_of(launch.rank))
+            with redirect_output(log):
+                yield
+            return
+        with recorded_run(self.folder, confirm=self.fencing_token.check) as record:
+            record.log.write([launch.line()])  # printed before the folder existed
+            record.follow_heartbeat()
+            yield
+
+    def run_here(self, report: Reporter) -> Result:
+        """Run the rank or the ranks of this process."""
+        if self.ranks_here > 1:
+            secrets = redacted(self.resolved.to_dict())[1]
+            workers = _local_worker_group(self.barrier, self.plan, self.ranks_here, self.fencing_token, secrets)
+            return workers.run(self.folder)
+        with self.task(report) as task:
+            return task.run()
+
+    @contextlib.contextmanager
+    def task(self, report: Reporter) -> Iterator[TaskRun]:
+        """Give the rank of this process, which the block runs; stop signals are caught inside."""
+        barrier = self.barrier
+        identity = identity_for(
+            barrier.launch, self.plan, store=barrier.address, prefix=barrier.prefix, token=self.token
+        )
+        failpoints.reload({**os.environ, **identity.to_environ()})
+        with StopFlag() as stop:
+            yield TaskRun(
+                cfg=self.resolved,
+                identity=identity,
+                folder=self.folder,
+                stop=stop,
+                plan=self.plan,
+                confirm=self.fencing_token.check,
+                report=report,
+            )
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """Forget the folder of a run that has ended, so that a restart of the launch begins another."""
+        if self.barrier.launch.rank == 0 and result.get("status") in ENDED:
+            clear_run_folder(self.plan.cfg, self.folder, self.barrier)
+
+
+@contextlib.contextmanager
+def joined(
+    cfg: RunConfig,
+    launch: LaunchEnvironment,
+    *,
+    run_dir: Path | None,
+    notes: Sequence[str],
+    is_given: Callable[[str], bool],
+    check: Callable[[RunPlan], None] = lambda _plan: None,
+) -> Iterator[JoinedGroup]:
+    """Meet the other processes of a launch, and agree with them on the plan and the folder of the run; collective.
+
+    `check` raises if this kind of training cannot run a plan, before anything is written.
+    """
+    late = late_joining_ranks(cfg, launch)
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
     with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
         check_same_config(barrier, cfg)
         _share_cores(barrier, ranks.index(launch.rank))
         start = _agree_on_start(barrier, cfg, run_dir)
-        plan = barrier.run_everywhere(lambda: make_plan(start.cfg, launch=launch))
+        plan = barrier.run_everywhere(lambda: _checked_plan(start.cfg, launch, check))
         if not plan.auxiliary_ranks:
             check_same_plan(barrier, plan)
         found = [*notes, *_notes_about(plan, is_given, is_rank0=launch.rank == 0)]
         folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=found)
-        resolved = resumed_from(plan.cfg, start.checkpoints)
         token = job_token(barrier) if plan.auxiliary_ranks else ""
         if late and launch.rank == 0:
             publish_join_info(barrier, cfg, plan.cfg.batch, folder=folder, fencing_token=fencing_token, token=token)
+        yield JoinedGroup(
+            barrier=barrier,
+            plan=plan,
+            resolved=resumed_from(plan.cfg, start.checkpoints),
+            folder=folder,
+            fencing_token=fencing_token,
+            token=token,
+        )
 
-        per_process = len(plan.tasks) // launch.num_ranks
 
-        def run(report: Reporter) -> Result:
-            if per_process > 1:
-                secrets = redacted(resolved.to_dict())[1]
-                return _local_worker_group(barrier, plan, per_process, fencing_token, secrets).run(folder)
-            identity = identity_for(launch, plan, store=barrier.address, prefix=barrier.prefix, token=token)
-            return _run_rank(resolved, identity, folder, plan=plan, fencing_token=fencing_token, report=report)
+def announce(launch: LaunchEnvironment) -> None:
+    """Set the environment variables for the network, and print which process this is."""
+    configure_network(launch)
+    if launch.rank == 0 or launch.by_hand:
+        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
-        confirm = fencing_token.check
-        finish = partial(finish_together, barrier, folder, run, confirm=confirm, runs_local_workers=per_process > 1)
-        if launch.rank > 0:
-            announce_log(launch, log := folder.log_of(launch.rank))
-            with redirect_output(log):
-                return {**finish(), "folder": str(folder.path)}
-        with recorded_run(folder, confirm=confirm) as record:
-            record.log.write([launch.line()])  # printed before the folder existed
-            record.follow_heartbeat()
-            done = (finish() if job is None else job(folder.path, finish)) or {}
-        if done.get("status") in ENDED:
-            clear_run_folder(plan.cfg, folder, barrier)
-        return {**done, "folder": str(folder.path)}
+
+def _checked_plan(cfg: RunConfig, launch: LaunchEnvironment, check: Callable[[RunPlan], None]) -> RunPlan:
+    plan = make_plan(cfg, launch=launch)
+    check(plan)
+    return plan
 
 
 def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bool) -> list[str]:
@@ -133,21 +224,6 @@ def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bo
     model = meta_model(plan)
     found = [*model_notes(plan, model, is_given)]
     return [*found, *cut_notes(plan, lambda: coupling_of(plan, model))] if is_rank0 else found
-
-
-def _run_rank(
-    resolved: RunConfig,
-    identity: Identity,
-    folder: RunFolder,
-    *,
-    plan: RunPlan,
-    fencing_token: FencingToken,
-    report: Reporter,
-) -> Result:
-    """Run the rank of this process."""
-    failpoints.reload({**os.environ, **identity.to_environ()})
-    with StopFlag() as stop:
-        return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fencing_token.check, report=report)
 
 
 def _share_cores(barrier: ProcessBarrier, place: int) -> None:

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from trainkit.cluster.host import ProcessId, host_id
@@ -38,32 +38,36 @@ _SHUTDOWN_GRACE_S: Final = 30.0
 """How long a finished rank waits for rank 0, which still writes the result."""
 
 
-def finish_together(
+@dataclass(kw_only=True)
+class SharedEnding:
+    """The end of this process's part of a training, which `ending_together` shares with the other processes."""
+
+    report: Reporter
+    """Reports an error before this rank leaves the group; ranks of local workers have written their reports already."""
+    result: dict[str, Any] | None = None
+    """Set inside the block to the content of result.json, on rank 0; after it, the status and reason elsewhere."""
+
+
+@contextlib.contextmanager
+def ending_together(
     barrier: ProcessBarrier,
     folder: RunFolder,
-    run: Callable[[Reporter], dict[str, Any] | None],
     *,
     confirm: Callable[[], None],
     runs_local_workers: bool = False,
-) -> dict[str, Any]:
-    """Run this process's part of the training, and end it with the others.
-
-    `run` gets a function that reports an error before this rank leaves the group. Ranks of local workers have written
-    their reports already.
-
-    Returns:
-        The content of result.json on rank 0; its status and reason elsewhere.
+) -> Iterator[SharedEnding]:
+    """Run this process's part of the training inside, and end it with the others.
 
     Raises:
         TrainkitError: the training failed. On rank 0 the failure that came first, on others a `PeerError`.
     """
     # Exchanged before a rank can be lost: the store may be lost with it.
     processes = dict(zip(barrier.ranks, barrier.all_gather_object(_own_process()), strict=True))
-    reporter = _reporter(barrier, folder, runs_local_workers=runs_local_workers)
+    ending = SharedEnding(report=_reporter(barrier, folder, runs_local_workers=runs_local_workers))
     try:
-        result = run(reporter)
+        yield ending
     except (Exception, SystemExit) as error:
-        report = reporter(error)
+        report = ending.report(error)
         if barrier.launch.rank > 0:
             sys.stderr.write("".join(traceback.format_exception(error)))  # goes to its log
             raise _follower_error(barrier, None if runs_local_workers else folder, report, processes) from error
@@ -71,10 +75,10 @@ def finish_together(
         _record(barrier, folder, failure, confirm)
         raise failure from error
     if barrier.launch.rank > 0:
-        return _await_rank0_result(barrier)
-    result = result or {}
-    barrier.publish("result", {key: result.get(key) for key in ("status", "reason")})
-    return result
+        ending.result = _await_rank0_result(barrier)
+        return
+    ending.result = ending.result or {}
+    barrier.publish("result", {key: ending.result.get(key) for key in ("status", "reason")})
 
 
 def _reporter(barrier: ProcessBarrier, folder: RunFolder, *, runs_local_workers: bool) -> Reporter:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,16 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import Checkpointer, LastSave
 from trainkit.run.session.evaluation import EvalRunner
+from trainkit.run.session.intervals import at_sync_points, every_n_steps, every_steps_or_epochs
 from trainkit.run.session.outcome import progress_of, status_of
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
-from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
+from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, StepContext, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback, CallbackHooks
-from trainkit.trainer.loop import StopSaveConsensus, Trigger, TriggerSchedule, train
+from trainkit.trainer.loop import StopSaveConsensus, TrainingLoop, Trigger, TriggerSchedule
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.state import RollbackNeeded, Suspect
 
@@ -53,6 +53,7 @@ class TaskSession:
         check_fence: Callable[[], None] | None = None,
         on_phase: PhaseListener = ignore_phase,
         within_steps: bool = True,
+        make_training: Callable[[RunPlan], StepContext] = make_step_context,
     ) -> None:
         self._presence, self._check_fence = Presence(folder), check_fence
         self.plan = plan.resolved(lambda: meta_model(plan))
@@ -78,7 +79,7 @@ class TaskSession:
                 numerics=self.parts.numerics,
                 make_optimizer=make_optimizer(self.cfg, model),
                 optimizers=named_optimizers(self.cfg, self.plan.optimizers, model),
-                training=make_step_context(self.plan),
+                training=make_training(self.plan),
                 open_data=self._open_data,
                 folder=folder,
                 on_phase=self._step_phase,
@@ -141,6 +142,18 @@ class TaskSession:
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; return the content of result.json."""
+        self.begin()
+        with self.keeping_last_checkpoint():
+            while True:
+                try:
+                    self.new_loop().train()
+                except RollbackNeeded as found:
+                    self.roll_back(found.step)
+                else:
+                    return self.finish()
+
+    def begin(self) -> None:
+        """Prepare everything that the first step needs."""
         self.enter("data")
         self._open_loader()
         self._cleanup.callback(self._close_loader)
@@ -154,13 +167,15 @@ class TaskSession:
         self._cleanup.callback(gc.unfreeze)
         if self.cfg.numerics.on_nonfinite == "rollback":
             self.save()  # a rollback before the first regular checkpoint needs one to restore
+
+    @contextmanager
+    def keeping_last_checkpoint(self) -> Iterator[None]:
+        """Complete the checkpoint that is being written if the steps inside end with a number that is not finite."""
         try:
-            while (suspect := self._train_on()) is not None:
-                self._roll_back(suspect)
-            return self._finish()
+            yield
         except NonFiniteError:
             self.enter("save")
-            self._keeper.wait()  # all ranks raise the error at the same step; let the last good checkpoint be completed
+            self._keeper.wait()  # all ranks raise the error at the same step
             raise
 
     def _open_loader(self) -> None:
@@ -179,31 +194,27 @@ class TaskSession:
     def _close_loader(self) -> None:
         self._loader.close()
 
-    def _train_on(self) -> int | None:
-        """Train to the last step, or return the step that requires a rollback."""
+    def new_loop(self) -> TrainingLoop:
+        """Return the loop from the current step to the last one."""
         if self._evaluation_due:  # an error prevented it in the run that is continued
             self._evaluation_due = False
             self.evaluate()
         timeline = TriggerSchedule(self._triggers(), self.run.state.step)
         self._last.begin(timeline, self._journal, self.evaluate)
-        try:
-            train(
-                self.run,
-                executor=self.executor,
-                data=self._loader,
-                step_end=self.callbacks.of("step_end"),
-                journal=self._journal,
-                timeline=timeline,
-                last_step=self.plan.last_step,
-                next_sync_step=self.plan.next_sync_step,
-                interrupted=self._stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
-                on_phase=self._step_phase,
-            )
-        except RollbackNeeded as found:
-            return found.step
-        return None
+        return TrainingLoop(
+            run=self.run,
+            executor=self.executor,
+            data=self._loader,
+            step_end=self.callbacks.of("step_end"),
+            journal=self._journal,
+            timeline=timeline,
+            last_step=self.plan.last_step,
+            next_sync_step=self.plan.next_sync_step,
+            interrupted=self._stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
+            on_phase=self._step_phase,
+        )
 
-    def _roll_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Restore the last checkpoint, in order to repeat the steps up to one that was not finite; collective."""
         self.enter("save")
         self._keeper.wait()
@@ -326,7 +337,8 @@ class TaskSession:
         if answer.stop is not None:
             self.run.request_stop(answer.stop)
 
-    def _finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
+        """End a training regularly: evaluate, save, leave together; return the content of result.json. Collective."""
         state = self.run.state
         self.flush()
         for one in sync(self.executor):
@@ -356,37 +368,3 @@ class TaskSession:
         failures = self.callbacks.failures
         failed = {"callback_errors": failures} if failures else {}
         return {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
-
-
-def every_n_steps(steps: int) -> Callable[[int], int]:
-    """Return a function from a step to the next multiple of `steps`.
-
-    Example:
-        >>> every_n_steps(5)(0), every_n_steps(5)(5), every_n_steps(5)(7)
-        (5, 10, 10)
-    """
-    return lambda step: (step // steps + 1) * steps
-
-
-def every_steps_or_epochs(
-    every_steps: int | None, every_epochs: float | None, per_epoch: int
-) -> list[Callable[[int], int]]:
-    """Return functions from a step to the next one to act at: by steps, by epochs of `per_epoch` steps, or by both.
-
-    Example:
-        >>> [next_after(5) for next_after in every_steps_or_epochs(4, 0.5, per_epoch=6)]
-        [8, 6]
-    """
-    found = []
-    if every_steps is not None:
-        found.append(every_n_steps(every_steps))
-    if every_epochs is not None:
-        length = every_epochs * per_epoch
-        found.append(lambda step: max(step + 1, math.ceil((math.floor(step / length + 1e-9) + 1) * length - 1e-9)))
-    return found
-
-
-def at_sync_points(trigger: Trigger, next_sync_step: Callable[[int], int]) -> Trigger:
-    """Return the trigger delayed to the next step at which replicas hold identical parameters."""
-    next_after = trigger.next_after
-    return Trigger(act=trigger.act, next_after=lambda step: next_sync_step(next_after(step)))
