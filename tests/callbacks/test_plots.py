@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks import plots
 from trainkit.callbacks.metrics_file import MetricsFile
 from trainkit.callbacks.plots import Plots, lr_points
+from trainkit.report.drawing import draw
 
 
 def test_a_run_leaves_its_plots(tmp_path: Path) -> None:
@@ -39,6 +43,18 @@ def test_the_metrics_are_drawn_anew_now_and_then(tmp_path: Path, monkeypatch: py
     drawn.run_start(run)
     drawn.eval_end(run, {})
     assert asked == ["lr", "metrics"]
+
+
+def test_each_of_several_optimizers_has_its_curve_of_the_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(plots.Plots, "_start", lambda self, name, request: asked.append(request))
+    run = run_double(tmp_path, num_steps=2)
+    Plots().run_start(replace(run, rates={"body": run.rate, "head": replace(run.rate, peak=0.2)}))
+    assert asked[0]["rates"] == {"body": [[0, 0.1], [1, 0.1]], "head": [[0, 0.2], [1, 0.2]]}
+    draw(asked[0])
+    assert (tmp_path / "plots/lr.png").exists()
 
 
 def test_other_ranks_draw_nothing(tmp_path: Path) -> None:

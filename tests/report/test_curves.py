@@ -67,6 +67,6 @@ def test_figures_of_a_strategy_are_no_metric(tmp_path: Path) -> None:
 def test_odd_values_are_drawn_too(tmp_path: Path, values: list[float]) -> None:
     points = list(enumerate(values))
     draw_metrics(tmp_path, title="t", curves={"val/loss": Curve.of(points)}, modes={})
-    draw_lr(tmp_path / "lr.png", title="t", points=points)
+    draw_lr(tmp_path / "lr.png", title="t", rates={"": points})
     assert is_png(tmp_path / "loss.png")
     assert is_png(tmp_path / "lr.png")

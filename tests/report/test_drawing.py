@@ -10,7 +10,7 @@ from trainkit.report.drawing import Drawing, draw, lr_request, metrics_request, 
 
 
 def test_a_plot_is_drawn_beside_the_training(tmp_path: Path) -> None:
-    drawing = Drawing(lr_request(tmp_path / "plots/lr.png", title="digits", points=[(0, 0.0), (10, 0.1)]))
+    drawing = Drawing(lr_request(tmp_path / "plots/lr.png", title="digits", rates={"": [(0, 0.0), (10, 0.1)]}))
     assert drawing.wait(60) == ""
     assert not drawing.running
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["lr.png"]
@@ -23,7 +23,7 @@ def test_a_plot_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_a_plot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    drawing = Drawing(lr_request(tmp_path / "lr.png", title="digits", points=[(0, 0.0)]))
+    drawing = Drawing(lr_request(tmp_path / "lr.png", title="digits", rates={"": [(0, 0.0)]}))
     assert drawing.wait(0.001) == "not drawn within 0.001 s"
     assert list(tmp_path.iterdir()) == []
 

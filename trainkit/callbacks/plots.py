@@ -44,8 +44,8 @@ class Plots(Callback):
         if not run.is_owner:
             return
         self._drawn.due = time.monotonic() + self.every_s
-        points = lr_points(run.rate, run.num_steps)
-        self._start("lr.png", lr_request(run.folder / "plots/lr.png", title=run.cfg.name, points=points))
+        rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
+        self._start("lr.png", lr_request(run.folder / "plots/lr.png", title=run.cfg.name, rates=rates))
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Draw the metrics, if a drawing is due."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,22 @@ def read_curves(rows: Iterable[str | bytes]) -> dict[str, Curve]:
     return {name: Curve.of(pairs) for name, pairs in points.items()}
 
 
-def draw_lr(path: Path, *, title: str, points: Sequence[tuple[float, float]]) -> None:
-    """Draw the learning rate of the whole run."""
-    curve = Curve.of(points)
+def draw_lr(path: Path, *, title: str, rates: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw the learning rate of the whole run: one curve for each optimizer, by name."""
+    curves = {name: Curve.of(points) for name, points in rates.items()}
+    highest = max(float(np.nan_to_num(curve.values).max(initial=0.0)) for curve in curves.values())
     with mpl.rc_context(STYLE):
         axes = _axes(title, "learning rate")
-        axes.plot(curve.steps, curve.values, color=BLUE, linewidth=2)
-        axes.fill_between(curve.steps, curve.values, color=BLUE, alpha=0.08, linewidth=0)
-        axes.set_ylim(0, float(np.nan_to_num(curve.values).max(initial=0.0)) * 1.12 or 1.0)
-        if np.isfinite(curve.values).any():
-            peak = int(np.nanargmax(curve.values))
-            _mark(axes, curve.steps[peak], curve.values[peak], f"peak {figure(curve.values[peak])}", BLUE)
+        axes.set_ylim(0, highest * 1.12 or 1.0)
+        for (name, curve), colour in zip(curves.items(), cycle((BLUE, ORANGE, GREY, INK)), strict=False):
+            axes.plot(curve.steps, curve.values, color=colour, linewidth=2, label=name)
+            if np.isfinite(curve.values).any():
+                peak = int(np.nanargmax(curve.values))
+                _mark(axes, curve.steps[peak], curve.values[peak], f"peak {figure(curve.values[peak])}", colour)
+        if len(curves) == 1:
+            axes.fill_between(curve.steps, curve.values, color=BLUE, alpha=0.08, linewidth=0)
+        else:
+            axes.legend(loc="best")
         save(_chart(axes), path)
 
 

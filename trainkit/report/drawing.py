@@ -17,9 +17,10 @@ from typing import Any, TextIO
 from trainkit.reading import read_lines
 
 
-def lr_request(path: Path, *, title: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the request for the plot of the learning rate."""
-    return {"draw": "lr", "path": str(path), "title": title, "points": [list(point) for point in points]}
+def lr_request(path: Path, *, title: str, rates: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
+    """Return the request for the plot of the learning rate: name of an optimizer -> pairs of step and rate."""
+    listed = {name: [list(point) for point in points] for name, points in rates.items()}
+    return {"draw": "lr", "path": str(path), "title": title, "rates": listed}
 
 
 def metrics_request(folder: Path, *, title: str, metrics: Path, modes: Mapping[str, str]) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def draw(request: Mapping[str, Any]) -> None:
 
     match request["draw"]:
         case "lr":
-            curves.draw_lr(Path(request["path"]), title=request["title"], points=request["points"])
+            curves.draw_lr(Path(request["path"]), title=request["title"], rates=request["rates"])
         case "metrics":
             read = curves.read_curves(read_lines(Path(request["metrics"])))
             curves.draw_metrics(Path(request["folder"]), title=request["title"], curves=read, modes=request["modes"])
