@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import torch
 
@@ -14,6 +14,9 @@ from trainkit.fields import cosmetic
 from trainkit.frames import first_line
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
+
+_WIDTH: Final = 576
+"""Smaller grids are enlarged by a whole number to at most this width and height, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,9 @@ class Pictures(Callback):
         images = self._images(run)
         if not run.is_owner:  # other ranks only take part in the computation
             return
-        content = png_bytes(grid(images.float().cpu().numpy()))
+        pixels = grid(images.float().cpu().numpy())
+        size = max(1, _WIDTH // max(pixels.shape))
+        content = png_bytes(pixels.repeat(size, axis=0).repeat(size, axis=1))
         path = run.folder / "pictures" / f"step_{run.state.step:06d}.png"
         path.parent.mkdir(exist_ok=True)
         with naming(path, needed=len(content)):
