@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,15 +106,19 @@ def train(
         composition = checked(composition)
         refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
         return TrainingResult(
-            _train_checked(composition, run_dir, given.kept_in), given=given, packages=composition.packages
+            train_checked(composition, run_dir, given.kept_in), given=given, packages=composition.packages
         )
 
 
-def _train_checked(
+def train_checked(
     composition: Composition,
-    run_dir: str | Path | None,
-    kept_in: Callable[[Path], AbstractContextManager[None]],
+    run_dir: str | Path | None = None,
+    kept_in: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
+    """Train the result of `checked`; return the content of `result.json`.
+
+    `kept_in` keeps the source of the session's classes in the run's folder meanwhile.
+    """
     from trainkit.config.check.unused_keys import unused_keys_with_classes  # noqa: PLC0415 - imports the targets, and torch with them
     from trainkit.run import runner  # noqa: PLC0415
 
@@ -184,12 +188,9 @@ def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
 
 
 def _hydra_job(
-    composition: Composition, kept_in: Callable[[Path], AbstractContextManager[None]]
+    composition: Composition, kept_in: Callable[[Path], AbstractContextManager[Any]]
 ) -> Callable[[Path, Callable[[], Any]], Any]:
-    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets.
-
-    `kept_in` keeps the source of the session's classes in the run's folder meanwhile.
-    """
+    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
     from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
 
     def job(folder: Path, task: Callable[[], Any]) -> Any:

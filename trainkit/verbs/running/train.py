@@ -27,10 +27,11 @@ def run(call: Call) -> int:
     call.check_arity()
     if call.multirun:
         return _sweep(call)
-    from trainkit.api import compose, train  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.api import compose, train_checked  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.config.check import checked  # noqa: PLC0415 - the same
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
-    return _sweep(call) if composition.is_sweep else exit_code(train(composition))
+    return _sweep(call) if composition.is_sweep else exit_code(train_checked(checked(composition)))
 
 
 def exit_code(result: Mapping[str, Any]) -> int:
