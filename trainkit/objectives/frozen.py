@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, Literal
 
@@ -75,10 +75,3 @@ class FrozenModel:
         if self._load is None:
             raise TrainingError(f"nothing has been set that loads {self.source}: call bind before the first batch.")
         return self._load(self.source, self.checkpoint)
-
-
-def frozen_models(objective: object) -> Iterator[tuple[str, FrozenModel]]:
-    """Yield the frozen models among the attributes of an objective, by name."""
-    for name, value in getattr(objective, "__dict__", {}).items():
-        if isinstance(value, FrozenModel):
-            yield name, value

@@ -27,7 +27,7 @@ from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
-from trainkit.objectives.frozen import frozen_models
+from trainkit.objectives.frozen import FrozenModel
 from trainkit.reading import read_map
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch
@@ -262,7 +262,9 @@ def _matches(name: str, owner: str, patterns: Sequence[str]) -> bool:
 
 def _bind_frozen_models(objective: Objective, precision: Precision) -> None:
     """Let the frozen models of an objective load the runs that they name, in the dtype of a precision."""
-    for name, frozen in frozen_models(objective):
+    for name, frozen in vars(objective).items():
+        if not isinstance(frozen, FrozenModel):
+            continue
         key = f"objective.{name.lstrip('_')}"
         if isinstance(frozen.source, str) and not (_run_folder(frozen.source) / "resolved.yaml").is_file():
             rule = "is no folder of a run: it holds no resolved.yaml. Name the folder that the teacher's run printed."
