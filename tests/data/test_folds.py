@@ -6,10 +6,10 @@ import torch
 
 from tests.support.present import present
 from trainkit.config.sections import CvConfig
-from trainkit.data.folds import fold_of_each, folded, labels_of, part_of
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.sets.digits import Digits
 from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
+from trainkit.data.splits import fold_of_each, folded, labels_of, part_of
 from trainkit.errors import ConfigError
 
 

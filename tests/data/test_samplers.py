@@ -10,11 +10,11 @@ import torch
 
 from tests.data.samples import CPU, Noisy, Squares
 from trainkit.config.sections import CvConfig, LoaderConfig
-from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks, UserSampler
 from trainkit.data.reading.loader import Loader
 from trainkit.data.samplers import BalancedClasses, WeightsOf
 from trainkit.data.sets.digits import Digits
+from trainkit.data.splits import folded
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, Ticket, WeightedOrder
 

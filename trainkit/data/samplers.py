@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.config.values import at_least
-from trainkit.data.folds import labels_of
+from trainkit.data.splits import labels_of
 from trainkit.errors import DataError
 
 

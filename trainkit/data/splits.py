@@ -1,4 +1,7 @@
-"""From the data node of a config to one dataset per split."""
+"""From the data node of a config to one dataset per split, or to those of one fold.
+
+Each fold of the training split is held out once, to validate the training on the others.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,35 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from trainkit.config.sections import CvConfig
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import class_node
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, with_frames
-from trainkit.numerics.generators import Untouched, key32, name_id
+from trainkit.numerics.batch import SampleOrder
+from trainkit.numerics.generators import Untouched, hash64, key32, name_id
 
-__all__ = ["build_splits", "keep_splits", "size_of", "splits_of", "test_splits", "validation_splits"]
+__all__ = [
+    "build_splits",
+    "fold_of_each",
+    "folded",
+    "keep_splits",
+    "labels_of",
+    "part_of",
+    "size_of",
+    "splits_of",
+    "test_splits",
+    "validation_splits",
+]
+
 
 _KEPT: Final[dict[str, dict[str, Any]]] = {}
 """Data node -> its splits, if this process keeps them for jobs that are forked from it."""
@@ -178,3 +199,164 @@ def _made(node: Mapping[str, Any], split: str, given: Mapping[str, Any]) -> Any:
 
 def _takes_split(target: Any) -> bool:
     return "split" in inspect.signature(target).parameters
+
+
+_DEALING: Final = 0x666F6C64
+"""Separates the order in which samples are assigned to folds from the order of an epoch."""
+
+
+def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
+    """Return the splits of one fold: `val` is this fold of the training split, `train` the rest of it.
+
+    The dataset's own validation split is dropped: it is used neither for training nor for selection. A test split
+    stays.
+
+    Args:
+        splits: split -> dataset.
+        cv: number of folds and the fold; without a fold, the first.
+
+    Raises:
+        ConfigError: there are more folds than samples, or the dataset has no random access.
+
+    Example:
+        >>> from trainkit.data.sets.digits import Digits
+        >>> parts = folded({"train": Digits(split="train")}, CvConfig(folds=5, fold=0))
+        >>> {name: len(part) for name, part in parts.items()}
+        {'train': 1149, 'val': 288}
+    """
+    if cv.folds is None:
+        return splits
+    train = splits["train"]
+    _refuse(train, cv.folds)
+    held_out = fold_of_each(size_of(train), cv.folds, seed=cv.seed, labels=labels_of(train)) == (cv.fold or 0)
+    # A dataset that augments its training samples provides a view without augmentation.
+    still = train.held_out() if hasattr(train, "held_out") else train
+    rest = {name: dataset for name, dataset in splits.items() if name not in ("train", "val")}
+    return {"train": _chosen(train, ~held_out), "val": _chosen(still, held_out), **rest}
+
+
+def _refuse(train: Any, folds: int) -> None:
+    name = type(train).__name__
+    if isinstance(train, Stream) or not hasattr(train, "__getitem__"):
+        rule = f"{name} is read from front to back: a fold needs samples by their place. Use a map-style dataset."
+    elif folds > size_of(train):
+        rule = f"more than the {size_of(train)} samples of train. Use {size_of(train)} or fewer."
+    else:
+        return
+    raise ConfigError([Problem(key="cv.folds", value=folds, rule=rule)])
+
+
+def fold_of_each(
+    num_samples: int, folds: int, *, seed: int, labels: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Return the fold of each sample: samples are assigned round-robin, class after class if there are classes.
+
+    So folds differ by at most one in size, and by at most one in the number of samples of each class.
+
+    Args:
+        num_samples: number of samples.
+        folds: number of folds.
+        seed: seed of the assignment; not the run's, so that runs with other seeds have the same folds.
+        labels: (num_samples,) the class of each sample.
+
+    Returns:
+        (num_samples,) int64, from 0 to folds - 1.
+
+    Example:
+        >>> fold_of_each(4, 2, seed=0, labels=np.array([0, 0, 1, 1])).reshape(2, 2).sum(1).tolist()
+        [1, 1]
+    """
+    order = SampleOrder(num_samples=num_samples, seed=hash64(seed, _DEALING)).indices(0, 0, num_samples)
+    if labels is not None:
+        order = order[np.argsort(labels[order], kind="stable")]
+    found = np.empty(num_samples, dtype=np.int64)
+    found[order] = np.arange(num_samples) % folds
+    return found
+
+
+def labels_of(dataset: Any) -> NDArray[np.int64] | None:
+    """Return the class of every sample, if the dataset provides it without reading samples one by one.
+
+    Source of the classes: `labels` or `targets`, as in datasets of torchvision, or an in-memory pair whose second
+    element is a column of integers.
+
+    Example:
+        >>> from trainkit.data.sets.digits import Digits
+        >>> np.bincount(labels_of(Digits(split="val"))).tolist()
+        [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
+    """
+    labels = getattr(dataset, "labels", None)
+    labels = getattr(dataset, "targets", None) if labels is None else labels
+    if labels is None and callable(getattr(dataset, "tensors", None)):
+        arrays = dataset.tensors()
+        labels = arrays.get("target") if isinstance(arrays, Mapping) else arrays[-1]
+    if labels is None or callable(labels):
+        return None
+    found = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    fits = found.shape == (size_of(dataset),) and np.issubdtype(found.dtype, np.integer)
+    return found.astype(np.int64) if fits else None
+
+
+def _chosen(dataset: Any, chosen: NDArray[np.bool_]) -> Any:
+    return part_of(dataset, np.flatnonzero(chosen))
+
+
+def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
+    """Return the samples at (n,) int64 indices of a dataset with random access, with the same ways of reading."""
+    if callable(getattr(dataset, "gather", None)):
+        return _PartGathered(dataset, indices)
+    if callable(getattr(dataset, "tensors", None)):
+        return _SubsetInMemory(dataset, indices)
+    return _Subset(dataset, indices)
+
+
+class _Subset:
+    """A subset, read sample by sample."""
+
+    def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
+        self._dataset = dataset
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[int(self._indices[index])]
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The class of each sample, where the dataset gives them."""
+        labels = labels_of(self._dataset)
+        if labels is None:
+            raise AttributeError("labels")
+        return labels[self._indices]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
+        if name.startswith("_") or name in ("tensors", "gather", "labels", "targets"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class _SubsetInMemory(_Subset):
+    """A subset of a dataset in memory, copied once."""
+
+    def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
+        super().__init__(dataset, indices)
+        arrays, places = dataset.tensors(), torch.from_numpy(indices)
+        if isinstance(arrays, Mapping):
+            self._arrays: Any = {name: tensor.index_select(0, places) for name, tensor in arrays.items()}
+        else:
+            self._arrays = tuple(tensor.index_select(0, places) for tensor in arrays)
+
+    def tensors(self) -> Any:
+        """Return all samples."""
+        return self._arrays
+
+
+class _PartGathered(_Subset):
+    """A subset of a dataset that reads many samples at once."""
+
+    def gather(self, indices: Tensor) -> Any:
+        """Return the samples at the positions `indices` of this subset."""
+        return self._dataset.gather(torch.from_numpy(self._indices)[indices])

@@ -18,9 +18,8 @@ from trainkit.callbacks.screen import FinalSummary, StartupSummary
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.build import build
-from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks
-from trainkit.data.splits import build_splits, read_sample
+from trainkit.data.splits import build_splits, folded, read_sample
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
 from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host

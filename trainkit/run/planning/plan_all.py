@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit.config.composition import Composition, problems_of_points
-from trainkit.data.folds import folded
-from trainkit.data.splits import build_splits
+from trainkit.data.splits import build_splits, folded
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes

@@ -19,9 +19,8 @@ from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.folds import folded
 from trainkit.data.hooks import DataHooks
-from trainkit.data.splits import build_splits, test_splits, validation_splits
+from trainkit.data.splits import build_splits, folded, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
