@@ -14,8 +14,6 @@ from trainkit.data.reading.collate import stack
 from trainkit.errors import DataError
 from trainkit.objectives.fields import TARGETS, Field
 
-__all__ = ["Dicts", "Lists", "PadImages", "PadSequences"]
-
 _IGNORED: Final = -100
 """What cross entropy leaves out by default."""
 

@@ -21,8 +21,6 @@ from trainkit.data.splits import size_of
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import sample_key, shard_key
 
-__all__ = ["EvalBatches", "num_eval_batches"]
-
 
 def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> int:
     """Return how many batches one rank gets: every `num_ranks`-th of them.

@@ -21,8 +21,6 @@ from trainkit.numerics.batch import SampleOrder, WeightedOrder
 from trainkit.numerics.generators import Untouched, generators_of
 from trainkit.numerics.randomness import transform_key
 
-__all__ = ["DataHooks", "UserCollate", "class_node"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserCollate:

@@ -26,20 +26,6 @@ from trainkit.frames import named_first_line, with_frames
 from trainkit.numerics.batch import SampleOrder
 from trainkit.numerics.generators import Untouched, hash64, key32, name_id
 
-__all__ = [
-    "build_splits",
-    "fold_of_each",
-    "folded",
-    "keep_splits",
-    "labels_of",
-    "part_of",
-    "size_of",
-    "splits_of",
-    "test_splits",
-    "validation_splits",
-]
-
-
 _KEPT: Final[dict[str, dict[str, Any]]] = {}
 """Data node -> its splits, if this process keeps them for jobs that are forked from it."""
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Gan"]
-
 
 class Gan(nn.Module):
     """Two MLPs, called through one `forward`: `generator` makes images of noise, `discriminator` scores images.

@@ -13,8 +13,6 @@ from torch.nn.functional import softplus
 from trainkit.config.values import at_least
 from trainkit.objectives.base import Collective, Loss, Metric, Model, Objective, RunningMean
 
-__all__ = ["Adversarial"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adversarial(Objective):

@@ -18,8 +18,6 @@ from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import TopK, fresh_metrics
 from trainkit.objectives.outputs import scores_of
 
-__all__ = ["Classification"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Supervised):

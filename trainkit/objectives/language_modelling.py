@@ -16,8 +16,6 @@ from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import fresh_metrics
 from trainkit.objectives.outputs import scores_of
 
-__all__ = ["LanguageModelling", "Perplexity"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelling(Supervised):

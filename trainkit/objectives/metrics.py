@@ -13,8 +13,6 @@ from torch import Tensor
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 from trainkit.objectives.tables import Result
 
-__all__ = ["MeanOf", "TopK", "TorchMetric", "fresh_metrics", "gather_ragged"]
-
 MAX_DIMS: Final = 8
 """Most dims a gathered state of a torchmetrics class may have."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.fields import Field, named_fields
 
-__all__ = ["scores_of"]
-
 
 def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
     """Return the scores among a model's outputs.

@@ -16,8 +16,6 @@ from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_
 from trainkit.objectives.fields import named_fields
 from trainkit.objectives.metrics import fresh_metrics
 
-__all__ = ["ModelComputesLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelComputesLoss(Objective):

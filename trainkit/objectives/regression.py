@@ -17,8 +17,6 @@ from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import MeanOf, fresh_metrics
 from trainkit.objectives.outputs import scores_of
 
-__all__ = ["Regression"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Supervised):

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from trainkit.errors import DataError
 
-__all__ = ["CollateFunction", "collate", "narrow", "shape_text", "shards_of", "stack", "to_device"]
-
 
 class CollateFunction(Protocol):
     """Makes a batch of samples."""

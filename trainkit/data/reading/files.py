@@ -15,8 +15,6 @@ from typing import Any, Final
 from trainkit.errors import DataError
 from trainkit.storage import Free, naming, storage_error
 
-__all__ = ["cache_folder", "digest_of", "download", "existing", "fetch"]
-
 _TIMEOUT_S: Final = 60
 _CHUNK: Final = 1 << 20
 _REMEDY: Final = "Make room there, or fetch the file by hand and give its place as data.path."

@@ -19,8 +19,6 @@ from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
 
-__all__ = ["InProcessReader"]
-
 _BURST: Final = 16
 """Most batches read at a time."""
 _BURST_BYTES: Final = 1 << 20

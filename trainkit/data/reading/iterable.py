@@ -17,8 +17,6 @@ from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
 
-__all__ = ["Stream", "StreamReader"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:

@@ -20,8 +20,6 @@ from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
 
-__all__ = ["Loader"]
-
 
 class Loader:
     """Batches by ticket, read in the fastest way that the dataset allows.

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket, WeightedOrder
 
-__all__ = ["Positions", "Request"]
-
 Request = tuple[int, list[int], list[int], list[int] | None]
 """An epoch, samples of it, the sizes of the shards that they form, and their positions where samples repeat."""
 

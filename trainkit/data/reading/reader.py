@@ -17,8 +17,6 @@ from trainkit.errors import DataError
 from trainkit.numerics.generators import seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
 
-__all__ = ["Reader", "result_without_draws"]
-
 _T = TypeVar("_T")
 
 

@@ -15,8 +15,6 @@ from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
 
-__all__ = ["Arrays", "BatchSource", "Gatherer", "Memory", "collated", "whole_arrays"]
-
 _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
 

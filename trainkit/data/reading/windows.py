@@ -10,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["IGNORED", "Windows", "split_tokens", "tile"]
-
 IGNORED: Final = -100
 """The target of a padded position; `ignore_index` of the language-model objective."""
 

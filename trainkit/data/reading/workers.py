@@ -20,8 +20,6 @@ from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
 
-__all__ = ["Workers", "read_ahead", "shut_down", "unwrap_worker_result"]
-
 _PR_SET_PDEATHSIG: Final = 1
 
 _T = TypeVar("_T")

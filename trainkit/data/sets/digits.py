@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Digits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Digits:

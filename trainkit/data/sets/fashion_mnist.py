@@ -19,8 +19,6 @@ from trainkit.data.reading.files import cache_folder, existing, fetch
 from trainkit.errors import DataError
 from trainkit.fields import placement
 
-__all__ = ["FashionMnist"]
-
 _URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _DEBIAN: Final = Path("/usr/share/datasets/fashion-mnist")
 # Digests of the unpacked files: the same content is distributed in differently packed files.

@@ -17,8 +17,6 @@ from trainkit.config.values import Limit, above, at_least
 from trainkit.data.reading.files import existing
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
 
-__all__ = ["ImageFolder"]
-
 _SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _CROP_ATTEMPTS: Final = 10
 _LEFT_RIGHT: Final = 0

@@ -14,8 +14,6 @@ from trainkit.data.reading.windows import IGNORED
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.generators import hash64
 
-__all__ = ["Synthetic", "SyntheticTokens"]
-
 _SHAPE_RULE: Final = "must be [features] or [channels, height, width], each 1 or more."
 _SPLITS: Final = {"train": 0, "val": 1}
 

@@ -14,8 +14,6 @@ from trainkit.data.reading.files import existing
 from trainkit.data.reading.windows import Windows, tile
 from trainkit.errors import DataError
 
-__all__ = ["TokenMemmap"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMemmap:
