@@ -151,7 +151,7 @@ def test_folds_are_no_members(tmp_path: Path) -> None:
 
 
 def test_load_says_where_there_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no model: neither a run's resolved\.yaml nor a model\.yaml\."):
+    with pytest.raises(ConfigError, match=r"holds no model: it is no run, no checkpoint of one, and no folder"):
         trainkit.load(tmp_path)
 
 

@@ -128,6 +128,8 @@ class CheckpointConfig:
     """Number of best checkpoints kept, by `eval.metric`."""
     background: Annotated[bool, speed] = True
     """Write in the background; a step only waits for the copy to host memory."""
+    export: Annotated[bool, cosmetic] = True
+    """Write the trained model into one file at the end: RUN/model/model.safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from trainkit.report.numbers import duration, figure
+from trainkit.storage import num_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -158,12 +159,21 @@ def _closing_rows(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
     rows["skipped"] = _skipped(result)
     rows["restarts"] = _restarts(result)
     rows["best"] = str(result.get("best") or "")
+    rows["model"] = _model(result)
     rows["evaluator"] = _evaluator(result)
     rows["folder"] = str(folder)
     if (folder / "tensorboard").is_dir():
         rows["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
     rows["resume"] = str(result.get("resume") or "")
     return {label: value for label, value in rows.items() if value}
+
+
+def _model(result: Mapping[str, Any]) -> str:
+    """Return the file of the trained model, its size, and how long it took to write it."""
+    if not result.get("model"):
+        return str(result.get("model_note") or "")
+    wrote = f"{num_bytes(result['model_bytes'])} in {result['model_seconds']:.2g} s"
+    return f"{Path(result['model']) / 'model.safetensors'}  {wrote}"
 
 
 _RESTARTS: Final = {

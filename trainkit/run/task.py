@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from trainkit.cluster.tasks import Identity
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
-from trainkit.errors import AbsentFileError, StorageError
+from trainkit.errors import AbsentFileError, CheckpointError, StorageError
+from trainkit.exporting.trained import NotExportableError
 from trainkit.reading import read_map
 from trainkit.run.begin import Result
+from trainkit.run.folder.export import export_at_end
 from trainkit.run.folder.proof_records import last_proof
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_callbacks
@@ -27,7 +30,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.session.auxiliary import run_auxiliary
 from trainkit.run.session.await_evaluator import evaluate_all, findings_of
-from trainkit.run.session.outcome import Report, best_and_last, failure_of, reported, unless_exit
+from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
 from trainkit.run.session.restore import make_step_context, restore_or_init
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
@@ -240,9 +243,24 @@ def _close_and_record(
             if session.plan.has_evaluator:
                 result |= findings_of(session, folder, failed=error is not None, requested=requested)
                 session.check_fence()
+            result |= _exported(session, folder, result)
             folder.write_result(result)
     if not isinstance(error, KeyboardInterrupt):
         session.callbacks.call("run_end", session.run, result, suppressed=suppressed)
+
+
+def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the trained model of a finished run; an error is recorded, and the training stays finished."""
+    if result["status"] != "finished" or not session.cfg.checkpoint.export:
+        return {"model": None}
+    try:
+        with reporting(folder.path):
+            done = export_at_end(folder, session.cfg, result["metrics"], working=lambda: session.enter("end"))
+    except NotExportableError as error:
+        return {"model": None, "model_note": str(error)}
+    except CheckpointError as error:
+        return {"model": None, "model_error": f"{error} Then: trainkit export {shlex.quote(str(folder.path))}"}
+    return done.to_result()
 
 
 def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
@@ -253,7 +271,7 @@ def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
 
 def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
     """Return the checkpoint paths, the resume command, and the last proof of this training on this placement."""
-    return {**best_and_last(folder), "resume": folder.resume_command, "proved": last_proof(plan)}
+    return {**folder.best_and_last(), "resume": folder.resume_command, "proved": last_proof(plan)}
 
 
 def _notes(folder: RunFolder) -> list[str]:

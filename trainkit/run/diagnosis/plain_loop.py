@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
+from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.restore import make_step_context
 from trainkit.strategies.base import SetupRequest, Ticket
 from trainkit.strategies.one_device import OneDevice
-from trainkit.trainer.checkpoint import load, newest_valid
 
 
 class PlainLoop:
@@ -64,11 +63,7 @@ class PlainLoop:
         """Load the weights that the training starts from."""
         cfg = self.plan.cfg
         if cfg.init_from is not None:
-            path = Path(cfg.init_from).expanduser()
-            root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            found = load(path) if (path / "manifest.json").is_file() else newest_valid(root, report=lambda _: None)
-            assert found is not None  # the compared run has loaded it as well
-            self.load(found.tensors)
+            self.load(starting_weights(cfg, report=lambda _: None))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of the parameters and buffers, named as a checkpoint names them."""

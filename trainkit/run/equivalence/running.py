@@ -38,7 +38,13 @@ def bare(cfg: RunConfig, steps: int) -> RunConfig:
         log_every_steps=1,
         eval=replace(cfg.eval, every_steps=None, every_epochs=None),
         checkpoint=replace(
-            cfg.checkpoint, every_steps=1, every_epochs=None, keep_last=1 << 30, keep_best=0, background=False
+            cfg.checkpoint,
+            every_steps=1,
+            every_epochs=None,
+            keep_last=1 << 30,
+            keep_best=0,
+            background=False,
+            export=False,
         ),
     )
 

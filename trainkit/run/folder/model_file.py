@@ -5,6 +5,7 @@ a config.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,28 +20,30 @@ from trainkit.config.secrets import from_environment, redacted, restored, with_o
 from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import build
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
+from trainkit.exporting.folder import BEST, CONFIG
+from trainkit.exporting.whole_file import WEIGHTS
 from trainkit.numerics.precision import Precision
 from trainkit.reading import read_text
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
 from trainkit.run.planning.build import build_model, load_weights
-from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
+from trainkit.trainer.checkpoint import Loaded, load, load_below, newest_valid
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
-from trainkit.trainer.manifest import FileRecord, is_checkpoint
+from trainkit.trainer.manifest import MANIFEST, FileRecord, is_checkpoint
 
 Which = Literal["best", "last"]
 """Name of a checkpoint of a run."""
 
 _CONFIG: Final = "model.yaml"
-_WEIGHTS: Final = "model.safetensors"
 
 
 def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
     """Return a trained model on the CPU, ready to predict.
 
     Args:
-        path: a run folder, or a folder that `trainkit ensemble` wrote.
-        checkpoint: which checkpoint of a run folder to load.
+        path: a run folder, a checkpoint of a run, the folder `model` of a run or its file, or a folder that `trainkit
+            ensemble` wrote.
+        checkpoint: which checkpoint of a run folder, or which weights of the folder `model`, to load.
         packages: your own packages that the model's classes may come from.
 
     Returns:
@@ -50,40 +53,66 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
         ConfigError: there is no model, or its class is of a package that is not allowed.
         CheckpointError: the weights are damaged, or those of another model.
     """
+    folder = path.parent if path.name == WEIGHTS else path
     with allow_packages(packages):
-        if (path / _CONFIG).is_file():
-            return _load_written(path)
-        if (path / "resolved.yaml").is_file():
-            return load_run(path, checkpoint=checkpoint)
-    rule = "holds no model: neither a run's resolved.yaml nor a model.yaml."
+        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+            best = folder / BEST
+            return _load_written((best if checkpoint == "best" and best.is_dir() else folder) / CONFIG)
+        if (folder / _CONFIG).is_file():
+            return _load_written(folder / _CONFIG)
+        if (folder / "resolved.yaml").is_file():
+            return load_run(folder, checkpoint=checkpoint)
+        if (folder / MANIFEST).is_file() and (folder.parent.parent / "resolved.yaml").is_file():
+            return _load_trained(folder.parent.parent, load(folder))
+    rule = "holds no model: it is no run, no checkpoint of one, and no folder with a config.yaml or model.yaml."
     raise ConfigError([Problem(key=str(path), rule=rule)])
 
 
 def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
     """Return the model of a run with the weights of one of its checkpoints; its classes must be of allowed packages."""
+    return _load_trained(folder, checkpoint_of(RunFolder(folder), checkpoint))
+
+
+def _load_trained(folder: Path, weights: Loaded) -> nn.Module:
     cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
-    _refuse_foreign(cfg.model)
-    model = build_model(cfg).to(_precision(cfg).master_dtype)
-    load_weights(model, _checkpoint(folder, checkpoint).tensors)
+    refuse_foreign(cfg.model)
+    model = build_model(cfg).to(precision_of(cfg).master_dtype)
+    load_weights(model, weights.tensors)
     return model.eval()
 
 
-def _precision(cfg: RunConfig) -> Precision:
+def precision_of(cfg: RunConfig) -> Precision:
+    """Return the precision of a run."""
     precision: Precision = build(cfg.precision, "precision")
     return precision
 
 
-def _checkpoint(folder: Path, which: Which) -> Loaded:
-    name = Path((RunFolder(folder).read_result() or {}).get(which) or "").name  # the run may have been moved since
-    if is_checkpoint(name):
-        return load_below(folder / "checkpoints", name)
-    found = newest_valid(folder / "checkpoints", report=lambda _: None) if which == "last" else None
+def checkpoint_name(folder: RunFolder, which: Which) -> str | None:
+    """Return the name of the best or the last checkpoint of a run; None if there is none."""
+    told = (folder.read_result() or {}).get(which)
+    if not told:
+        with suppress(UnreadableError):
+            told = folder.best_and_last()[which]
+    name = Path(told or "").name  # the run may have been moved since
+    return name if is_checkpoint(name) else None
+
+
+def checkpoint_of(folder: RunFolder, which: Which) -> Loaded:
+    """Load the best or the last checkpoint of a run; without a record of it, the newest complete one is the last.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    name = checkpoint_name(folder, which)
+    if name is not None:
+        return load_below(folder.checkpoints, name)
+    found = newest_valid(folder.checkpoints, report=lambda _: None) if which == "last" else None
     if found is None:
-        raise CheckpointError(f"{folder} has no checkpoint named {which}.")
+        raise CheckpointError(f"{folder.path} has no checkpoint named {which}.")
     return found
 
 
-def _refuse_foreign(node: Mapping[str, Any]) -> None:
+def refuse_foreign(node: Mapping[str, Any]) -> None:
     """Refuse a model whose classes are of packages that are not allowed, without importing them."""
     allowed = allowed_packages()
     problems = []
@@ -105,7 +134,7 @@ def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, abou
     """
     folder.mkdir(parents=True, exist_ok=True)
     unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})
-    record = write_tensors(folder / _WEIGHTS, unique)
+    record = write_tensors(folder / WEIGHTS, unique)
     content = {"format": 1, **redacted({"model": dict(node)})[0], "weights": asdict(record), "tied": tied, **about}
     write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
 
@@ -118,29 +147,34 @@ def _description(file: Path) -> dict[str, Any]:
     """
     text = read_text(file, limit=MAX_BYTES)
     try:
-        return expect_map(parse_yaml(text), {"model": dict, "weights": dict, "tied": dict})
+        return expect_map(parse_yaml(text), {"model": dict}, optional={"weights": dict, "tied": dict, "files": dict})
     except ValueError as error:
         raise UnreadableError.of(file, str(error)) from None
 
 
-def _record(file: Path, content: Any) -> FileRecord:
+def _record(file: Path, description: Mapping[str, Any]) -> FileRecord:
+    content = description.get("files", {}).get(WEIGHTS, description.get("weights"))
     try:
-        description = expect_map(content, {"num_bytes": int, "sha256": str})
+        record = expect_map(content, {"num_bytes": int, "sha256": str})
+        if not record["sha256"]:
+            raise ValueError("there is no SHA-256")
     except ValueError as error:
         raise UnreadableError.of(file, f"of the weights, {error}") from None
-    return FileRecord(num_bytes=description["num_bytes"], sha256=description["sha256"])
+    return FileRecord(num_bytes=record["num_bytes"], sha256=record["sha256"])
 
 
-def _load_written(folder: Path) -> nn.Module:
-    description = _description(folder / _CONFIG)
-    _refuse_foreign(description["model"])
+def _load_written(config: Path) -> nn.Module:
+    """Load a written model by its description: a `model.yaml` of an ensemble, or the `config.yaml` of an export."""
+    folder, description = config.parent, _description(config)
+    refuse_foreign(description["model"])
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = build(restored({"model": description["model"]}, from_environment())["model"], "model")
-    file = TensorFile.verified(folder / _WEIGHTS, _record(folder / _CONFIG, description["weights"]))
+    record, tied = _record(config, description), description.get("tied", {})
+    file = TensorFile.verified(folder / WEIGHTS, record)
     try:
-        weights = {name: file.read(description["tied"].get(name, name)) for name in model.state_dict()}
+        weights = {name: file.read(tied.get(name, name)) for name in model.state_dict()}
         model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))
         model.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS} holds the weights of another model: {error}") from None
+        raise CheckpointError(f"{folder / WEIGHTS} holds the weights of another model: {error}") from None
     return model.eval()

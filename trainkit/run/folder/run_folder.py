@@ -27,12 +27,13 @@ from trainkit.bounded import Kind
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import package_arguments
-from trainkit.errors import UnreadableError
+from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.folder.lock import locked, take_over_folder
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import naming, sync_folder
+from trainkit.trainer.manifest import is_checkpoint
 from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
 
 _RESERVE_BYTES: Final = 64 * 1024
@@ -281,6 +282,16 @@ class RunFolder:
             return read_map(self.result, {}, optional=_RESULT)
         except UnreadableError:
             return None
+
+    def best_and_last(self) -> dict[str, str | None]:
+        """Return the paths of the best and the last checkpoint of the run."""
+        try:
+            kinds: dict[str, Kind] = {name: (str, type(None)) for name in ("best", "last")}
+            names = read_map(self.checkpoints / "index.json", kinds)
+        except AbsentFileError:
+            names = {}
+        found = {name: names.get(name) or "" for name in ("best", "last")}
+        return {name: str(self.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}
 
 
 _RESULT: Final[Mapping[str, Kind]] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.frames import first_line, named_first_line, with_frames
 from trainkit.run.planning.build import build_model, make_optimizer
@@ -50,31 +51,36 @@ def meta_model(plan: RunPlan) -> nn.Module:
     Raises:
         ConfigError: the size of a parameter in bytes overflows 64 bits.
     """
+    return model_without_data(plan.cfg)
+
+
+def model_without_data(cfg: RunConfig) -> nn.Module:
+    """Return the model of a config as `meta_model` does."""
     try:
         with torch.device("meta"):
-            return build_model(plan.cfg)
+            return build_model(cfg)
     except TrainkitError:
         raise
     except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
         if "Storage size calculation overflowed" in str(error):
             rule = f"has a parameter that no memory holds: {first_line(error)}. Use smaller sizes."
             raise ConfigError([Problem(key="model", rule=rule)]) from None
-        return _with_data(plan)
+        return _with_data(cfg)
 
 
-def _with_data(plan: RunPlan) -> nn.Module:
+def _with_data(cfg: RunConfig) -> nn.Module:
     """Build the model with data.
 
     Raises:
         ConfigError: its constructor raised an error of its own.
     """
     try:
-        return build_model(plan.cfg)
+        return build_model(cfg)
     except TrainkitError:
         raise
     except Exception as error:
         rule = f"cannot be made: {named_first_line(error)}."
-        target = plan.cfg.model["_target_"]
+        target = cfg.model["_target_"]
         raise ConfigError([Problem(key="model._target_", value=target, rule=with_frames(rule, error))]) from error
 
 
@@ -104,6 +110,12 @@ def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     kept = _optimizer_bytes(plan, model, sizes, width) or 0
     return bytes_needed(model.buffers()) + sum(sizes.values()) * width + kept
+
+
+def model_bytes(plan: RunPlan, model: nn.Module) -> int:
+    """Return the bytes of the exported model of this run."""
+    width = plan.components.precision.master_dtype.itemsize
+    return bytes_needed(model.buffers()) + sum(param.numel() for param in model.parameters()) * width
 
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:

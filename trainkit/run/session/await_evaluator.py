@@ -23,7 +23,6 @@ from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, evaluated_so_far
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end, reported_end
-from trainkit.run.session.outcome import best_and_last
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS
 
@@ -66,7 +65,7 @@ def findings_of(
         rank = next(task.rank for task in session.plan.tasks if task.is_evaluator)
         limit_s = session.cfg.supervisor.evaluator_timeout_s
         end = await_evaluator(folder, rank, limit_s=limit_s, requested=requested)
-    return {**best_and_last(folder), "evaluator": describe(folder, end)}
+    return {**folder.best_and_last(), "evaluator": describe(folder, end)}
 
 
 def await_evaluator(
@@ -137,7 +136,7 @@ def bring_up_to_date(folder: RunFolder) -> bool:
             result = folder.read_result()
             if result is not None and result.get("status") != "resized":
                 found = describe(folder, EvaluatorEnd(status="finished"))
-                folder.write_result({**result, **best_and_last(folder), "evaluator": found})
+                folder.write_result({**result, **folder.best_and_last(), "evaluator": found})
             return result is not None
         if time.monotonic() > deadline:
             return False

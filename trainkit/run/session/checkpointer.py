@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.errors import DataError, LinkError, NonFiniteError, OutOfMemoryError, TrainkitError
@@ -18,7 +19,7 @@ from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import Executor
 from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
 from trainkit.strategies.groups.process_group import all_gather_object
-from trainkit.strategies.tensors.lazy_state import model_weights, select
+from trainkit.strategies.tensors.lazy_state import select
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
 from trainkit.trainer.checkpoint import (
     BackgroundSaver,
@@ -205,9 +206,9 @@ class Checkpointer:
         except KeyError as error:
             raise damaged(loaded.checkpoint.folder, f"meta.json names a tensor that is not there ({error})") from None
 
-    def start_from(self, loaded: Loaded) -> None:
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Load the weights alone: a new training starts from the end of another."""
-        self._executor.load_state_dict(model_weights(loaded.tensors))
+        self._executor.load_state_dict(weights)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks; collective."""

@@ -30,7 +30,6 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
 from trainkit.run.session.await_evaluator import bring_up_to_date
-from trainkit.run.session.outcome import best_and_last
 from trainkit.run.signals import EXIT_CODES, StopFlag
 from trainkit.strategies.one_device import OneDevice
 
@@ -68,7 +67,7 @@ def main(arguments: list[str]) -> int:
 def _conclude(folder: RunFolder) -> None:
     """Update the result of the run, and print the best checkpoint."""
     current = bring_up_to_date(folder)
-    best = best_and_last(folder)["best"]
+    best = folder.best_and_last()["best"]
     print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
     if not current and folder.result.exists():
         print(f"{folder.result} was left as it is: another process uses the folder.", flush=True)  # noqa: T201

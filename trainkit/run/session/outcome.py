@@ -6,14 +6,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.errors import AbsentFileError, TrainingError, TrainkitError, callback_note
-from trainkit.reading import read_map
+from trainkit.errors import TrainingError, TrainkitError, callback_note
 from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.signals import REASONS, status_of_error
 from trainkit.trainer.events import Run
-from trainkit.trainer.manifest import is_checkpoint
 
 Report = Callable[[BaseException], ErrorReport]
 """Reports an error to the parent and the other ranks."""
@@ -71,13 +69,3 @@ def unless_exit(error: BaseException, report: Report | None, step: int | None) -
         f"the process was to exit with code {error.code or 0} {when}, before the training was done: sys.exit was "
         f"called in {frame.filename}, line {frame.lineno}, in {frame.name}."
     )
-
-
-def best_and_last(folder: RunFolder) -> dict[str, str | None]:
-    """Return the paths of the best and the last checkpoint of a run."""
-    try:
-        names = read_map(folder.checkpoints / "index.json", {name: (str, type(None)) for name in ("best", "last")})
-    except AbsentFileError:
-        names = {}
-    found = {name: names.get(name) or "" for name in ("best", "last")}
-    return {name: str(folder.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from torch import Tensor
 
 from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.config.schema import RunConfig
@@ -18,12 +19,13 @@ from trainkit.data.reading.positions import Positions
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
 from trainkit.run.folder.rollbacks import suspect_checkpoint_of
+from trainkit.run.folder.starting_weights import load_checkpoint, starting_weights
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import phases_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, StepContext, UpdateParams
 from trainkit.strategies.capabilities import result_extra
-from trainkit.trainer.checkpoint import Loaded, load, newest_valid
+from trainkit.trainer.checkpoint import Loaded, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import damaged
@@ -79,8 +81,8 @@ class RestoreTarget(Protocol):
     def restore(self, loaded: Loaded) -> None:
         """Continue from a checkpoint."""
 
-    def start_from(self, loaded: Loaded) -> None:
-        """Load the weights of a checkpoint."""
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Load parameters and buffers, named as in a checkpoint."""
 
 
 def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...]) -> Run:
@@ -157,9 +159,9 @@ def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
     if own is not None:
         session.restore(own)
     elif cfg.resume not in (None, "auto"):
-        session.restore(_load(Path(str(cfg.resume)), session, check=refuse_malformed))
-    elif cfg.init_from is not None:  # the user named it: a link to it is followed
-        session.start_from(_load(Path(cfg.init_from).expanduser().resolve(), session))
+        session.restore(load_checkpoint(Path(str(cfg.resume)), report=session.warn, check=refuse_malformed))
+    elif cfg.init_from is not None:
+        session.start_from(starting_weights(cfg, report=session.warn))
     note_foreign(checkpoints, session.run.state.step, session.warn)
     _refuse_other_steps(session)
     if cfg.numerics.on_nonfinite == "rollback":
@@ -183,16 +185,3 @@ def _refuse_other_steps(session: RestoreTarget) -> None:
         if len(set(steps)) > 1:
             seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
             raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
-
-
-def _load(path: Path, session: RestoreTarget, *, check: Callable[[Loaded], None] = lambda _: None) -> Loaded:
-    """Load a checkpoint folder, or the newest complete one of a run or `checkpoints` folder."""
-    if (path / "manifest.json").is_file():
-        loaded = load(path)
-        check(loaded)
-        return loaded
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest_valid(root, report=session.warn, check=check)
-    if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint.")
-    return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
@@ -136,9 +137,9 @@ class TaskSession:
         self._data_state = self._keeper.restore(loaded)
         self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self._validated)
 
-    def start_from(self, loaded: Loaded) -> None:
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Load the weights alone: a new training starts from the end of another."""
-        self._keeper.start_from(loaded)
+        self._keeper.start_from(weights)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; return the content of result.json."""

@@ -17,6 +17,10 @@ class LazyStateDict(Mapping[str, Tensor]):
         """Return the shape of a tensor without reading it."""
 
     @abstractmethod
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading it."""
+
+    @abstractmethod
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a part of a tensor; only the pieces that contain it are read."""
 
@@ -40,6 +44,16 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
         torch.Size([2, 3])
     """
     return tensors.shape_of(name) if isinstance(tensors, LazyStateDict) else tensors[name].shape
+
+
+def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
+    """Return the dtype of a tensor, which is read only if the mapping is not lazy.
+
+    Example:
+        >>> dtype_of({"param/w": torch.zeros(2, 3)}, "param/w")
+        torch.float32
+    """
+    return tensors.dtype_of(name) if isinstance(tensors, LazyStateDict) else tensors[name].dtype
 
 
 def read_slice(tensors: Mapping[str, Tensor], name: str, region: tuple[slice, ...]) -> Tensor:
@@ -86,6 +100,9 @@ class _Selection(LazyStateDict):
 
     def shape_of(self, name: str) -> torch.Size:
         return shape_of(self._tensors, self._known(name))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return dtype_of(self._tensors, self._known(name))
 
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         return read_slice(self._tensors, self._known(name), region)

@@ -57,8 +57,15 @@ def refuse_lack_of_room(root: Path, step: int, needed: int, *, largest_file: int
         raise unwritten(root, step, OSError(code, os.strerror(code)), needed=needed, who=who)
 
 
-def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) -> None:
+def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, exported: int = 0) -> None:
     """Refuse a run whose checkpoints do not fit on the file system of its folder, before its first step.
+
+    Args:
+        folder: the run folder, which may not exist yet.
+        size: bytes of a checkpoint.
+        kept: number of checkpoints kept.
+        steps_left: at most so many are written.
+        exported: bytes of the model that is written at the end.
 
     Raises:
         StorageError: there is too little space for the kept checkpoints and the one that is written in addition.
@@ -66,19 +73,30 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) ->
     there = list_complete(folder / "checkpoints")
     have = sum(record.num_bytes for checkpoint in there for record in checkpoint.files.values())
     number = min(kept + 1, len(there) + steps_left)
-    needed = max(size * number - have, size)
+    needed = max(size * number - have, size) + exported
     free = Free.at(folder)
     if _lacking(folder, 0, size) == errno.EFBIG:
         raise storage_error(folder / "checkpoints", OSError(errno.EFBIG, os.strerror(errno.EFBIG)), needed=size)
     if free is None or (free.num_bytes >= needed and free.num_files != 0):
         return
     of = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
+    of += f", and {num_bytes(exported)} of the model at the end" if exported else ""
     less = f", less the {num_bytes(have)} of existing ones" if have else ""
     fewer = f", {_FEWER}" if number > 1 else ""
     raise StorageError(
         f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed ({of}{less}), "
         f"{free}. Free space there{fewer}, or {_ELSEWHERE}."
     )
+
+
+def refuse_full(path: Path, needed: int) -> None:
+    """Refuse to begin a file that does not fit on its file system; writes nothing.
+
+    Raises:
+        StorageError: there is too little space, or a file may not become that large.
+    """
+    if (code := _lacking(path.parent, needed, needed)) is not None:
+        raise storage_error(path, OSError(code, os.strerror(code)), needed=needed)
 
 
 def unwritten(root: Path, step: int, error: OSError, *, needed: int | None = None, who: str = "") -> StorageError:

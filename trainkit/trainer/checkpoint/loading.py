@@ -228,6 +228,10 @@ class StoredTensors(LazyStateDict):
         """Return the shape of a tensor without reading it."""
         return torch.Size(self._entries[name].shape)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading it."""
+        return self._entries[name].dtype
+
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Read a region of a tensor from the pieces that overlap it, one after the other.
 

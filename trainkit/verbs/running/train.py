@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainkit.cluster.local import VARIABLE, detect
 from trainkit.config.grammar import refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -37,12 +37,17 @@ def run(call: Call) -> int:
 def exit_code(result: Mapping[str, Any]) -> int:
     """Return 0 for a run that reached its end or `stop_at_step`; 129, 130 or 143 for one stopped by a signal.
 
+    4 for a finished training whose model could not be written, with the reason on standard error.
+
     Example:
         >>> exit_code({"status": "stopped"})
         130
     """
     from trainkit.run.signals import EXIT_CODES  # noqa: PLC0415 - the training has imported it
 
+    if result.get("model_error"):
+        sys.stderr.write(f"the training has finished, and its model could not be written: {result['model_error']}\n")
+        return CheckpointError.exit_code
     if str(result.get("reason")).startswith("stop_at_step"):
         return 0
     return EXIT_CODES.get(str(result.get("status")), 1)

@@ -23,6 +23,7 @@ VERBS: Final[Mapping[str, str]] = {
     "diff": "which differences of two runs can matter: diff RUN RUN",
     "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
     "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
+    "export": "write the trained model into files that need no trainkit: export RUN",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
     "init": "write a package of your own that trains at once: init NAME",
     "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
@@ -31,7 +32,7 @@ VERBS: Final[Mapping[str, str]] = {
 _ROOMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("train", "resume", "prove"), "running"),
     **dict.fromkeys(("plan", "explain", "diff", "top", "ls"), "looking"),
-    "ensemble": "using",
+    **dict.fromkeys(("ensemble", "export"), "using"),
     **dict.fromkeys(("emit", "init"), "starting"),
 }
 """Verb -> the package of its module."""

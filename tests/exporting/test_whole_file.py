@@ -1,0 +1,218 @@
+"""The file that a run leaves at its end: whole tensors under the model's own names, for programs without trainkit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+import trainkit
+from tests.contract.running import run
+from tests.exporting import plain
+from tests.support.zoo import Points
+from trainkit import cli
+from trainkit.errors import CheckpointError
+from trainkit.exporting import whole_file
+from trainkit.exporting.trained import TrainedModel
+from trainkit.trainer.checkpoint import load, newest_valid
+from trainkit.verbs.running.train import exit_code
+
+WORST = ("eval.metric=val/loss", "eval.mode=max")
+TARGET = "model={_target_: tests.exporting.plain.%s}"
+PLAIN = (TARGET % "Plain", "data=points", "optimizer.lr=0.05", "batch.global_size=16", "batch.micro_size=8", "steps=6")
+PLACES = {
+    "one_device": (),
+    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
+    "multi_worker_mirrored": ("strategy=multi_worker_mirrored", "strategy.replicas=2"),
+    "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
+    "pipeline": ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=1"),
+    "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"),
+    "central_storage": ("strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"),
+    "device_map": ("strategy=device_map", "strategy.map={0-2:cpu,rest:cpu}"),
+    "local_sgd": ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=3"),
+    "tensor_parallel": (
+        "strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1",
+        "strategy.plan={0:colwise,2:rowwise}", TARGET % "Unnormed",
+    ),
+}  # fmt: skip
+"""Strategy -> how it runs here."""
+QUICK = ("one_device",)
+
+
+def of_every_kind() -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in PLACES]
+
+
+@pytest.mark.parametrize("place", of_every_kind())
+def test_a_model_of_any_strategy_computes_the_same_bits_in_a_program_without_trainkit(
+    place: str, tmp_path: Path
+) -> None:
+    result = run(tmp_path / "run", *PLAIN, *PLACES[place])
+    split = Points(split="val")
+    inputs, targets = split.inputs.double(), split.targets
+    torch.save(inputs, tmp_path / "inputs")
+    files = [str(tmp_path / "run/model/model.safetensors"), str(tmp_path / "inputs"), str(tmp_path / "outputs")]
+    name = "Unnormed" if place == "tensor_parallel" else "Plain"
+    subprocess.run([sys.executable, "-I", str(plain.__file__), name, *files], check=True, cwd=tmp_path)
+    outputs = torch.load(tmp_path / "outputs")
+    with torch.no_grad():
+        own = trainkit.load(tmp_path / "run")(inputs)
+    assert torch.equal(outputs, own)
+    # the mean over the split, in another order of summation
+    assert functional.cross_entropy(outputs, targets).item() == pytest.approx(result["metrics"]["val/loss"], rel=1e-12)
+
+
+def test_tied_tensors_stand_in_the_file_under_each_of_their_names(tmp_path: Path) -> None:
+    run(tmp_path / "run", "model=attention", "data=sentences", "objective=language_modelling", "steps=2")
+    state = load_file(tmp_path / "run/model/model.safetensors")
+    model = trainkit.load(tmp_path / "run")
+    assert torch.equal(state["head.weight"], state["embed.weight"])
+    assert model.load_state_dict(state, strict=True).missing_keys == []
+    assert {name: tensor.dtype for name, tensor in state.items()} == dict.fromkeys(model.state_dict(), torch.float64)
+
+
+def test_the_best_weights_stand_beside_the_last_where_they_are_others(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *PLAIN, "eval.every_steps=2", *WORST)  # the worst loss, that of the begin
+    best = load(Path(result["best"])).tensors
+    assert Path(result["best"]) != Path(result["last"])
+    written = load_file(tmp_path / "run/model/best/model.safetensors")
+    assert torch.equal(written["0.weight"], best["param/0.weight"])
+    folder = tmp_path / "run/model"
+    for found in (
+        trainkit.load(folder, checkpoint="best"),
+        trainkit.load(folder / "best/model.safetensors"),
+        trainkit.load(result["best"]),
+    ):
+        assert torch.equal(found.state_dict()["0.weight"], best["param/0.weight"])
+
+
+def test_the_folder_says_which_training_the_model_is_of(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *PLAIN)
+    assert result["model"] == str(tmp_path / "run/model")
+    config = yaml.safe_load((tmp_path / "run/model/config.yaml").read_text())
+    assert config["model"] == {"_target_": "tests.exporting.plain.Plain"}
+    assert (config["step"], config["fingerprint"]) == (6, result["fingerprint"])
+    card = (tmp_path / "run/model/README.md").read_text()
+    for part in (
+        result["fingerprint"],
+        "tests.support.zoo.Points",
+        f"| val/loss | {result['metrics']['val/loss']:.6g} |",
+    ):
+        assert part in card
+
+
+def test_the_model_is_never_whole_while_it_is_written(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *PLAIN)
+    weights = load(Path(result["last"]))
+
+    def whole() -> Any:
+        raise AssertionError
+
+    trained = TrainedModel(
+        cfg=trainkit.compose(["recipe=null"]).cfg, weights=weights, which="last", skeleton=plain.Plain, build=whole
+    )
+    (tmp_path / "draft").mkdir()
+    record = whole_file.write(trained, tmp_path / "draft")["model.safetensors"]
+    assert record.num_bytes == (tmp_path / "draft/model.safetensors").stat().st_size
+
+
+def test_a_state_dict_that_a_hook_makes_is_written_as_the_hook_makes_it(tmp_path: Path) -> None:
+    run(tmp_path / "run", *PLAIN, TARGET % "Renamed")
+    assert "own.0.weight" in load_file(tmp_path / "run/model/model.safetensors")
+
+
+def test_a_model_with_state_that_no_checkpoint_holds_is_trained_and_not_exported(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *PLAIN, TARGET % "Remembering")
+    assert (result["status"], result["model"], exit_code(result)) == ("finished", None, 0)
+    assert result["model_note"] == (
+        "the model cannot be exported: _extra_state of its state_dict is extra state of a module, which a checkpoint "
+        "does not hold."
+    )
+
+
+def test_a_disk_that_is_full_at_the_export_costs_the_finished_run_nothing_but_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole_file, "write_stream", full)
+        result = run(tmp_path / "run", *PLAIN)
+    assert (result["status"], result["model"], exit_code(result)) == ("finished", None, 4)
+    assert f"{tmp_path}/run/model cannot be written: No space left on device" in capsys.readouterr().err
+    assert newest_valid(tmp_path / "run/checkpoints", pytest.fail) is not None
+    assert not list((tmp_path / "run").glob(".model*"))
+    assert cli.main(["export", str(tmp_path / "run")]) == 0
+    told = json.loads((tmp_path / "run/result.json").read_text())
+    assert (told["model"], told["metrics"]) == (str(tmp_path / "run/model"), result["metrics"])
+    assert "model_error" not in told
+
+
+def test_an_export_replaces_what_the_run_has_written_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/net.py").write_text("mine")
+    run(tmp_path / "run", *PLAIN)
+    assert (tmp_path / "run/model.aside/net.py").read_text() == "mine"
+    (tmp_path / "run/model/notes").write_text("mine too")
+    assert cli.main(["export", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run/model.aside-2/notes").read_text() == "mine too"
+    assert "holds what this run did not write" in capsys.readouterr().err
+    names = ["README.md", "config.yaml", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "run/model").glob("[!.]*")) == names
+
+
+def test_a_training_starts_from_an_exported_file_as_from_the_checkpoint(tmp_path: Path) -> None:
+    first = run(tmp_path / "first", *PLAIN)
+    starts = (first["last"], tmp_path / "first/model/model.safetensors", tmp_path / "first/model")
+    hashes = {
+        run(tmp_path / str(number), *PLAIN, f"init_from={start}", "seed=9")["weights_sha256"]
+        for number, start in enumerate(starts)
+    }
+    assert len(hashes) == 1
+    assert hashes != {first["weights_sha256"]}
+
+
+def test_a_file_that_is_not_of_the_model_starts_no_training(tmp_path: Path) -> None:
+    state = plain.Plain().state_dict()
+    save_file(state | {"0.bais": state.pop("0.bias")}, tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("these are no tensors, however long the text may be")
+    with pytest.raises(CheckpointError, match=r"param/0\.bias is missing there; param/0\.bais is not in this model"):
+        run(tmp_path / "a", *PLAIN, f"init_from={tmp_path}/other.safetensors")
+    with pytest.raises(CheckpointError, match=r"text\.safetensors is no complete safetensors file\."):
+        run(tmp_path / "b", *PLAIN, f"init_from={tmp_path}/text.safetensors")
+
+
+def test_a_changed_file_is_not_loaded(tmp_path: Path) -> None:
+    run(tmp_path / "run", *PLAIN)
+    file = tmp_path / "run/model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not what was written"):
+        trainkit.load(tmp_path / "run/model")
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path / "run", *PLAIN, "checkpoint.export=false")
+    assert result["model"] is None
+    assert not (tmp_path / "run/model").exists()
+    told = {
+        f"{tmp_path}/none": (f"{tmp_path}/none: is no folder of a run: it holds no resolved.yaml.", []),
+        f"{tmp_path}/run": ("--to safetensor: is no format. Did you mean safetensors?", ["--to", "safetensor"]),
+    }
+    for path, (text, flags) in told.items():
+        assert cli.main(["export", path, *flags]) == 2
+        assert text in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""The folder of an exported model: written beside its place, then moved there as a whole.
+
+    model.safetensors   what the format writes
+    config.yaml         the node that builds the model; size and SHA-256 of each file
+    README.md           the model card
+    .owner              the token of the run: a later export of this run may replace the folder
+
+At any moment, and after any crash, a reader sees either a complete export or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from trainkit.bounded import MAX_BYTES, parse_yaml
+from trainkit.config.secrets import redacted
+from trainkit.errors import UnreadableError
+from trainkit.exporting.card import model_card
+from trainkit.exporting.formats import Format
+from trainkit.exporting.trained import TrainedModel
+from trainkit.reading import open_regular, read_text, size_of
+from trainkit.storage import naming, sync_folder
+from trainkit.trainer.checkpoint.tensor_file import write_bytes
+from trainkit.trainer.manifest import FileRecord
+from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice, set_aside
+
+CONFIG: Final = "config.yaml"
+CARD: Final = "README.md"
+BEST: Final = "best"
+"""The folder of the best weights, within that of the last ones."""
+_CHUNK: Final = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A written export."""
+
+    folder: Path
+    num_bytes: int
+    """All files together."""
+    seconds: float
+
+    def to_result(self) -> dict[str, Any]:
+        """Return the entries of result.json."""
+        return {"model": str(self.folder), "model_bytes": self.num_bytes, "model_seconds": self.seconds}
+
+    def __add__(self, other: Exported) -> Exported:
+        """Count another export, of the same folder."""
+        total = self.num_bytes + other.num_bytes
+        return Exported(folder=self.folder, num_bytes=total, seconds=self.seconds + other.seconds)
+
+
+def write_export(
+    last: TrainedModel, form: Format, folder: Path, owner: OwnershipToken, *, best: TrainedModel | None = None
+) -> Exported:
+    """Export a model into a folder, in the place of an earlier export of the run.
+
+    Args:
+        last: the model.
+        form: the module of the format.
+        folder: its parent exists.
+        owner: the run; what another has written there is renamed.
+        best: the model of the best weights, for `best` within the folder.
+
+    Raises:
+        CheckpointError: the weights are damaged, or the format refuses the model; nothing has changed.
+        StorageError: a file cannot be written, for example because the disk is full; nothing has changed.
+    """
+    with naming(folder), _in_place_of(folder, owner) as draft:
+        done = _written(last, form, draft)
+        if best is not None:
+            owner.make(draft / BEST)
+            done += _written(best, form, draft / BEST)
+    return Exported(folder=folder, num_bytes=done.num_bytes, seconds=done.seconds)
+
+
+def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
+    began = time.perf_counter()
+    hashed = form.write(trained, draft)
+    found = {path.relative_to(draft).as_posix(): path for path in _files_in(draft)}
+    files = {name: hashed.get(name) or _record(path) for name, path in found.items()}
+    config = {
+        "format": 1,
+        **redacted({"model": dict(trained.cfg.model)})[0],
+        "checkpoint": trained.which,
+        "step": trained.step,
+        **trained.facts,
+        "files": {name: asdict(record) for name, record in files.items()},
+    }
+    write_bytes(draft / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
+    write_bytes(draft / CARD, model_card(trained, files).encode())
+    sync_folder(draft)
+    num_bytes = sum(record.num_bytes for record in files.values())
+    return Exported(folder=draft, num_bytes=num_bytes, seconds=time.perf_counter() - began)
+
+
+def _files_in(draft: Path) -> list[Path]:
+    return sorted(path for path in draft.rglob("*") if path.is_file() and path.name != MARK)
+
+
+def _record(path: Path) -> FileRecord:
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
+    return FileRecord(num_bytes=size_of(path), sha256=digest.hexdigest())
+
+
+@contextmanager
+def _in_place_of(final: Path, owner: OwnershipToken) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `final` if the block ends without an error, else is deleted."""
+    hidden = f".{final.name}"
+    owner.remove_tree(final.with_name(f"{hidden}.new"))  # left by a kill
+    _delete(final.with_name(f"{hidden}.old"), owner, final)
+    draft, old = free_name(final.with_name(f"{hidden}.new")), free_name(final.with_name(f"{hidden}.old"))
+    owner.make(draft)
+    try:
+        yield draft
+        if owner.owns(final):
+            final.rename(old)
+        elif os.path.lexists(final):
+            set_aside(final, "was not written by this run")
+        draft.rename(final)
+        sync_folder(final.parent)
+    finally:
+        owner.remove_tree(draft)
+    _delete(old, owner, final)
+
+
+def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
+    """Delete an earlier export; files in it that no export has written are kept in `NAME.aside`."""
+    if not owner.owns(folder):
+        return
+    left = [f"{BEST}/{name}" for name in owner.remove(folder / BEST, _written_names(folder / BEST))]
+    left += [name for name in owner.remove(folder, _written_names(folder)) if name != BEST]
+    if left:
+        kept = folder.rename(free_name(final.with_name(f"{final.name}.aside")))
+        print_notice(f"{kept} holds what this run did not write into {final}, which is replaced: {', '.join(left)}.")
+
+
+def _written_names(folder: Path) -> re.Pattern[str]:
+    """Return a pattern of the files that an export says it has written."""
+    try:
+        content = parse_yaml(read_text(folder / CONFIG, limit=MAX_BYTES))
+    except (UnreadableError, ValueError):
+        content = None
+    files = content.get("files") if isinstance(content, Mapping) else None
+    names = [CONFIG, CARD, *(str(name) for name in (files if isinstance(files, Mapping) else ()))]
+    return re.compile("|".join(re.escape(name) for name in names))

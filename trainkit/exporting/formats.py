@@ -1,0 +1,57 @@
+"""The formats that a trained model is exported to, and what a module of a format provides.
+
+A new format is one module in this package and one line in `FORMATS`. Its function `write` receives a `TrainedModel` and
+an empty folder:
+
+    def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+        (draft / "model.bin").write_bytes(...)
+        return {}
+
+`trainkit.exporting.folder.write_export` adds the description and the model card, and puts the folder in its place only
+when `write` has returned: a format that is not as good as the run raises CheckpointError, and nothing is left of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+from trainkit.config.grammar import refusal
+from trainkit.config.values import closest
+from trainkit.exporting.trained import TrainedModel
+from trainkit.trainer.manifest import FileRecord
+
+FORMATS: Final[Mapping[str, str]] = {
+    "safetensors": "trainkit.exporting.whole_file",
+}
+"""Format, as given to `--to` -> its module."""
+
+
+class Format(Protocol):
+    """A module of a format."""
+
+    def write(self, trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+        """Write the model into an empty folder, without folders below it.
+
+        Returns:
+            Size and SHA-256 of those files whose bytes were hashed as they were written; the others are read once more.
+
+        Raises:
+            CheckpointError: the weights are damaged, or the model cannot be written in this format; the text says why.
+            OSError: a file cannot be written.
+        """
+
+
+def format_named(name: str) -> Format:
+    """Import the module of a format.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    if name not in FORMATS:
+        near = closest(name, FORMATS)
+        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
+        raise refusal(f"--to {name}", f"is no format. {hint}")
+    return cast("Format", import_module(FORMATS[name]))

@@ -1,0 +1,64 @@
+"""A trained model to export: the weights of one checkpoint, and what builds the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import CheckpointError
+from trainkit.trainer.checkpoint import Loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a run with the weights of one of its checkpoints."""
+
+    cfg: RunConfig
+    """The config of the run; a secret in it may be redacted."""
+    weights: Loaded
+    """The verified checkpoint; its tensors are read on access."""
+    which: str
+    """`last` or `best`: which checkpoint of the run it is."""
+    skeleton: Callable[[], nn.Module]
+    """Builds the model without data, if its constructor allows that."""
+    build: Callable[[], nn.Module]
+    """Builds the whole model with these weights: on the CPU, in evaluation mode, in the dtype that was trained."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the description says of the run: `run`, `command`, `fingerprint`, `metrics`; values of JSON."""
+    working: Callable[[], None] = lambda: None
+    """Called again and again while the export works: it shows that the process does not hang."""
+
+    @property
+    def step(self) -> int:
+        """Updates after which these weights were saved."""
+        return self.weights.checkpoint.step
+
+
+class NotExportableError(CheckpointError):
+    """The model has something that a format cannot hold; the weights themselves are whole."""
+
+
+def checkpoint_keys(model: nn.Module) -> dict[str, str] | None:
+    """Return name in the model's `state_dict` -> key in a checkpoint; tied names have the same key.
+
+    Returns:
+        None if the `state_dict` holds something else than the model's parameters and buffers as they are, for example
+        because a hook of the model renames or converts them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> keys = checkpoint_keys(model)
+        >>> keys["0.weight"], keys["1.weight"], keys["1.bias"]
+        ('param/0.weight', 'param/0.weight', 'param/1.bias')
+    """
+    keys = {id(tensor): f"buffer/{name}" for name, tensor in model.named_buffers()}
+    keys |= {id(tensor): f"param/{name}" for name, tensor in model.named_parameters()}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    if any(not isinstance(tensor, Tensor) or id(tensor) not in keys for tensor in state.values()):
+        return None
+    return {name: keys[id(tensor)] for name, tensor in state.items()}

@@ -1,0 +1,113 @@
+"""The format `safetensors`: whole tensors under the names of the model's `state_dict`, in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import CheckpointError
+from trainkit.exporting.trained import NotExportableError, TrainedModel, checkpoint_keys
+from trainkit.strategies.tensors.lazy_state import LazyStateDict, dtype_of, shape_of
+from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_full
+from trainkit.trainer.checkpoint.tensor_file import Kinds, TensorFile, write_stream
+from trainkit.trainer.manifest import FileRecord
+
+WEIGHTS: Final = "model.safetensors"
+
+
+def write(trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:
+    """Write `model.safetensors`, one tensor after the other: the model is never whole in memory.
+
+    Only a model with a `state_dict` of its own making is built whole, because its hooks convert the tensors.
+    """
+    keys = checkpoint_keys(trained.skeleton())
+    if keys is None:
+        state = _own_state(trained.build().state_dict())
+        kinds: Kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+        keys = {name: name for name in state}
+        tensors: Mapping[str, Tensor] = state
+    else:
+        tensors = trained.weights.tensors
+        kinds = _kinds(keys, tensors, trained)
+    names = keys
+
+    def read(name: str) -> Tensor:
+        trained.working()
+        return tensors[names[name]]
+
+    refuse_full(
+        draft / WEIGHTS, bytes_needed(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in kinds.values())
+    )
+    record = write_stream(draft / WEIGHTS, kinds, read)
+    trained.working()
+    return {WEIGHTS: record}
+
+
+class FileWeights(LazyStateDict):
+    """The tensors of a safetensors file by their names in a checkpoint, read on access."""
+
+    def __init__(self, file: TensorFile, keys: Mapping[str, str]) -> None:
+        """Make the mapping; `keys` is name in a checkpoint -> key in the file."""
+        self._file, self._keys = file, keys
+
+    @classmethod
+    def of(cls, path: Path, model: nn.Module) -> Self:
+        """Open a file with the names of a model's `state_dict`, written by any program.
+
+        A name that the model does not have is taken for a parameter: loading the weights then names it.
+
+        Raises:
+            CheckpointError: it is no safetensors file, or the `state_dict` of the model is made by a hook.
+        """
+        names = checkpoint_keys(model)
+        if names is None:
+            rule = "holds a state_dict, and that of the model is made by a hook of its own: give a checkpoint"
+            raise CheckpointError(f"{path} {rule}.")
+        file = TensorFile.opened(path)
+        return cls(file, {names.get(name, f"param/{name}"): name for name in file})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.read(self._keys[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Return the shape of a tensor without reading it."""
+        return torch.Size(self._file.kind_of(self._keys[name])[1])
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading it."""
+        return self._file.kind_of(self._keys[name])[0]
+
+    def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """Return a part of a tensor."""
+        return self[name][region]
+
+
+def _kinds(keys: Mapping[str, str], tensors: Mapping[str, Tensor], trained: TrainedModel) -> Kinds:
+    absent = sorted({key for key in keys.values() if key not in tensors})
+    if absent:
+        folder = trained.weights.checkpoint.folder
+        raise CheckpointError(f"{folder} is a checkpoint of another model: {absent[0]} is missing there.")
+    return {name: (dtype_of(tensors, key), tuple(shape_of(tensors, key))) for name, key in keys.items()}
+
+
+def _own_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a `state_dict` that hooks of the model have made.
+
+    Raises:
+        NotExportableError: a checkpoint does not hold all of it.
+    """
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
+            rule = "is extra state of a module, which a checkpoint does not hold"
+            raise NotExportableError(f"the model cannot be exported: {name} of its state_dict {rule}.")
+    return dict(state)

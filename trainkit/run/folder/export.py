@@ -1,0 +1,134 @@
+"""Export the trained model of a run folder: at the end of the run, and by `trainkit export`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from trainkit.config.grammar import refusal
+from trainkit.config.identity import fingerprint
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets import with_own_secrets
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.exporting.folder import Exported, write_export
+from trainkit.exporting.formats import format_named
+from trainkit.exporting.trained import TrainedModel
+from trainkit.reading import read_map
+from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.build import build_model, load_weights
+from trainkit.run.planning.memory import model_without_data
+from trainkit.storage import naming
+
+MODEL: Final = "model"
+"""The folder of the export that every run leaves."""
+
+
+def export_at_end(
+    folder: RunFolder, cfg: RunConfig, metrics: Mapping[str, Any], *, working: Callable[[], None] = lambda: None
+) -> Exported:
+    """Write `RUN/model`: the last weights, and `best` beside them where those are others.
+
+    Args:
+        folder: the run folder; the caller holds its lock.
+        cfg: the config of the run.
+        metrics: those of the end of the run, for the model card.
+        working: called again and again meanwhile.
+
+    Raises:
+        CheckpointError: a checkpoint is missing or damaged, or the model cannot be exported.
+        StorageError: a file cannot be written; an earlier export stays.
+    """
+    trained = partial(_trained, folder, cfg, metrics=metrics, working=working)
+    last, best = (checkpoint_name(folder, which) for which in ("last", "best"))
+    return write_export(
+        trained("last"),
+        format_named("safetensors"),
+        folder.path / MODEL,
+        folder.take(),
+        best=trained("best") if best not in (None, last) else None,
+    )
+
+
+def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Exported:
+    """Export the model of a run that has ended: into `RUN/model`, or in another format into `RUN/exports/FORMAT`.
+
+    Args:
+        path: the run folder.
+        to: the format.
+        checkpoint: which weights; None: the last, for `safetensors` with the best beside them.
+
+    Raises:
+        ConfigError: there is no such format or run, the run is in use, or the package of its model is not allowed.
+        CheckpointError, StorageError: as `export_at_end`.
+    """
+    form = format_named(to)
+    if not (path / "resolved.yaml").is_file():
+        raise ConfigError([Problem(key=str(path), rule="is no folder of a run: it holds no resolved.yaml.")])
+    if to == "safetensors" and checkpoint is not None:
+        rule = "has no effect: safetensors writes the last weights, and the best ones beside them."
+        raise refusal("--checkpoint", rule)
+    folder, cfg = RunFolder(path), with_own_secrets(load_resolved(path / "resolved.yaml"), ("model",))
+    refuse_foreign(cfg.model)
+    with folder.lock():
+        result = folder.read_result() or {}
+        metrics = result.get("metrics") or {}
+        if to == "safetensors":
+            done = export_at_end(folder, cfg, metrics)
+            if result:
+                kept = {name: value for name, value in result.items() if not name.startswith("model")}
+                folder.write_report(folder.result, {**kept, **done.to_result()})
+            return done
+        target = path / "exports" / to
+        with naming(target):
+            target.parent.mkdir(exist_ok=True)
+        trained = _trained(folder, cfg, checkpoint or "last", metrics=metrics)
+        return write_export(trained, form, target, folder.take())
+
+
+def _trained(
+    folder: RunFolder,
+    cfg: RunConfig,
+    which: Which,
+    *,
+    metrics: Mapping[str, Any],
+    working: Callable[[], None] = lambda: None,
+) -> TrainedModel:
+    weights = checkpoint_of(folder, which)
+    facts = {
+        "run": f"{cfg.name}/{folder.path.absolute().name}",
+        "command": _command(folder),
+        "fingerprint": fingerprint(cfg),
+        "metrics": dict(metrics) if which == "last" else {},
+    }
+
+    def build() -> nn.Module:
+        model = build_model(cfg).to(precision_of(cfg).master_dtype)
+        load_weights(model, weights.tensors)
+        return model.eval()
+
+    return TrainedModel(
+        cfg=cfg,
+        weights=weights,
+        which=which,
+        skeleton=lambda: model_without_data(cfg),
+        build=build,
+        facts=facts,
+        working=working,
+    )
+
+
+def _command(folder: RunFolder) -> str | None:
+    """Return the command that started the run, as far as it is known."""
+    try:
+        words = read_map(folder.environment, {"argv": list})["argv"]
+    except UnreadableError:
+        return None
+    if not words or Path(str(words[0])).name not in ("trainkit", "__main__.py"):  # a program that calls trainkit.train
+        return None
+    return shlex.join(["trainkit", *(str(word) for word in words[1:])])

@@ -1,0 +1,36 @@
+"""`trainkit export RUN [--to FORMAT]`: write the trained model of a run for use outside of trainkit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from trainkit.config.grammar import refusal
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.run.folder.model_file import Which
+
+USAGE: Final = "RUN"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "to": Flag(help="the format; safetensors without: RUN/model, else RUN/exports/FORMAT", value="FORMAT"),
+    "checkpoint": Flag(help="which weights: last, or best; last without. safetensors writes both", value="WHICH"),
+}
+
+
+def run(call: Call) -> int:
+    """Write the model, and print where it is."""
+    call.check_arity(arguments=1, overrides=False)
+    which = call.flags.get("checkpoint")
+    if which not in (None, "best", "last"):
+        raise refusal(f"--checkpoint {which}", "must be best or last.")
+    from trainkit.run.folder.export import export_run  # noqa: PLC0415 - imports torch
+    from trainkit.storage import num_bytes  # noqa: PLC0415 - for this only
+
+    to = call.flags.get("to", "safetensors")
+    done = export_run(Path(call.arguments[0]).expanduser(), to=to, checkpoint=cast("Which | None", which))
+    sys.stdout.write(f"{done.folder}  {num_bytes(done.num_bytes)} in {done.seconds:.2g} s\n")
+    sys.stdout.write(f'trainkit.load("{done.folder}")\n' if to == "safetensors" else "")
+    return 0
