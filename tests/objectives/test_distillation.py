@@ -9,13 +9,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import trainkit
 from tests.contract.running import run, weights
+from tests.support import zoo
+from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.distillation import Distillation
 from trainkit.objectives.frozen import FrozenModel
 from trainkit.objectives.outputs import scores_of
 from trainkit.objectives.terms import add_terms
+from trainkit.run.planning.memory import memory_of, meta_model
+from trainkit.run.planning.plan import make_plan
 from trainkit.trainer.checkpoint import load
 
 INPUTS, LABELS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
@@ -64,6 +69,19 @@ def test_a_teacher_from_a_run_teaches_the_same_on_every_placement(strategy: str,
     # It is in no checkpoint, and it has the weights at the end of its own run.
     assert {key.rpartition("/")[2] for key in load(Path(other["last"])).tensors} == {*weights(alone)}
     assert weights(teacher)["0.weight"].shape == (5, 6)
+
+
+def test_the_planned_memory_holds_the_teacher(tmp_path: Path) -> None:
+    run(tmp_path / "teacher", "model=net", "data=points", "objective=classification", "epochs=1")
+    bare, taught = (
+        make_plan(trainkit.compose(["recipe=null", *keys]).cfg)
+        for keys in ((), ("objective=distillation", f"objective.teacher={tmp_path / 'teacher'}"))
+    )
+    with allow_packages(["tests"]):
+        sizes = [memory_of(plan, meta_model(plan)) for plan in (bare, taught)]
+    count = sum(param.numel() for param in zoo.Net().parameters())
+    assert [size.frozen_bytes for size in sizes] == [0, 4 * count]
+    assert sizes[1].total_bytes - sizes[0].total_bytes == 4 * count
 
 
 def test_a_teacher_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
-from trainkit.objectives.frozen import FrozenModel
+from trainkit.objectives.frozen import frozen_models
 from trainkit.reading import read_map
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch
@@ -261,9 +261,7 @@ def _matches(name: str, owner: str, patterns: Sequence[str]) -> bool:
 
 def _bind_frozen_models(objective: Objective, precision: Precision) -> None:
     """Let the frozen models of an objective load the runs that they name, in the dtype of a precision."""
-    for name, frozen in vars(objective).items():
-        if not isinstance(frozen, FrozenModel):
-            continue
+    for name, frozen in frozen_models(objective):
         key = f"objective.{name.lstrip('_')}"
         if isinstance(frozen.source, str) and not (_run_folder(frozen.source) / "resolved.yaml").is_file():
             rule = "is no folder of a run: it holds no resolved.yaml. Name the folder that the teacher's run printed."
@@ -278,12 +276,16 @@ def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
         ConfigError: its class is of a package that is not allowed.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    path = _run_folder(folder)
-    cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), ("model",))
+    cfg = config_of_run(folder)
     precision: Precision = build(cfg.precision, "precision")
     model = build_model(cfg).to(precision.master_dtype)
-    load_weights(model, _checkpoint(path / "checkpoints", which).tensors)
+    load_weights(model, _checkpoint(_run_folder(folder) / "checkpoints", which).tensors)
     return model
+
+
+def config_of_run(folder: str) -> RunConfig:
+    """Return the config of a run, with the secrets that its model needs."""
+    return with_own_secrets(load_resolved(_run_folder(folder) / "resolved.yaml"), ("model",))
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.frames import first_line, named_first_line, with_frames
-from trainkit.run.planning.build import build_model, make_optimizer
+from trainkit.objectives.frozen import FrozenModel, frozen_models
+from trainkit.run.planning.build import build_model, config_of_run, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import estimate_memory
@@ -38,11 +39,14 @@ class Memory:
     gathered_bytes: int = 0
     """Parameters and gradients that are gathered temporarily, at the peak, because the model is sharded."""
 
+    frozen_bytes: int = 0
+    """Parameters and buffers of models that the objective reads and does not train."""
+
     @property
     def total_bytes(self) -> int:
         """The sum of all known parts."""
-        known = (self.parameter_bytes, self.buffer_bytes, self.gradient_bytes, self.exchange_bytes, self.gathered_bytes)
-        return sum(known) + (self.optimizer_bytes or 0)
+        model = self.parameter_bytes + self.buffer_bytes + self.gathered_bytes + self.frozen_bytes
+        return model + self.gradient_bytes + self.exchange_bytes + (self.optimizer_bytes or 0)
 
 
 def meta_model(plan: RunPlan) -> nn.Module:
@@ -101,6 +105,7 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
         exchange_bytes=estimate.gradient_copies * trained * master_width,
         optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
         gathered_bytes=estimate.transient * master_width,
+        frozen_bytes=sum(_frozen_bytes(one, width) for _, one in frozen_models(plan.components.objective)),
     )
 
 
@@ -116,6 +121,13 @@ def model_bytes(plan: RunPlan, model: nn.Module) -> int:
     """Return the bytes of the exported model of this run."""
     width = plan.components.precision.master_dtype.itemsize
     return bytes_needed(model.buffers()) + sum(param.numel() for param in model.parameters()) * width
+
+
+def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
+    """Count a model whose floating tensors take so many bytes an element."""
+    model = frozen.source if isinstance(frozen.source, nn.Module) else model_without_data(config_of_run(frozen.source))
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(one.numel() * (width if one.is_floating_point() else one.element_size()) for one in tensors)
 
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:

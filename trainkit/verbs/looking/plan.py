@@ -98,4 +98,6 @@ def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
     )
     if memory.gathered_bytes:
         held += f", gathered for a while {num_bytes(memory.gathered_bytes)}"
+    if memory.frozen_bytes:
+        held += f", frozen models {num_bytes(memory.frozen_bytes)}"
     yield "memory a device", f"{num_bytes(memory.total_bytes)} and activations: {held}"
