@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from trainkit.moved import install
 
 if TYPE_CHECKING:
-    from trainkit.api import compose, load, train
+    from trainkit.api import compose, generate, load, train
 
-__all__ = ["__version__", "compose", "load", "train"]
+__all__ = ["__version__", "compose", "generate", "load", "train"]
 
 __version__ = "0.1.0"
 
@@ -16,7 +16,7 @@ install()
 
 def __getattr__(name: str) -> Any:
     """Return a name of the api, imported on first use: workers and plugins import this package too."""
-    if name in ("compose", "load", "train"):
+    if name in ("compose", "generate", "load", "train"):
         from trainkit import api  # noqa: PLC0415 - see above
 
         return getattr(api, name)

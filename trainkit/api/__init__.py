@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainkit.api.result import TrainingResult
 
-__all__ = ["compose", "load", "train"]
+__all__ = ["compose", "generate", "load", "train"]
 
 
 def compose(
@@ -160,6 +160,50 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
     from trainkit.run.folder.model_file import load_model  # noqa: PLC0415 - imports torch
 
     return load_model(Path(path).expanduser(), checkpoint=checkpoint, packages=packages)
+
+
+def generate(
+    run: str | Path,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    checkpoint: Literal["best", "last"] = "last",
+    packages: Sequence[str] = (),
+) -> list[str]:
+    """Continue texts with the language model of a run, on the first GPU or the CPU.
+
+    Args:
+        run: a run folder, whose data has `encode` and `decode`.
+        prompts: the beginnings of the texts, each with one token of the vocabulary or more.
+        max_tokens: most tokens to add to each.
+        temperature: divides the scores; 0 chooses the most likely token.
+        top_k: draw only from the k most likely tokens; None: from all.
+        top_p: draw only from the most likely tokens that have this probability together; None: from all.
+        seed: of the random numbers; a text does not depend on the other prompts.
+        checkpoint: which checkpoint of the run.
+        packages: your own packages that the classes of model and data may come from.
+
+    Returns:
+        The continuation of each prompt, without the prompt.
+
+    Raises:
+        ConfigError: there is no such run, its data has no vocabulary, or a prompt has no token of it.
+        CheckpointError: the weights are damaged, or belong to another model.
+        TrainingError: the model's outputs are not scores of next tokens.
+
+    Example:
+        generate("outputs/shakespeare", ["ROMEO:", "JULIET:"], max_tokens=100, temperature=0.8, top_k=20)
+    """
+    from trainkit.api.texts import Writer  # noqa: PLC0415 - imports torch
+    from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
+
+    writer = Writer.of(Path(run).expanduser(), checkpoint=checkpoint, packages=packages)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed, on_text=lambda _, __: None)
 
 
 def _several(composition: Composition) -> Problem:

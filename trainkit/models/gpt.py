@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from trainkit.config.values import at_least, at_most, below
 from trainkit.errors import ConfigError, Problem
+from trainkit.models.sampling import Sampling
 
 
 class Gpt(nn.Module):
@@ -103,17 +104,39 @@ class Gpt(nn.Module):
         Returns:
             (samples, length + num_tokens) int64.
         """
+        sampling = Sampling(temperature=temperature, top_k=top_k)
         was_training = self.training
         self.eval()
         for _ in range(num_tokens):
-            scores = self(tokens[:, -self.context :])[:, -1].float() / temperature
-            if top_k is not None:
-                least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
-                scores = scores.masked_fill(scores < least, -math.inf)
-            drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, drawn), dim=1)
+            scores = self(tokens[:, -self.context :])[:, -1]
+            tokens = torch.cat((tokens, sampling.choose(scores, generator)), dim=1)
         self.train(was_training)
         return tokens
+
+    def new_cache(self) -> KeyValueCache:
+        """Return an empty cache for `extend`."""
+        return KeyValueCache(self.context)
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """Compute the scores of texts of which the cache has the beginning, and append the new tokens to it.
+
+        The scores are those of `forward` over the whole texts, to rounding; only the new tokens are computed.
+
+        Args:
+            tokens: (samples, length) int64, the new tokens; with the cached ones at most `context`.
+            cache: of the same samples.
+
+        Returns:
+            (samples, length, vocab_size) scores of the next token.
+        """
+        start = cache.length
+        hidden = self.embed(tokens, start)
+        for place, block in enumerate(self.blocks):
+            hidden = cast("_Block", block).extend(hidden, cache, place)
+        cache.length = start + tokens.shape[1]
+        scores: Tensor = self.head(hidden)
+        return scores
 
     def _initialise(self, num_layers: int) -> None:
         for name, module in self.named_modules():
@@ -127,6 +150,31 @@ class Gpt(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
 
+class KeyValueCache:
+    """Keys and values of the tokens that a `Gpt` has read, so that the next token costs the work of one.
+
+    It takes 2 x layers x width numbers a token and sample, for `context` tokens from the start.
+    """
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+        self.length = 0
+        """Number of cached tokens."""
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (samples, heads, length, size) keys and values of a layer; return those of all tokens, as views."""
+        samples, heads, length, size = keys.shape
+        if place not in self._layers:
+            shape = (samples, heads, self.context, size)
+            self._layers[place] = (keys.new_empty(shape), values.new_empty(shape))
+        end = self.length + length
+        for held, new in zip(self._layers[place], (keys, values), strict=True):
+            held[:, :, self.length : end] = new
+        held_keys, held_values = self._layers[place]
+        return held_keys[:, :, :end], held_values[:, :, :end]
+
+
 class _Embedding(nn.Module):
     draws_nothing: ClassVar[bool] = True
 
@@ -136,8 +184,8 @@ class _Embedding(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions.weight[start : start + tokens.shape[1]])
         return hidden
 
 
@@ -157,6 +205,11 @@ class _Block(nn.Module):
         added: Tensor = self.dropout(self.mlp(self.mlp_norm(hidden)))
         return hidden + added
 
+    def extend(self, hidden: Tensor, cache: KeyValueCache, place: int) -> Tensor:
+        hidden = hidden + self.attention.extend(self.attention_norm(hidden), cache, place)
+        added: Tensor = self.mlp(self.mlp_norm(hidden))
+        return hidden + added
+
 
 class _Attention(nn.Module):
     def __init__(self, width: int, num_heads: int, dropout: float, *, bias: bool) -> None:
@@ -168,12 +221,27 @@ class _Attention(nn.Module):
         self.project = nn.Linear(width, width, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        joined = self.queries_keys_values(hidden)
-        # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
-        queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
+        queries, keys, values = self._heads(hidden)
         mixed = _attend(queries, keys, values, dropout=self.dropout if self.training else 0.0)
         projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
         return projected
+
+    def extend(self, hidden: Tensor, cache: KeyValueCache, place: int) -> Tensor:
+        """Attend from new tokens to the cached ones and to those before each; without dropout."""
+        queries, new_keys, new_values = self._heads(hidden)
+        keys, values = cache.append(place, new_keys, new_values)
+        length, total = queries.shape[2], keys.shape[2]
+        seen = torch.ones(length, total, dtype=torch.bool, device=hidden.device).tril(total - length)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (samples, heads, length, size) each."""
+        joined = self.queries_keys_values(hidden)
+        # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
+        queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
+        return queries, keys, values
 
 
 class _Mlp(nn.Module):

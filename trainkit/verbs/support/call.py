@@ -24,6 +24,7 @@ VERBS: Final[Mapping[str, str]] = {
     "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
     "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
     "export": "write the trained model into files that need no trainkit: export RUN",
+    "generate": "continue a text with a trained language model: generate RUN --prompt TEXT",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
     "init": "write a package of your own that trains at once: init NAME",
     "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
@@ -32,7 +33,7 @@ VERBS: Final[Mapping[str, str]] = {
 _ROOMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("train", "resume", "prove"), "running"),
     **dict.fromkeys(("plan", "explain", "diff", "top", "ls"), "looking"),
-    **dict.fromkeys(("ensemble", "export"), "using"),
+    **dict.fromkeys(("ensemble", "export", "generate"), "using"),
     **dict.fromkeys(("emit", "init"), "starting"),
 }
 """Verb -> the package of its module."""

@@ -1,0 +1,1 @@
+"""What a trained model computes on data: evaluations, predictions, texts."""

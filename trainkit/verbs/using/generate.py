@@ -1,0 +1,127 @@
+"""`trainkit generate RUN --prompt TEXT`: continue texts with the language model of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, cast
+
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.errors import ConfigError, Problem
+from trainkit.reading import read_text
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.models.sampling import Sampling
+
+USAGE: Final = "RUN --prompt TEXT"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "prompt": Flag(help="the beginning of the text; a newline without", value="TEXT"),
+    "prompts": Flag(help="a file with a prompt on each line, computed as one batch", value="FILE"),
+    "max-tokens": Flag(help="tokens to add; 200 without", value="N"),
+    "temperature": Flag(help="divides the scores; 0, the most likely token, without", value="X"),
+    "top-k": Flag(help="draw from the N most likely tokens", value="N"),
+    "top-p": Flag(help="draw from the most likely tokens that have this probability together", value="X"),
+    "seed": Flag(help="of the random numbers; 0 without", value="N"),
+    "checkpoint": Flag(help="last, or best; last without", value="WHICH"),
+    "json": Flag(help="print prompts and texts as JSON"),
+}
+N = TypeVar("N", int, float)
+
+
+def run(call: Call) -> int:
+    """Print the texts, one prompt's as it is generated."""
+    call.check_arity(arguments=1, overrides=False)
+    settings = _Settings(call)
+    from trainkit.api.texts import Writer  # noqa: PLC0415 - nothing is imported to refuse an argument
+
+    writer = Writer.of(Path(call.arguments[0]).expanduser(), checkpoint=settings.checkpoint, packages=call.packages)
+    if left_out := writer.left_out(settings.prompts):
+        sys.stderr.write(f"not in the vocabulary, left out: {left_out!r}\n")
+    alone = len(settings.prompts) == 1 and "json" not in call.flags
+    if alone:
+        _write(settings.prompts[0])
+    texts = writer.write(
+        settings.prompts,
+        sampling=settings.sampling(),
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+        on_text=lambda _, piece: _write(piece) if alone else None,
+    )
+    if "json" in call.flags:
+        found = [{"prompt": prompt, "text": text} for prompt, text in zip(settings.prompts, texts, strict=True)]
+        _write(json.dumps({"format": 1, "texts": found}, ensure_ascii=False, indent=2))
+    elif not alone:
+        _write("\n\n".join(prompt + text for prompt, text in zip(settings.prompts, texts, strict=True)))
+    _write("\n")
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class _Settings:
+    """The flags of a call, read and checked together.
+
+    Raises:
+        ConfigError: every problem of the flags.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._flags, self._problems = call.flags, list[Problem]()
+        self.max_tokens = self._number("max-tokens", int, "a whole number, 1 or more", lambda n: n >= 1) or 200
+        self.seed = self._number("seed", int, "a whole number, 0 or more", lambda n: 0 <= n < 1 << 63) or 0
+        self.top_k = self._number("top-k", int, "a whole number, 1 or more", lambda n: n >= 1)
+        self.top_p = self._number("top-p", float, "a number above 0, at most 1", lambda x: 0 < x <= 1)
+        temperature = self._number("temperature", float, "a number, 0 or more", lambda x: 0 <= x < math.inf)
+        draws = not call.flags.keys().isdisjoint(("top-k", "top-p"))
+        self.temperature = (1.0 if draws else 0.0) if temperature is None else temperature
+        for name in ("top-k", "top-p", "seed"):
+            if name in call.flags and self.temperature == 0:
+                self._refuse(name, "has no effect: the most likely token is chosen. Add --temperature 0.8.")
+        self.checkpoint = cast("Literal['best', 'last']", call.flags.get("checkpoint", "last"))
+        if self.checkpoint not in ("best", "last"):
+            self._refuse("checkpoint", "must be best or last.")
+        self.prompts = self._prompts()
+        if self._problems:
+            raise ConfigError(self._problems)
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are chosen."""
+        from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
+
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def _number(self, name: str, kind: type[N], rule: str, fits: Callable[[N], bool]) -> N | None:
+        if name not in self._flags:
+            return None
+        try:
+            value = kind(self._flags[name])
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            self._refuse(name, f"must be {rule}.")
+            return None
+        return value
+
+    def _prompts(self) -> list[str]:
+        if "prompts" not in self._flags:
+            return [self._flags.get("prompt", "\n")]
+        if "prompt" in self._flags:
+            self._refuse("prompts", "is given beside --prompt. Give one of the two.")
+        file = Path(self._flags["prompts"]).expanduser()
+        if not file.is_file():
+            self._refuse("prompts", "is no file.")
+            return []
+        prompts = [line for line in read_text(file, follow=True).splitlines() if line]
+        if not prompts:
+            self._refuse("prompts", "has no prompt.")
+        return prompts
+
+    def _refuse(self, name: str, rule: str) -> None:
+        self._problems.append(Problem(key=f"--{name} {self._flags[name]}", rule=rule, origin=COMMAND_LINE))
