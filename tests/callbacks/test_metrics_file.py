@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from tests.callbacks.run_double import row, run_double
-from trainkit.callbacks.metrics_file import MetricsFile, keep_until
+from trainkit.callbacks.every_run import MetricsFile, keep_until
 from trainkit.objectives.tables import Table
 
 

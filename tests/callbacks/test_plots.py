@@ -10,7 +10,7 @@ import pytest
 
 from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks import plots
-from trainkit.callbacks.metrics_file import MetricsFile
+from trainkit.callbacks.every_run import MetricsFile
 from trainkit.callbacks.plots import Plots, lr_points
 from trainkit.report.drawing import draw
 

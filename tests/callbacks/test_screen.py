@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.callbacks.run_double import run_double
-from trainkit.callbacks.screen import FinalSummary, StartupSummary
+from trainkit.callbacks.every_run import FinalSummary, StartupSummary
 
 
 def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.running import run, weights
 from tests.support import reference, zoo
-from trainkit.callbacks.metrics_file import MetricsFile
+from trainkit.callbacks.every_run import MetricsFile
 from trainkit.errors import ConfigError, NonFiniteError, TrainingError
 from trainkit.trainer.checkpoint import load
 

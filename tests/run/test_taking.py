@@ -179,7 +179,7 @@ ALLOWED = {
     "verbs/starting/init.py": "a draft of this process, which becomes a folder that was not there",
     "report/events.py": "event files with the token of the run in their names",
     "report/curves.py": "a picture, set aside before the first run (run/folder/lock.py)",
-    "callbacks/metrics_file.py": "metrics.jsonl, set aside before the first run (run/folder/lock.py)",
+    "callbacks/every_run.py": "metrics.jsonl, set aside before the first run (run/folder/lock.py)",
     "data/reading/files.py": "a download in a temporary folder of its own; its target was absent",
     "sweeps/backends/launching.py": "the description of a job that this process wrote",
     "run/backends/attempt.py": ".attempts and .stop, set aside before the first run (run/folder/lock.py)",

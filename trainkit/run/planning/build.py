@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.callbacks.metrics_file import MetricsFile
-from trainkit.callbacks.screen import FinalSummary, StartupSummary
+from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.build import build
