@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainkit.data.reading.sources import collated
+from trainkit.data.reading.loader import collated
 from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
 from trainkit.errors import ConfigError
 

@@ -13,9 +13,9 @@ from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks
 from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.loader import collated, whole_arrays
 from trainkit.data.reading.positions import Request
 from trainkit.data.reading.reader import Reader
-from trainkit.data.reading.sources import collated, whole_arrays
 from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
 from trainkit.numerics.generators import Untouched
