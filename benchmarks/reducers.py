@@ -30,10 +30,10 @@ import torch.multiprocessing as mp
 
 from benchmarks import report
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.run.process.store import HostedStore
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.data_parallel.strategy import Reduce
+from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 REDUCERS = [name for name in get_args(Reduce) if name not in {"auto", "hierarchical"}]  # of several hosts

@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.launches import launch_of
+from trainkit.cluster.address import interface_of, own_address
+from trainkit.cluster.launch import socket_environ
 from trainkit.errors import ConfigError, HangError, TrainingError
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.process.store import interface_of, own_address, socket_environ, store_of_launch
-from trainkit.run.rendezvous.store_client import WaitReporter
+from trainkit.run.rendezvous.store_client import WaitReporter, store_of_launch
 
 
 class Clock:

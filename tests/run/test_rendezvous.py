@@ -2,7 +2,7 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from trainkit.run.process.store import HostedStore
+from trainkit.strategies.rendezvous_store import HostedStore
 
 
 def listeners(port: int) -> list[str]:

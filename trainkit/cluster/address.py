@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import re
+import socket
+import struct
+import sys
 from typing import Final, NamedTuple
+
+if sys.platform != "win32":
+    import fcntl
+
+_SIOCGIFADDR: Final = 0x8915  # a Linux constant without a name in Python
+_UNREACHED: Final = "192.0.2.1"
+"""An address of the range for documentation (RFC 5737): no packet is sent to it."""
 
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 _FIRST_PORT: Final = 20_000
@@ -93,3 +104,31 @@ def _is_ipv6(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def own_address(towards: str = _UNREACHED) -> str | None:
+    """Return the address that this host has in the network that reaches another; None if there is no route to it.
+
+    A connected datagram socket looks up the route and sends nothing.
+    """
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            found: str = probe.getsockname()[0]
+            return found
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; None if none has, and on other systems than Linux."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

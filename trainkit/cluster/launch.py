@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
-from trainkit.cluster.address import Address
+from trainkit.cluster.address import Address, interface_of, is_loopback, own_address
 from trainkit.cluster.tasks import Task
 
 
@@ -84,3 +85,17 @@ def workers(count: int) -> tuple[Task, ...]:
         ['worker:0', 'worker:1']
     """
     return tuple(Task(role="worker", index=rank, rank=rank) for rank in range(count))
+
+
+def socket_environ(launch: LaunchEnvironment) -> dict[str, str]:
+    """Return the environment for gloo: loopback on one host, else the interface that reaches the store."""
+    if sys.platform == "win32":
+        return {}
+    if launch.num_hosts == 1 or is_loopback(launch.store[0]):
+        name: str | None = "lo0" if sys.platform == "darwin" else "lo"
+    else:
+        own = own_address(launch.store[0])
+        if own is not None and is_loopback(own):  # the store is here, under a name that resolves to this host
+            own = own_address()
+        name = None if own is None else interface_of(own)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

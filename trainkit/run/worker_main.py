@@ -38,10 +38,10 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat
-from trainkit.run.process.store import HostedStore
 from trainkit.run.process.worker_group import LIFELINE, watch_parent
 from trainkit.run.signals import EXIT_CODES, StopFlag, exit_without_teardown, stop_signals, worker_signals
 from trainkit.storage import as_storage_error
+from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer import failpoints
 
 if TYPE_CHECKING:

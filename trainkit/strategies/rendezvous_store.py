@@ -1,22 +1,67 @@
-"""The client of a rendezvous store, made within a time limit.
+"""The rendezvous store of the ranks: hosted by a process that outlives the workers, and its clients.
 
-The constructor of TCPStore waits for ever where a process accepts its connection and never answers; its timeout bounds
-the connecting alone.
+A client is made within a time limit. The constructor of TCPStore waits for ever where a process accepts its
+connection and never answers; its timeout bounds the connecting alone. Nothing here imports torch before it is needed.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Any, Generic, TypeVar
-
-import torch.distributed as dist
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from trainkit.errors import LinkError
 
 _START_S = 60.0
 """The supervisor listens before it has imported torch, and answers afterwards: on a loaded machine this late."""
+
+
+class Rendezvous(Protocol):
+    """The interface of a store for the supervisor."""
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port, known before the store answers: workers start while this process still imports torch."""
+
+    def open(self) -> None:
+        """Start to serve; called once, after the first workers were started."""
+
+
+class HostedStore:
+    """A `TCPStore` in this process that listens on one address only, by default on the loopback interface.
+
+    TCPStore itself listens on every interface, even for 127.0.0.1, and authenticates no client: it is given a socket
+    that is already bound.
+    """
+
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=128)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._store: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store = None
+        self._socket.close()
+
+    def open(self) -> None:
+        """Start to serve; imports torch. Clients that connected before wait in the socket's queue."""
+        if self._store is not None:
+            return
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - 1 s, beside the workers'
+
+        host, port = self.address
+        self._store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._socket.detach(), use_libuv=True
+        )
 
 
 def store_client(address: tuple[str, int], timeout_s: float) -> Any:
@@ -25,13 +70,12 @@ def store_client(address: tuple[str, int], timeout_s: float) -> Any:
     Raises:
         LinkError: a process listens there and does not answer.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - see above
+
     host, port = address
     timeout, limit_s = timedelta(seconds=timeout_s), max(timeout_s, _START_S)
     try:
-        return call_within(
-            lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout),  # type: ignore[attr-defined]
-            limit_s,
-        )
+        return call_within(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
     except TimeoutError:
         what = f"the store at {host}:{port} accepts connections and does not answer"
         raise LinkError(f"{what}: {limit_s:g} s") from None

@@ -21,8 +21,8 @@ from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.store import HostedStore
 from trainkit.run.signals import StopFlag, status_of_error, stop_error
+from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer.ownership import free_name
 
 _POLL_S: Final = 0.2

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.cluster.launch import LaunchEnvironment, workers
+from trainkit.cluster.launch import LaunchEnvironment, socket_environ, workers
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.reading import open_regular
 from trainkit.run.backends.attempt import RankError, stop_file, stop_reason
@@ -21,7 +21,6 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
-from trainkit.run.process.store import socket_environ
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import EXIT_CODES, Reason, signal_of
 from trainkit.run.supervisor.failure import hanging, root_cause

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainkit.cluster.address import Address, is_loopback
-from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.address import Address, is_loopback, own_address
+from trainkit.cluster.launch import LaunchEnvironment, socket_environ
 from trainkit.cluster.tasks import Identity
 from trainkit.reading import open_regular
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.store import own_address, socket_environ
 
 
 def configure_network(launch: LaunchEnvironment) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,10 +12,10 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from trainkit.bounded import parse_json
+from trainkit.cluster.address import Address, is_loopback, own_address
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.errors import HangError, LinkError
-from trainkit.run.process.store import reachable, store_of_launch
-from trainkit.strategies.rendezvous_store import Pending, call_within
+from trainkit.errors import ConfigError, HangError, LinkError, Problem
+from trainkit.strategies.rendezvous_store import HostedStore, Pending, call_within
 
 _FIRST_S: Final = 3.0
 _LONGEST_S: Final = 60.0
@@ -158,3 +160,34 @@ class StoreClient:
             if not reachable(*self.address):
                 raise RuntimeError("the store of the launch cannot be reached")
             self._checked_at = time.monotonic()
+
+
+def reachable(host: str, port: int, *, timeout_s: float = 1.0) -> bool:
+    """Return whether a server answers at an address."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def store_of_launch(launch: LaunchEnvironment) -> HostedStore:
+    """Create the store that rank 0 hosts if the launcher hosts none: it listens at the launch's address only.
+
+    If this host resolves its own name to the loopback interface (Debian gives 127.0.1.1), other hosts could not
+    connect: then the address of the outgoing interface is used.
+
+    Raises:
+        ConfigError: the address is no address of this host, or in use.
+    """
+    host, port = launch.store
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+        found = str(address[0])
+        if launch.num_hosts > 1 and is_loopback(found) and not is_loopback(host):
+            found = own_address() or found
+        return HostedStore((found, port))
+    except OSError as error:
+        number = error.errno or 0  # resolver errors are negative, and have their own texts
+        rule = f"rank 0 cannot listen there: {os.strerror(number) if number > 0 else error.strerror or error}."
+        raise ConfigError([Problem(key="store", value=str(Address(host, port)), rule=rule)]) from error

@@ -17,13 +17,13 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.run.process.store import Rendezvous
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import Reason, StopFlag, resize_signal, signal_of
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 from trainkit.run.supervisor.membership import ReplicaMembership
 from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
+from trainkit.strategies.rendezvous_store import Rendezvous
 
 _GRACE_S: Final = 0.1
 """How long the other ranks have to write their error reports after one has failed."""

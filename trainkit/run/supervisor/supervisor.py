@@ -30,13 +30,13 @@ from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.fork_client import ENTRY, worker_group_factory
-from trainkit.run.process.store import HostedStore, Rendezvous
 from trainkit.run.signals import REASONS, Reason, StopFlag, status_of_error, stop_error
 from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
 from trainkit.run.supervisor.failure import Failure
 from trainkit.run.supervisor.membership import ReplicaMembership
 from trainkit.run.supervisor.restart_policy import Fault, RestartPolicy, fault_of
 from trainkit.storage import Presence, as_storage_error, refuse_unwritable
+from trainkit.strategies.rendezvous_store import HostedStore, Rendezvous
 from trainkit.trainer.manifest import list_complete
 
 
