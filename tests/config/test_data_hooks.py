@@ -48,6 +48,10 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node(argument: str) -> 
         (f"data.collate={OWN}.pod", f"data.collate={OWN}.pod: there is no pod in {OWN}."),
         ("data.collate=torch.nn.Linear", "data.collate=torch.nn.Linear: is no collate, which data.collate needs."),
         ("data.sampler=torch.utils.data.default_collate", "data.sampler=torch.utils.data.default_collate: is"),
+        (
+            "data.sampler=torch.utils.data.RandomSampler",
+            "data.sampler=torch.utils.data.RandomSampler: is no function from a dataset to weights, which data.sampler ",
+        ),
         ("data.collate=pad", "data.collate=pad: must name a class or function with its module, package.module.Name."),
         ("data.collate=3", "data.collate=3: must be the dotted name of a function or class"),
         (f"data.collate={OWN}.hide_words", "data.collate.share: is missing: hide_words needs it."),

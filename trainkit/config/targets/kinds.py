@@ -47,6 +47,8 @@ class Expected:
     """The accepted classes and their subclasses; empty accepts any class of these kinds."""
     place: str = ""
     """The name of the place in messages."""
+    remedy: str = ""
+    """What to write instead."""
 
 
 _MODEL: Final = Kind(name="torch.nn.Module", bases=("torch.nn.modules.module.Module",))
@@ -91,13 +93,17 @@ _OF_HOOKS: Final = {
         Kind(name="data collator of transformers", home="transformers.data.data_collator", methods=_CALLED),
     ),
     "data.batch_transform": (Kind(name="batch transform", home="trainkit.data.batch_transforms", methods=_CALLED),),
-    "data.sampler": (Kind(name="sampler", home="trainkit.data.samplers", methods=_CALLED),),
+    "data.sampler": (Kind(name="function from a dataset to weights", home="trainkit.data.samplers", methods=_CALLED),),
+}
+_REMEDIES: Final = {
+    "data.sampler": "Name one of your own, or a class of trainkit.data.samplers; for the order of the dataset use "
+    "loader.shuffle=false.",
 }
 ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), *_NESTED))))
 """What a place without an annotation accepts."""
 PLACES: Final[Mapping[str, Expected]] = {
     **{group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()},
-    **{key: Expected(kinds=kinds, place=key) for key, kinds in _OF_HOOKS.items()},
+    **{key: Expected(kinds=kinds, place=key, remedy=_REMEDIES.get(key, "")) for key, kinds in _OF_HOOKS.items()},
 }
 """Group of the config, or key of `data` that names code -> what its nodes must be."""
 
@@ -168,7 +174,7 @@ def _unfit(expected: Expected) -> str:
     if expected.classes:
         return f"is no {' or '.join(kind.__name__ for kind in expected.classes)}, which this key takes."
     if expected.place:
-        return f"is no {expected.kinds[0].name}, which {expected.place} needs."
+        return f"is no {expected.kinds[0].name}, which {expected.place} needs. {expected.remedy}".rstrip()
     return f"is of no kind that a config may name. {OWN_CODE}"
 
 

@@ -110,7 +110,10 @@ class StreamReader:
         collate: CollateFunction = collate,
     ) -> None:
         if settings.num_workers:
-            rule = "an iterable dataset is read by the training process. Use 0."
+            rule = (
+                "an iterable dataset is read by the training process, in its own order. Use 0, or give the dataset "
+                "__len__ and __getitem__, so that workers can read its samples."
+            )
             raise ConfigError([Problem(key="loader.num_workers", value=settings.num_workers, rule=rule)])
         if settings.cache is True:
             rule = "an iterable dataset cannot be cached. Use auto."
