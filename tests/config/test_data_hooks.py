@@ -50,7 +50,7 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node(argument: str) -> 
         ("data.sampler=torch.utils.data.default_collate", "data.sampler=torch.utils.data.default_collate: is"),
         (
             "data.sampler=torch.utils.data.RandomSampler",
-            "data.sampler=torch.utils.data.RandomSampler: is no function from a dataset to weights, which data.sampler ",
+            "data.sampler=torch.utils.data.RandomSampler: is no function from a dataset to weights, which ",
         ),
         ("data.collate=pad", "data.collate=pad: must name a class or function with its module, package.module.Name."),
         ("data.collate=3", "data.collate=3: must be the dotted name of a function or class"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ PACKAGE = """\
 from torch import nn
 
 class Net(nn.Sequential):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+    def __init__(self, width: int = 4, drop: float = 0.0) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Dropout(drop), nn.ReLU(), nn.Linear(width, 10))
 """
 OWN = ("--config-dir", "conf", "--allow-package", "test_pasted_nets")
 RUN = ("recipe=null", "model=own", "steps=8", "batch.micro_size=32", "callbacks=[]", "logger=[]")
@@ -28,7 +30,7 @@ def own(cwd: Path) -> Path:
     """The current folder, with a package, `model=own` and a choice `strategy=pair` of the user's."""
     (cwd / "test_pasted_nets.py").write_text(PACKAGE)
     for name, text in {
-        "model/own": "_target_: test_pasted_nets.Net\nwidth: 4\n",
+        "model/own": "_target_: test_pasted_nets.Net\nwidth: 4\ndrop: 0.0\n",
         "strategy/pair": "_target_: trainkit.strategies.data_parallel.Mirrored\nreplicas: 2\n",
     }.items():
         (cwd / f"conf/{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
@@ -97,3 +99,22 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
     assert "launch by cluster=spec: rank 1 of 2 on one host" in text
     assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n" in text
     assert (own / "run/logs/rank_1.log").exists()
+
+
+def test_the_keys_that_prove_prints_make_the_trainings_one(own: Path) -> None:
+    proved = ("prove", *OWN, "recipe=null", "model=own", "steps=4", "model.drop=0.3")
+    text = ran(*proved, "strategy=pair", code=1)
+    keys = printed_after("both are the same training with", text)
+    assert keys == "batch.micro_size=32"
+    assert "as each would be started: yes" in ran(*proved, "strategy=pair", keys)
+
+
+@pytest.mark.long
+def test_an_emitted_script_trains_with_the_package_of_the_user(own: Path) -> None:
+    (own / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    (own / "torchrun").chmod(0o755)
+    settings = ("strategy=multi_worker_mirrored", "hydra.run.dir=run")
+    script = ran("emit", "torchrun", "--processes-per-host", "2", *OWN, *RUN, *settings)
+    paths = {"PATH": f"{own}:{os.environ['PATH']}", "PYTHONPATH": str(quick.ROOT)}
+    subprocess.run(["bash", "-c", script], env=os.environ | paths, check=True, capture_output=True, timeout=120)
+    assert json.loads((own / "run/result.json").read_text())["steps"] == 8
