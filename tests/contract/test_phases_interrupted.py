@@ -83,7 +83,8 @@ def test_a_compiled_model_trains_its_phases_as_it_does_eagerly(tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_replica_is_lost_between_phases_and_no_bit_differs(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    common = [*GAN[:2], "steps=60", GAN[3], "callbacks=[]", "logger=[]", "numerics.reproducible=true", "checkpoint.every_steps=10"]
+    common = [*GAN[:2], "steps=60", GAN[3], "callbacks=[]", "logger=[]", "numerics.reproducible=true"]
+    common.append("checkpoint.every_steps=10")
     subprocess.run(quick.command(*common, "hydra.run.dir=alone"), check=True, stdout=subprocess.DEVNULL)
     starts = [f"index=1,phase=start,attempt={number},action=kill" for number in range(1, 9)]
     monkeypatch.setenv("TRAINKIT_FAIL", ";".join(["index=1,step=35,phase=backward,attempt=0,action=kill", *starts]))
