@@ -24,7 +24,7 @@ from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
-from trainkit.objectives.base import Objective
+from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import frozen_models
 from trainkit.reading import read_map
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
@@ -65,6 +65,24 @@ class Components:
             return self.sample
         with Untouched(seed=0):
             return self.hooks.collate([self.sample, self.sample], [0, 0])
+
+    @property
+    def selecting(self) -> Supervised | None:
+        """The objective, if it selects its fields by name; None for one with a loss of its own."""
+        objective = self.objective
+        if isinstance(objective, Supervised) and type(objective).loss is Supervised.loss:
+            return objective
+        return None
+
+    def refuse_unknown_fields(self) -> None:
+        """Refuse an objective whose fields are not those of a sample, before anything starts.
+
+        Raises:
+            ConfigError: a field that the objective names does not exist.
+            DataError: the structure of a sample leaves open which fields are meant.
+        """
+        if self.selecting is not None and self.example is not None:
+            self.selecting.split_batch(self.example)
 
     @property
     def weighing(self) -> LossWeighting:

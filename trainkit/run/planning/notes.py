@@ -7,7 +7,7 @@ depends on the cut of a step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.splits import size_of, validation_splits
+from trainkit.data.splits import size_of, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
 from trainkit.objectives.base import Access
-from trainkit.run.planning.build import build_model, build_objective, matching_groups, model_transforms_of
+from trainkit.objectives.fields import named_fields, unused_fields
+from trainkit.run.planning.build import Components, build_model, build_objective, matching_groups, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
-from trainkit.run.planning.data_notes import data_notes
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
@@ -62,7 +62,11 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
     keys = [*optimizer_notes(model, plan.optimizers), *key_notes(plan, model, is_given)]
-    of_data = [*data_notes(plan.components), *objective_notes(plan, model)]
+    of_data = [
+        *_fields_left_out(plan.components),
+        *_splits_left_out(plan.components.datasets),
+        *objective_notes(plan, model),
+    ]
     return [*keys, *of_data, *notes_of(strategy, model), *shaping_notes(model, shaping)]
 
 
@@ -309,3 +313,31 @@ def _term_problems(plan: RunPlan) -> Iterator[Problem]:
             rule = f"{type(objective).__name__} has the term {name!r} beside a loss, metric or term of that name. "
             rule += "Give each a name of its own."
             yield Problem(key="objective", rule=rule)
+
+
+def _fields_left_out(parts: Components) -> list[str]:
+    """Return a note about fields that neither the model nor the loss receives."""
+    objective = parts.selecting
+    if objective is None or parts.example is None:
+        return []
+    named = named_fields(parts.example)
+    left_out = unused_fields(parts.example, objective.input, objective.target)
+    numbers = [name for name in left_out if _is_number(named[name])]
+    if not numbers:
+        return []
+    return [
+        f"not used, of each sample: {', '.join(numbers)}. objective.input=[NAME,NAME] gives the model several fields."
+    ]
+
+
+def _splits_left_out(names: Iterable[str]) -> list[str]:
+    used = {"train", *validation_splits(names), *test_splits(names)}
+    return [
+        f"the split {name} is not evaluated: only val, test, val_NAME and test_NAME are"
+        for name in names
+        if name not in used
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray | np.generic | int | float | list)

@@ -24,7 +24,6 @@ from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components, build_components
-from trainkit.run.planning.data_notes import refuse_unknown_fields
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import (
@@ -194,7 +193,7 @@ def make_plan(
         problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts)]
     if problems:
         raise ConfigError(problems)
-    refuse_unknown_fields(parts)
+    parts.refuse_unknown_fields()
     parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache)
     replicas = parts.strategy.num_replicas(facts)
     batch = _batch_plan(cfg, parts, replicas)
