@@ -1,4 +1,4 @@
-"""Transforms of whole batches for `data.batch_transform`: mixup and cutmix."""
+"""Transforms of whole batches for `data.batch_transform`: mixup, cutmix, and crops with flips."""
 
 from __future__ import annotations
 
@@ -84,6 +84,48 @@ class CutMix:
         mixed[..., rows, columns] = drawn.inputs[drawn.order][..., rows, columns]
         area = (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
         return with_fields(batch, {drawn.names[0]: mixed, drawn.names[1]: drawn.targets(1 - area)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropAndFlip:
+    """Shift each image by up to `padding` pixels, with zeros where it leaves, and mirror some of them.
+
+    Each image of a shard has a shift of its own. An image is (..., height, width).
+
+    Example:
+        >>> images, _ = CropAndFlip()((torch.ones(4, 3, 8, 8), torch.tensor([0, 1, 1, 0])))
+        >>> images.shape
+        torch.Size([4, 3, 8, 8])
+
+    Source: He et al. 2015, arXiv:1512.03385, section 4.2.
+    """
+
+    padding: Annotated[int, at_least(0)] = 4
+    """Most pixels of a shift, in each direction."""
+    flip: Annotated[float, within(0, 1)] = 0.5
+    """Share of the images that are mirrored left to right."""
+    input: Field | None = None
+    """The field with the images; null: as for `objective.input`."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the transformed batch; the given one stays as it is."""
+        name = chosen_fields(batch, self.input, None)[0]
+        images: Tensor = named_fields(batch)[name]
+        if images.dim() < 3:
+            raise DataError(f"CropAndFlip moves images (samples, ..., height, width), not {tuple(images.shape)}.")
+        flat = images.flatten(1, -3) if images.dim() > 3 else images.unsqueeze(1)
+        padded = functional.pad(flat, [self.padding] * 4)
+        rows, columns = (self._starts(len(images)) + torch.arange(size) for size in images.shape[-2:])
+        mirrored = torch.from_numpy(np.random.random_sample((len(images), 1)) < self.flip)  # noqa: NPY002 - keyed
+        columns = torch.where(mirrored, columns.flip(1), columns)
+        samples, channels = torch.arange(len(images)), torch.arange(flat.shape[1])
+        places = (samples[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None])
+        moved = padded[tuple(place.to(images.device) for place in places)]
+        return with_fields(batch, {name: moved.view_as(images)})
+
+    def _starts(self, count: int) -> Tensor:
+        """Return (count, 1) first rows or columns within the padded images; drawn on the host, keyed."""
+        return torch.from_numpy(np.random.randint(2 * self.padding + 1, size=(count, 1)))  # noqa: NPY002
 
 
 @dataclass(frozen=True, kw_only=True)
