@@ -72,9 +72,9 @@ def test_classes_are_numbered_in_the_order_of_their_texts(tmp_path: Path) -> Non
 def test_a_bad_table_is_refused_with_its_line_or_column(
     rows: list[str], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    settings = {"target": "price", "val_share": 0.0} | settings
+    given: dict[str, Any] = {"target": "price", "val_share": 0.0, **settings}
     with pytest.raises(DataError) as caught:
-        CsvTable(split="train", path=written(tmp_path / "t.csv", rows), **settings)
+        CsvTable(split="train", path=written(tmp_path / "t.csv", rows), **given)
     assert message in str(caught.value)
 
 

@@ -163,7 +163,8 @@ def _encoded(training: Sequence[str], texts: Sequence[str]) -> NDArray[np.float6
     if numbers is None:
         text = next(text for text in texts if _numbers([text]) is None)
         raise DataError(f"a cell is {text!r}, and the other rows of its column have finite numbers.")
-    return ((numbers - known.mean()) / (known.std() or 1.0))[:, None]
+    scaled: NDArray[np.float64] = ((numbers - known.mean()) / (known.std() or 1.0))[:, None]
+    return scaled
 
 
 def _numbers(texts: Sequence[str]) -> NDArray[np.float64] | None:
