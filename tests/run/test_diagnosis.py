@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from tests.support.present import present
 from trainkit.config.schema import RunConfig
 from trainkit.run.diagnosis import matching as causes
-from trainkit.run.diagnosis.differences import Difference, differing_gradients
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, add_up, combine
 from trainkit.run.diagnosis.examining import Probed, explain_probe, explain_updates
-from trainkit.run.diagnosis.matching import Cause, Hypothesis, Matching
+from trainkit.run.diagnosis.matching import Cause, Difference, Hypothesis, Matching, differing_gradients
 from trainkit.run.diagnosis.updates import (
     Replay,
     buffer_hypotheses,

@@ -21,15 +21,19 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.run.diagnosis.differences import (
+from trainkit.run.diagnosis.evidence import Expected, StepEvidence, Tensors, add_up
+from trainkit.run.diagnosis.matching import (
+    ORDER,
+    Cause,
     Difference,
+    Hypothesis,
+    Match,
+    Matching,
     differing_buffers,
     differing_gradients,
     differing_parameters,
     norm,
 )
-from trainkit.run.diagnosis.evidence import Expected, StepEvidence, Tensors, add_up
-from trainkit.run.diagnosis.matching import ORDER, Cause, Hypothesis, Match, Matching
 from trainkit.run.diagnosis.plain_loop import PlainLoop
 from trainkit.run.diagnosis.updates import Replay, buffer_hypotheses, clipped, gradient_hypotheses, update_hypotheses
 from trainkit.run.planning.plan import make_plan
