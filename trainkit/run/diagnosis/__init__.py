@@ -4,9 +4,8 @@ The probe is a short training whose checkpoints give the gradient of every step.
 
     evidence      the results of each shard of a step, and what the rules derive from them
     plain_loop    computes these results, without any part of an executor
-    differences   differences beyond rounding
     updates       the effect of each fault on the gradients, buffers and update of a step
-    matching      the faults that can be named, and which single one explains all differences
+    matching      differences beyond rounding, and which single fault that can be named explains all of them
     examining     a candidate, step by step, the probe, and the answer as text
 """
 

@@ -21,8 +21,7 @@ from trainkit.strategies.base import (
     ignore_phase,
 )
 from trainkit.strategies.capabilities import ModelMemory
-from trainkit.strategies.central_storage.asynchronous import AsyncCentralExecutor
-from trainkit.strategies.central_storage.executor import CentralExecutor
+from trainkit.strategies.central_storage.executor import AsyncCentralExecutor, CentralExecutor
 from trainkit.strategies.core.copies import ComputingCopies, computing_copy
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.refusals import async_problems, launch_problems
