@@ -44,8 +44,7 @@ from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.server.main import serve
 from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
-from trainkit.strategies.parameter_server.wire.variables import variables_of
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, variables_of
 
 SIZES_MB = (0.4, 10, 100)
 TENSORS = 16

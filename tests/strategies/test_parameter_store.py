@@ -20,8 +20,13 @@ from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.parameter_server.server.gradient_buffer import lane_sum
 from trainkit.strategies.parameter_server.server.shard import ServerShard
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
-from trainkit.strategies.parameter_server.wire.variables import Variable, tensors_of, variables_of
+from trainkit.strategies.parameter_server.wire.variable_shards import (
+    Variable,
+    VariableShards,
+    split_problems,
+    tensors_of,
+    variables_of,
+)
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 

@@ -13,7 +13,7 @@ from tests.support.present import present
 from tests.support.serving import Farm, serving, state_of
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variables import tensors_of
+from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of
 
 HEADS = 512
 """Bytes of a request's and an answer's head and text, at most."""

@@ -15,8 +15,7 @@ from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.server.main import serve
 from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
-from trainkit.strategies.parameter_server.wire.variables import unsaved_of, variables_of
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, unsaved_of, variables_of
 
 TOKEN = b"a token of 32 bytes, as a run has"
 

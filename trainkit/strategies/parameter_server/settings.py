@@ -22,8 +22,7 @@ from trainkit.strategies.parameter_server.server.main import serve
 from trainkit.strategies.parameter_server.wire.address_book import AddressBook
 from trainkit.strategies.parameter_server.wire.auth import connect
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
-from trainkit.strategies.parameter_server.wire.variables import variables_of
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, variables_of
 from trainkit.strategies.parameter_server.wire.work_channel import RemoteWorkChannel
 from trainkit.strategies.parameter_server.worker_task import Mode, Worker, WorkerReplicas
 

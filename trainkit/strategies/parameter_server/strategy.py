@@ -26,8 +26,7 @@ from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.state import CoordinatorExecutor
 from trainkit.strategies.parameter_server.coordinator.update_log import FILE
 from trainkit.strategies.parameter_server.settings import PsSettings, run_server, run_worker
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
-from trainkit.strategies.parameter_server.wire.variables import variables_of
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems, variables_of
 from trainkit.strategies.parameter_server.worker_task import sparse_tables
 
 _ACCEPT = Staleness()

@@ -22,7 +22,7 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor, cloned_batch
 from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variables import tensors_of
+from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport, gradient_keys
 
 

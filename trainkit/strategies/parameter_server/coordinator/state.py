@@ -23,7 +23,7 @@ from trainkit.strategies.parameter_server.coordinator.staleness import staleness
 from trainkit.strategies.parameter_server.coordinator.update_log import FILE, UpdateLog
 from trainkit.strategies.parameter_server.settings import PsSettings
 from trainkit.strategies.parameter_server.wire.address_book import AddressBook
-from trainkit.strategies.parameter_server.wire.variables import tensors_of, unsaved_of
+from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of, unsaved_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel
 
 
