@@ -26,6 +26,7 @@ from trainkit.strategies.core.replica import PlacedModel, Placement, SingleDevic
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
+    ShardedWork,
     cut_and_cast,
     sharding_problems,
     unsharded_model_problems,
@@ -40,7 +41,6 @@ from trainkit.strategies.core.sharded.fully import (
     without_shared,
 )
 from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice, joined_norms
-from trainkit.strategies.core.sharded.work import ShardedWork
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
     MakeStep,
