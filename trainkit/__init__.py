@@ -6,8 +6,9 @@ from trainkit.moved import install
 
 if TYPE_CHECKING:
     from trainkit.api import compose, generate, load, train
+    from trainkit.api.prediction import predict
 
-__all__ = ["__version__", "compose", "generate", "load", "train"]
+__all__ = ["__version__", "compose", "generate", "load", "predict", "train"]
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,10 @@ install()
 
 def __getattr__(name: str) -> Any:
     """Return a name of the api, imported on first use: workers and plugins import this package too."""
+    if name == "predict":
+        from trainkit.api.prediction import predict  # noqa: PLC0415 - see above
+
+        return predict
     if name in ("compose", "generate", "load", "train"):
         from trainkit import api  # noqa: PLC0415 - see above
 

@@ -25,6 +25,7 @@ from trainkit.config.sections import (
     LoaderConfig,
     LrScalingConfig,
     NumericsConfig,
+    PredictConfig,
     SupervisorConfig,
     SweepConfig,
     WarmupConfig,
@@ -88,6 +89,8 @@ class RunConfig:
     """When the run is saved."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation on the validation split."""
+    predict: PredictConfig = field(default_factory=PredictConfig)
+    """Predictions of the trained model."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Handling of failed ranks."""
     elastic: ElasticConfig = field(default_factory=ElasticConfig)

@@ -148,6 +148,24 @@ class EvalConfig:
     """Samples per forward pass of each rank; null derives it from the training's."""
 
 
+OUTPUTS: Final = pattern(
+    r"logits|probabilities|classes|embedding:.+",
+    "must be logits, probabilities, classes, or embedding:LAYER with the name of a module of the model.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Predictions of a trained model, `trainkit predict`."""
+
+    outputs: Annotated[str, cosmetic, OUTPUTS] = "logits"
+    """What a row holds: logits, probabilities, classes, or embedding:LAYER, the outputs of a module by its name."""
+    batch_size: Annotated[int, cosmetic, at_least(1)] = 64
+    """Samples per forward pass; it does not follow the replicas, so that the bytes of the file do not either."""
+    threads: Annotated[int, cosmetic, at_least(1), at_most(MOST_PROCESSES)] = 1
+    """Threads of a forward pass on the CPU, per process; another number may round differently."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SupervisorConfig:
     """Handling of failed ranks, in runs with several ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -42,6 +42,8 @@ class EvalBatches:
     If ranks run the model together, every rank iterates equally many batches: a rank with one batch less repeats a
     batch of the split, which must not be counted (`num_counted`).
 
+    `starts` gives the first samples of this rank's batches instead, in any order.
+
     Example:
         >>> from trainkit.data.sets.digits import Digits
         >>> batches = EvalBatches(Digits(split="val"), batch_size=100, rank=0, num_ranks=1,
@@ -61,15 +63,17 @@ class EvalBatches:
         settings: LoaderSettings,
         together: bool = False,
         hooks: DataHooks = DataHooks(),  # noqa: B008 - frozen
+        starts: Sequence[int] | None = None,
     ) -> None:
         self._dataset, self._hooks = dataset, hooks
         self._device = device
         self._settings = settings
         count = size_of(dataset)
-        starts = list(range(rank * batch_size, count, num_ranks * batch_size))
+        given = starts is not None
+        starts = list(range(rank * batch_size, count, num_ranks * batch_size) if starts is None else starts)
         self.num_counted = len(starts)
         """Number of this rank's own batches, which come first."""
-        if together and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
+        if together and not given and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
             starts.append(starts[-1] if starts else 0)
         self._ranges = [(start, min(start + batch_size, count)) for start in starts]
         stream = isinstance(dataset, Stream)

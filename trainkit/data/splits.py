@@ -91,15 +91,21 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
     if "train" not in names:
         rule = f"has the splits {', '.join(names) or 'none'}, and training needs one that is called train."
         raise ConfigError([Problem(key="data._target_", value=node["_target_"], rule=rule)])
+    return {split: build_split(node, split) for split in names}
+
+
+def build_split(node: Mapping[str, Any], split: str) -> Any:
+    """Build the dataset of one split; arguments and errors are those of `build_splits`."""
+    node = class_node(node)
+    if (kept := _KEPT.get(_name_of(node))) is not None:
+        return kept[split]
     own_nodes = getattr(resolve_target(node["_target_"], PLACES["data"]), "node_of", None)
-    built = {}
-    for split in names:
-        part = node if own_nodes is None else own_nodes(node, split)
-        takes_split = own_nodes is None and _takes_split(resolve_target(part["_target_"], PLACES["data"]))
-        with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
-            built[split] = _by_position(_made(part, split, {"split": split} if takes_split else {}))
-        if size_of(built[split]) == 0:
-            raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
+    part = node if own_nodes is None else own_nodes(node, split)
+    takes_split = own_nodes is None and _takes_split(resolve_target(part["_target_"], PLACES["data"]))
+    with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
+        built = _by_position(_made(part, split, {"split": split} if takes_split else {}))
+    if size_of(built) == 0:
+        raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
     return built
 
 
@@ -317,9 +323,17 @@ class _Subset:
             raise AttributeError("labels")
         return labels[self._indices]
 
+    @property
+    def ids(self) -> list[Any]:
+        """The id of each sample, where the dataset gives them."""
+        ids = getattr(self._dataset, "ids", None)
+        if ids is None:
+            raise AttributeError("ids")
+        return [ids[int(index)] for index in self._indices]
+
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
-        if name.startswith("_") or name in ("tensors", "gather", "labels", "targets"):
+        if name.startswith("_") or name in ("tensors", "gather", "labels", "targets", "ids"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 

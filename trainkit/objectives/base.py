@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import Problem, TrainingError
-from trainkit.objectives.fields import Fields, split_batch, unused_fields
+from trainkit.objectives.fields import Fields, input_of, split_batch, unused_fields
+from trainkit.objectives.outputs import scores_of
 from trainkit.objectives.tables import Result
 
 __all__ = [
     "Access",
     "Collective",
+    "Details",
     "Loss",
     "Metric",
     "Model",
@@ -157,6 +159,16 @@ class Metric(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What an evaluation after the training reports besides the metrics of the objective."""
+
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """New metrics, by name."""
+    notes: tuple[str, ...] = ()
+    """What is not reported, and why."""
+
+
 class Objective(ABC):
     """The task: how a batch is scored, and which metrics are reported."""
 
@@ -202,6 +214,10 @@ class Objective(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has the phases {self.phases}, and no phase_loss")
 
+    def predict(self, model: Model, batch: Any) -> Any:
+        """Return the outputs of the model for a batch; a supervised objective needs no targets in it."""
+        return self.loss(model, batch).outputs
+
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the weight of a sample if it is the same for all and does not depend on its targets.
 
@@ -225,6 +241,16 @@ class Objective(ABC):
     def metrics(self) -> dict[str, Metric]:
         """Return new metrics for one evaluation, by name. The trainer computes the loss itself."""
         return {}
+
+    def details(self, dataset: Any, *, batch_size: int) -> Details:
+        """Return what an evaluation after the training reports besides `metrics`.
+
+        Args:
+            dataset: the split, which may have the names of its classes or the bytes of its tokens.
+            batch_size: samples of a batch of the evaluation.
+        """
+        del dataset, batch_size
+        return Details()
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
         """Return what is wrong with this objective for a model and its samples, before anything starts.
@@ -267,6 +293,15 @@ class Supervised(Objective):
         inputs, targets = self.split_batch(batch)
         outputs = model(*inputs) if isinstance(self.input, list | tuple) else model(inputs)
         return self.score(outputs, targets)
+
+    def predict(self, model: Model, batch: Any) -> Any:
+        """Run the model on the inputs of a batch, which may lack targets, and return its outputs."""
+        if type(self).split_batch is not Supervised.split_batch:
+            inputs = self.split_batch(batch)[0]
+        else:
+            inputs = input_of(batch, self.input)
+        outputs = model(*inputs) if isinstance(self.input, list | tuple) else model(inputs)
+        return scores_of(outputs, getattr(self, "output", None))
 
     def notes(self, model: nn.Module, sample: Any) -> list[str]:
         """Return whether the model would compute its own loss, with more of a sample than this objective uses."""

@@ -13,7 +13,8 @@ from torch.nn import functional
 from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths
-from trainkit.objectives.base import Loss, Metric, Supervised
+from trainkit.objectives.base import Details, Loss, Metric, Supervised
+from trainkit.objectives.details import class_details
 from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import TopK, fresh_metrics
 from trainkit.objectives.outputs import scores_of
@@ -92,6 +93,10 @@ class Classification(Supervised):
         """Return accuracy, the requested top-k, and the metrics of the config."""
         ranked: Mapping[str, Metric] = {f"top{k}": TopK(k) for k in self.top_k}
         return {"accuracy": TopK(1), **ranked, **fresh_metrics(self.extra_metrics)}
+
+    def details(self, dataset: Any, *, batch_size: int) -> Details:
+        """Return a table of classes, the confusion matrix, the calibration and the worst samples."""
+        return class_details(dataset, batch_size=batch_size)
 
 
 _EXACT = (torch.float32, torch.float64)

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 from trainkit.errors import ConfigError, DataError, Problem
 
-__all__ = ["Field", "Fields", "named_fields", "select", "split_batch", "unused_fields"]
+__all__ = ["Field", "Fields", "input_of", "named_fields", "select", "split_batch", "unused_fields"]
 
 Field = str | int
 """The key of a field in a dict or dataclass, or its place in a tuple."""
@@ -43,6 +43,32 @@ def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tupl
     named = named_fields(batch)
     names = _chosen(named, batch, input, target)
     return select(named, names[0], "objective.input"), select(named, names[1], "objective.target")
+
+
+def input_of(batch: Any, input: Fields = None) -> Any:  # noqa: A002 - the key's name
+    """Return the inputs of a sample or batch that may have no targets.
+
+    Without names, a batch that has no fields is the input itself, and so is its only field.
+
+    Raises:
+        ConfigError: there is no field of a given name.
+        DataError: no name is given, and the structure of the batch leaves open which field is meant.
+
+    Example:
+        >>> input_of({"image": 1}), input_of((2, 3)), input_of("text")
+        (1, 2, 'text')
+    """
+    named = named_fields(batch)
+    if input is not None:
+        return select(named, input, "objective.input")
+    if not named or (isinstance(batch, list) and len(batch) != 2):
+        return batch
+    if len(named) == 1:
+        return next(iter(named.values()))
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0]
+    name = "input" if "input" in named else _common(named, INPUTS, 0, "input", batch)
+    return select(named, name, "objective.input")
 
 
 def named_fields(batch: Any) -> Mapping[Field, Any]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.fields import cosmetic, maths
-from trainkit.objectives.base import Collective, Loss, Metric, RunningMean, Supervised
+from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
+from trainkit.objectives.details import token_details
 from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import fresh_metrics
 from trainkit.objectives.outputs import scores_of
@@ -69,6 +70,10 @@ class LanguageModelling(Supervised):
     def metrics(self) -> dict[str, Metric]:
         """Return perplexity, and the metrics of the config."""
         return {"perplexity": Perplexity(), **fresh_metrics(self.extra_metrics)}
+
+    def details(self, dataset: Any, *, batch_size: int) -> Details:
+        """Return the bits a byte, where the data tells the bytes of a token, and the worst windows."""
+        return token_details(dataset, batch_size=batch_size, ignore_index=self.ignore_index)
 
 
 class Perplexity(Metric):

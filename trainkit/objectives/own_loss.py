@@ -15,6 +15,7 @@ from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_of
 from trainkit.objectives.fields import named_fields
 from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.outputs import scores_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,14 @@ class ModelComputesLoss(Objective):
         # The mean over no target is NaN, and so would be the step.
         loss_sum = torch.where(weight > 0, mean.reshape(()) * weight, 0.0)
         return Loss(loss_sum, weight, None, _part(output, "logits", 1), labels)
+
+    def predict(self, model: Model, batch: Any) -> Any:
+        """Run the model on a batch, whose labels are left out, and return the scores."""
+        if isinstance(batch, Mapping):
+            output = model(**{name: value for name, value in batch.items() if name != self.labels})
+        else:
+            output = model(*batch[:-1]) if isinstance(batch, tuple) and len(batch) > 1 else model(batch)
+        return scores_of(output)
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
         """Return the fields of a sample that the model does not take."""

@@ -45,11 +45,19 @@ from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer import failpoints
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
+    Work = Callable[[Path, Identity, RunFolder, StopFlag, Reporter], dict[str, Any] | None]
 
-def main(arguments: list[str]) -> int:
-    """Run the task of this process; return the exit code."""
+
+def main(arguments: list[str], work: Work | None = None) -> int:
+    """Run the task of this process; return the exit code.
+
+    Args:
+        arguments: the path of `resolved.yaml`.
+        work: what the task does; None: it trains.
+    """
     signals = worker_signals() if LIFELINE in os.environ else stop_signals()
     with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost
         supervised = watch_parent(os.environ)
@@ -76,7 +84,7 @@ def main(arguments: list[str]) -> int:
                 _stacks_on_demand(folder, rank),
                 _store_of_hand_started(identity, supervised=supervised),
             ):
-                result = _run(resolved, identity, folder, stop, report)
+                result = (work or _run)(resolved, identity, folder, stop, report)
             with contextlib.suppress(OSError):  # the folder was removed: the parent detects it
                 folder.done_of(rank).touch()
         except KeyboardInterrupt:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
-from trainkit.objectives.base import Access, Objective, RunningMean
+from trainkit.objectives.base import Access, Metric, Objective, RunningMean
 from trainkit.objectives.tables import Table, results_of
 from trainkit.objectives.terms import terms_of
 from trainkit.strategies.base import LocalModel
@@ -26,28 +27,16 @@ class Evaluation:
     """The metrics that are tensors of several numbers, or tables."""
 
 
-def evaluate(
-    local: LocalModel, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
-) -> Evaluation:
-    """Evaluate the model on a split; collective.
+@contextmanager
+def evaluation_mode(local: LocalModel, objective: Objective) -> Iterator[Callable[[int], None]]:
+    """Hold the model in evaluation mode for the duration of the block, without gradients unless the objective needs
+    them.
 
-    Random numbers of the model or the objective depend on (seed, batch number, block): they are the same in every
-    evaluation.
-
-    Args:
-        local: the model; in training mode again afterwards.
-        objective: computes the loss and the metrics.
-        batches: this rank's batches, on its device: together the ranks have every sample once.
-        split: prefix of the metric names, `val/loss`.
-        num_counted: how many of the first batches count; None: all. The others exist because other ranks run the model
-            together with this one.
-
-    Raises:
-        TrainingError: a metric gives something else than numbers and tables.
+    Yields:
+        A function that takes the number of the next batch in the split: random numbers of the model or the objective
+        depend on (seed, batch number, block), and are the same in every evaluation.
     """
     model = local.model
-    tally, metrics = RunningMean(), objective.metrics()
-    terms = {name: RunningMean() for name in objective.term_names}
     keys = keys_of(model) or BlockKeys(model, seed=0, devices=[local.device])
     was_training = model.training
     model.eval()
@@ -56,19 +45,49 @@ def evaluate(
             torch.set_grad_enabled(Access.derivatives in objective.needs),
             local.precision.autocast(local.device_types),
         ):
-            for place, batch in enumerate(batches):
-                with Untouched(seed=0, devices=[local.device]):
-                    keys.enter_evaluation(batch=place * local.num_ranks + local.rank, objective=objective)
-                    loss = objective.loss(model, batch)
-                if num_counted is not None and place >= num_counted:
-                    continue
-                tally.add(loss.loss_sum, loss.weight)
-                for name, term in terms_of(objective, loss).items():
-                    terms[name].add(term, loss.weight)
-                for metric in metrics.values():
-                    metric.update(loss, batch)
+            yield lambda number: keys.enter_evaluation(batch=number, objective=objective)
     finally:
         model.train(was_training)
+
+
+def evaluate(
+    local: LocalModel,
+    objective: Objective,
+    batches: Iterable[Any],
+    *,
+    split: str,
+    num_counted: int | None = None,
+    more_metrics: Mapping[str, Metric] | None = None,
+) -> Evaluation:
+    """Evaluate the model on a split; collective.
+
+    Args:
+        local: the model; in training mode again afterwards.
+        objective: computes the loss and the metrics.
+        batches: this rank's batches, on its device: together the ranks have every sample once.
+        split: prefix of the metric names, `val/loss`.
+        num_counted: how many of the first batches count; None: all. The others exist because other ranks run the model
+            together with this one.
+        more_metrics: metrics besides those of the objective, by name; new ones.
+
+    Raises:
+        TrainingError: a metric gives something else than numbers and tables.
+    """
+    model = local.model
+    tally, metrics = RunningMean(), {**objective.metrics(), **(more_metrics or {})}
+    terms = {name: RunningMean() for name in objective.term_names}
+    with evaluation_mode(local, objective) as enter:
+        for place, batch in enumerate(batches):
+            with Untouched(seed=0, devices=[local.device]):
+                enter(place * local.num_ranks + local.rank)
+                loss = objective.loss(model, batch)
+            if num_counted is not None and place >= num_counted:
+                continue
+            tally.add(loss.loss_sum, loss.weight)
+            for name, term in terms_of(objective, loss).items():
+                terms[name].add(term, loss.weight)
+            for metric in metrics.values():
+                metric.update(loss, batch)
     figures = {f"{split}/loss": tally.mean(local.data_ranks)}
     figures.update({f"{split}/{name}": sums.mean(local.data_ranks) for name, sums in terms.items()})
     tables: dict[str, Table] = {}

@@ -96,6 +96,7 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
         yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
     if values["cv"]["folds"] is None:
         yield from ((f"cv.{name}", "has no effect without cv.folds.") for name in ("fold", "seed"))
+    yield from ((f"predict.{name}", "has no effect on a training: it is for predict.") for name in values["predict"])
     if not multirun:
         yield from ((f"sweep.{name}", "has no effect without -m.") for name in values["sweep"])
     elif values["sweep"]["resume"] is not None:

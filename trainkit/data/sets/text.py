@@ -119,6 +119,10 @@ class TextFile(_Tokens):
         """Return the text of token numbers."""
         return "".join(self.characters[token] for token in tokens)
 
+    def token_bytes(self) -> list[int]:
+        """Return the bytes of each token in UTF-8."""
+        return [len(character.encode()) for character in self.characters]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PythonSource(_Tokens):
@@ -150,6 +154,10 @@ class PythonSource(_Tokens):
     def decode(self, tokens: list[int]) -> str:
         """Return the text of bytes, with replacement characters where they are not UTF-8."""
         return bytes(tokens).decode(errors="replace")
+
+    def token_bytes(self) -> list[int]:
+        """Return 1 for each token."""
+        return [1] * self.vocab_size
 
 
 def _library_bytes(max_bytes: int | None) -> NDArray[np.uint8]:

@@ -23,6 +23,8 @@ VERBS: Final[Mapping[str, str]] = {
     "diff": "which differences of two runs can matter: diff RUN RUN",
     "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
     "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
+    "evaluate": "score a trained model on a split, each sample once: evaluate RUN --split val",
+    "predict": "the model's outputs for every sample, in order: predict RUN --out FILE.parquet",
     "export": "write the trained model into files that need no trainkit: export RUN",
     "generate": "continue a text with a trained language model: generate RUN --prompt TEXT",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
@@ -33,7 +35,7 @@ VERBS: Final[Mapping[str, str]] = {
 _ROOMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("train", "resume", "prove"), "running"),
     **dict.fromkeys(("plan", "explain", "diff", "top", "ls"), "looking"),
-    **dict.fromkeys(("ensemble", "export", "generate"), "using"),
+    **dict.fromkeys(("ensemble", "evaluate", "export", "generate", "predict"), "using"),
     **dict.fromkeys(("emit", "init"), "starting"),
 }
 """Verb -> the package of its module."""

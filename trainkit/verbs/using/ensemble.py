@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.config.grammar import refusal
 from trainkit.verbs.looking.top import ranked
 from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.weights import checkpoint_flag
 
 if TYPE_CHECKING:
-    from trainkit.run.folder.model_file import Which
     from trainkit.sweeps.results.ensemble import Candidate
 
 USAGE: Final = "DIR"
@@ -28,7 +27,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
 def run(call: Call) -> int:
     """Print members and ensemble side by side, and write the ensemble."""
     call.check_arity(arguments=1, overrides=False)
-    checkpoint, out = _checkpoint(call.flags), call.flags.get("out")
+    checkpoint, out = checkpoint_flag(call.flags), call.flags.get("out")
     board, count = ranked(call)
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
     from trainkit.sweeps.job_sources import free_folder  # noqa: PLC0415 - for this only
@@ -51,13 +50,6 @@ def run(call: Call) -> int:
     for place in written:
         sys.stdout.write(f'trainkit.load("{place}")\n')
     return 0
-
-
-def _checkpoint(flags: Mapping[str, str]) -> Which:
-    word = flags.get("checkpoint", "last")
-    if word not in ("best", "last"):
-        raise refusal(f"--checkpoint {word}", "must be best or last.")
-    return cast("Which", word)
 
 
 def _devices() -> list[Any]:

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainkit
+from trainkit.data.sets.digits import Digits
+from trainkit.errors import CheckpointError, ConfigError
+from trainkit.verbs.support.call import Call
+from trainkit.verbs.using import evaluate as verb
+
+RUN = ("recipe=null", "steps=24", "callbacks=[]", "logger=[]", "quiet=true")
+STRATEGIES = (
+    "strategy=mirrored strategy.replicas=2",
+    "strategy=fsdp strategy.replicas=2",
+    "strategy=tensor_parallel strategy.degree=2",
+    "strategy=pipeline strategy.stages=2",
+    "strategy=central_storage",
+    "strategy=local_sgd strategy.replicas=2",
+    "strategy=parameter_server",
+    "strategy=device_map",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on digits."""
+    folder = tmp_path_factory.mktemp("run") / "digits"
+    trainkit.train(trainkit.compose([*RUN, "objective.top_k=[3]"]), run_dir=folder)
+    return folder
+
+
+def evaluate(path: Path, *overrides: str, **flags: str) -> int:
+    call = Call(verb="evaluate", arguments=(str(path),), flags=flags, overrides=overrides, packages=("tests",))
+    return verb.run(call)
+
+
+def refused(path: Path, *overrides: str, **flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        evaluate(path, *overrides, **flags)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def metrics(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **flags: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert evaluate(path, *overrides, json="", **flags) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def own_metrics(run: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads((run / "result.json").read_text())["metrics"]
+    return found
+
+
+def hashes(run: Path) -> dict[str, str]:
+    files = (file for file in sorted(run.rglob("*")) if file.is_file())
+    return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_figures_are_those_of_the_run_to_the_bit_and_nothing_else_changes(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = hashes(run)
+    content = metrics(run, capsys)
+    own = own_metrics(run)
+    assert {name: content["metrics"][name] for name in own} == own
+    written = Path(content["folder"])
+    assert sorted(file.name for file in written.iterdir()) == ["evaluation.json", "report.md", "worst.png"]
+    after = hashes(run)
+    assert {name: after[name] for name in before} == before
+    assert {Path(name).parent.parent.name for name in after.keys() - before.keys()} == {"evaluations"}
+
+
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[0], *(pytest.param(one, marks=pytest.mark.long) for one in STRATEGIES[1:])]
+)
+def test_every_strategy_gives_the_same_figures(run: Path, capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    found, own = metrics(run, capsys, *strategy.split())["metrics"], own_metrics(run)
+    assert found == pytest.approx({**found, **own}, rel=1e-6)
+
+
+def test_tables_agree_with_the_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = metrics(run, capsys)
+    images, labels = Digits(split="val").tensors()
+    with torch.no_grad():
+        scores = trainkit.load(run)(images)
+    losses = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+    tables = content["tables"]
+    worst = tables["val/worst"]["rows"]
+    assert [row[0] for row in worst] == losses.topk(16).indices.tolist()
+    assert [row[1] for row in worst] == pytest.approx(losses.topk(16).values.tolist())
+    confusion = torch.zeros(10, 10)
+    for label, guess in zip(labels, scores.argmax(1), strict=True):
+        confusion[label, guess] += 1
+    assert [row[1:] for row in tables["val/confusion"]["rows"]] == confusion.tolist()
+    recall = [row[2] for row in tables["val/classes"]["rows"]]
+    assert recall == pytest.approx((confusion.diagonal() / confusion.sum(1)).tolist())
+
+
+def test_calibration_is_the_distance_of_confidence_from_accuracy(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = metrics(run, capsys)["metrics"]["val/calibration_error"]
+    images, labels = Digits(split="val").tensors()
+    with torch.no_grad():
+        chances = trainkit.load(run)(images).softmax(1).double()
+    sure, right = chances.max(1).values, chances.argmax(1) == labels
+    bins = torch.bucketize(sure, torch.linspace(0, 1, 16, dtype=torch.float64)[1:-1])
+    groups = [(sure[bins == one], right[bins == one].double()) for one in range(15) if (bins == one).any()]
+    expected = sum(len(a) / len(sure) * abs(float(a.mean() - b.mean())) for a, b in groups)
+    assert found == pytest.approx(expected)
+
+
+def test_without_torchmetrics_a_note_names_the_line_that_installs_it(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    content = metrics(run, capsys)
+    assert "val/calibration_error" not in content["metrics"]
+    assert content["notes"] == [
+        'calibration is not measured: it needs the package torchmetrics. Install it: pip install "torchmetrics>=1.4"'
+    ]
+
+
+def test_other_data_and_another_split_are_scored(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = metrics(run, capsys, split="train")
+    assert content["num_samples"] == 1437
+    assert "train/loss" in content["metrics"]
+    scaled = metrics(run, capsys, "data=digits", "data.scaling=standard")["metrics"]["val/loss"]
+    assert scaled != own_metrics(run)["val/loss"]
+
+
+def test_a_written_model_is_scored_like_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = metrics(run, capsys)["metrics"]
+    assert metrics(run / "model", capsys)["metrics"] == expected
+    assert metrics(run / "model" / "model.safetensors", capsys)["metrics"] == expected
+
+
+def test_a_written_model_without_its_run_needs_data(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.yaml", "model.safetensors"):
+        (folder / name).write_bytes((run / "model" / name).read_bytes())
+    assert refused(folder) == (
+        f"data: {folder} is of no run that is here. Give its data and objective: data=... objective=..., or "
+        "recipe=NAME."
+    )
+    found = metrics(folder, capsys, "data=digits", "objective=classification")["metrics"]["val/loss"]
+    assert found == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)
+
+
+def test_a_language_model_reports_bits_a_byte_and_its_worst_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
+    keys = (f"data.path={tmp_path}/text.txt", "data.context=16", "model.context=16", "model.vocab_size=16")
+    small = ("model=gpt", "model.width=16", "model.num_heads=2", "model.num_layers=1")
+    run = tmp_path / "run"
+    trainkit.train(
+        trainkit.compose([*RUN, "data=text_file", "objective=language_modelling", "schedule=constant", *keys, *small]),
+        run_dir=run,
+    )
+    content = metrics(run, capsys)
+    found = content["metrics"]
+    assert {name: found[name] for name in own_metrics(run)} == own_metrics(run)
+    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / 0.6931471805599453)
+    page = (Path(content["folder"]) / "report.md").read_text()
+    assert "val/worst" in page
+    assert "the cat sat" in page.replace("\n", " ")
+
+
+def test_a_damaged_checkpoint_ends_with_exit_code_4_and_writes_nothing(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for folder in (copy / "checkpoints").iterdir():
+        for file in folder.glob("*.safetensors"):
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+    before = hashes(copy)
+    with pytest.raises(CheckpointError) as caught:
+        evaluate(copy)
+    assert caught.value.exit_code == 4
+    assert hashes(copy) == before
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    assert "holds no model: it is neither a run" in refused(tmp_path / "weights.bin")
+
+
+def test_samples_that_do_not_fit_the_model_are_refused_with_their_shape(run: Path) -> None:
+    said = refused(run, "data=synthetic", "data.shape=[7]")
+    assert said == (
+        "data=trainkit.data.sets.synthetic.Synthetic: the samples of val do not fit the model and objective: "
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 64x128). A sample is (float32 (7,), int)."
+    )

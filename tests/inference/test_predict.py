@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import trainkit
+from tests.inference.samples import Ragged, Rows
+from tests.support import quick
+from trainkit.data.sets.digits import Digits
+from trainkit.errors import CheckpointError, ConfigError, DataError
+from trainkit.verbs.support.call import Call
+from trainkit.verbs.using import predict as verb
+
+RUN = ("recipe=null", "epochs=1", "callbacks=[]", "logger=[]", "quiet=true")
+ROWS = ("data._target_=tests.inference.samples.Rows", "data.num_rows=100")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on digits."""
+    folder = tmp_path_factory.mktemp("run") / "digits"
+    trainkit.train(trainkit.compose(RUN), run_dir=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on vectors of four numbers."""
+    folder = tmp_path_factory.mktemp("run") / "vectors"
+    vectors = ("data=synthetic", "data.shape=[4]", "data.num_samples=64", "model.in_features=4")
+    trainkit.train(trainkit.compose([*RUN, *vectors]), run_dir=folder)
+    return folder
+
+
+def predict(path: Path, out: Path | str, *overrides: str, **flags: str) -> int:
+    call = Call(
+        verb="predict",
+        arguments=(str(path),),
+        flags={"out": str(out), **flags},
+        overrides=overrides,
+        packages=("tests",),
+    )
+    return verb.run(call)
+
+
+def refused(path: Path, out: Path | str, *overrides: str, **flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        predict(path, out, *overrides, **flags)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def plain(run: Path) -> torch.Tensor:
+    """The logits of the validation split, computed by hand in batches of 64."""
+    model, images = trainkit.load(run), Digits(split="val").tensors()[0]
+    with torch.no_grad():
+        return torch.cat([model(images[start : start + 64]) for start in range(0, len(images), 64)])
+
+
+def test_rows_are_those_of_a_plain_loop_in_the_order_of_the_dataset(run: Path, cwd: Path) -> None:
+    assert predict(run, "out.npy") == 0
+    assert (np.load("out.npy") == plain(run).numpy()).all()
+    assert np.load("out.ids.npy").tolist() == list(range(360))
+    assert sorted(file.name for file in cwd.iterdir()) == ["out.ids.npy", "out.npy"]
+
+
+def test_probabilities_and_classes_are_those_of_the_logits(run: Path, cwd: Path) -> None:
+    predict(run, "p.npy", "predict.outputs=probabilities")
+    predict(run, "c.jsonl", "predict.outputs=classes")
+    assert (np.load("p.npy") == plain(run).softmax(dim=-1).numpy()).all()
+    classes = [json.loads(line)["classes"] for line in Path("c.jsonl").read_text().splitlines()]
+    assert classes == plain(run).argmax(dim=-1).tolist()
+
+
+def test_an_embedding_is_the_output_of_a_layer(run: Path, cwd: Path) -> None:
+    predict(run, "e.npy", "predict.outputs=embedding:layers.0")
+    model, images = trainkit.load(run), Digits(split="val").tensors()[0]
+    with torch.no_grad():
+        expected = model.get_submodule("layers.0")(images[:64].flatten(1))
+    assert (np.load("e.npy")[:64] == expected.numpy()).all()
+
+
+def test_samples_need_no_targets_and_the_only_split_is_taken(rows: Path, cwd: Path) -> None:
+    assert predict(rows, "out.npy", *ROWS) == 0
+    assert np.load("out.npy").shape == (100, 10)
+
+
+def interrupted(path: Path, out: str, *overrides: str, at: int, rank: int = 0) -> int:
+    """Start a prediction that is killed after so many batches of a rank."""
+    words = ["predict", str(path), "--out", out, "--allow-package=tests", *overrides]
+    planted = {**os.environ, "TRAINKIT_FAIL": f"rank={rank},step={at},phase=evaluate,action=kill"}
+    planted["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(quick.command(*words), env=planted, capture_output=True, check=False)
+    return done.returncode
+
+
+def test_a_prediction_that_was_killed_continues_to_the_same_bytes(
+    rows: Path, cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = (*ROWS, "predict.batch_size=2")
+    predict(rows, "whole.npy", *small)
+    assert interrupted(rows, "out.npy", *small, at=40) != 0
+    done = [path.name for path in sorted(Path("out.npy.parts").glob("part_*"))]
+    assert done == ["part_00000000.npy", "part_00000001.npy"]
+    assert not Path("out.npy").exists()
+    assert predict(rows, "out.npy", *small) == 0
+    assert "continues after 64 of 100 rows" in capsys.readouterr().err
+    assert Path("out.npy").read_bytes() == Path("whole.npy").read_bytes()
+    assert not Path("out.npy.parts").exists()
+
+
+def test_parts_of_another_prediction_are_refused_and_dropped_on_request(rows: Path, cwd: Path) -> None:
+    small = (*ROWS, "predict.batch_size=2")
+    interrupted(rows, "out.npy", *small, at=40)
+    said = refused(rows, "out.npy", *ROWS, "predict.batch_size=3")
+    assert said == (
+        "--out=out.npy.parts: holds the parts of another prediction, which differs in batch_size, 2 there and 3 here. "
+        "Continue that one, give another file, or drop its parts by --overwrite. (command line)"
+    )
+    assert predict(rows, "out.npy", *ROWS, "predict.batch_size=3", overwrite="") == 0
+
+
+def test_an_existing_file_is_refused_without_overwrite(run: Path, cwd: Path) -> None:
+    Path("out.ids.npy").write_text("mine")
+    assert refused(run, "out.npy") == (
+        "--out=out.ids.npy: exists already. Give another name, or --overwrite. (command line)"
+    )
+    assert Path("out.ids.npy").read_text() == "mine"
+    assert predict(run, "out.npy", overwrite="") == 0
+
+
+def test_a_folder_of_that_name_that_is_not_of_a_prediction_is_refused(run: Path, cwd: Path) -> None:
+    Path("out.npy.parts").mkdir()
+    assert refused(run, "out.npy").endswith(
+        "exists and was not written by a prediction. Rename it, or give another file. (command line)"
+    )
+
+
+REFUSALS: list[tuple[list[str], dict[str, str], str]] = [
+    (
+        ["predict.outputs=embedding:head"],
+        {},
+        (
+            "predict.outputs=embedding:head: the model has no module of this name. "
+            "It has layers, layers.0, layers.1, layers.2."
+        ),
+    ),
+    (
+        ["predict.outputs=scores"],
+        {},
+        (
+            "predict.outputs=scores: must be logits, probabilities, classes, or embedding:LAYER with the name of a "
+            "module of the model. (command line)"
+        ),
+    ),
+    (
+        ["objective=regression", "predict.outputs=classes"],
+        {},
+        "predict.outputs=classes: the outputs of Regression are no scores of classes. Use logits.",
+    ),
+    (
+        ["optimizer.lr=1"],
+        {},
+        (
+            "optimizer.lr: has no effect on predict: it takes data, objective, strategy, precision, loader, compile, "
+            "cv, supervisor and their keys. (command line)"
+        ),
+    ),
+    (["model=mlp"], {}, "model: has no effect on predict: the model is the trained one. (command line)"),
+    ([], {"split": "test"}, "--split=test: the data has the splits train, val. (command line)"),
+    ([], {"checkpoint": "first"}, "--checkpoint first: must be best or last. (command line)"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "flags", "said"), REFUSALS)
+def test_what_does_not_fit_is_refused_with_the_remedy(
+    run: Path, cwd: Path, overrides: Sequence[str], flags: dict[str, str], said: str
+) -> None:
+    assert refused(run, "out.npy", *overrides, **flags) == said
+    assert not list(cwd.iterdir())
+
+
+def test_a_missing_model_and_a_folder_without_one_are_refused(cwd: Path) -> None:
+    assert refused(Path("nowhere"), "out.npy") == "nowhere: there is no such file or folder. (command line)"
+    Path("empty").mkdir()
+    assert "holds no model: it is neither a run, nor a checkpoint of one" in refused(Path("empty"), "out.npy")
+
+
+def test_a_run_without_a_checkpoint_ends_with_exit_code_4(run: Path, cwd: Path) -> None:
+    Path("half").mkdir()
+    Path("half/resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    with pytest.raises(CheckpointError, match=r"half has no checkpoint named last\.") as caught:
+        predict(Path("half"), "out.npy")
+    assert caught.value.exit_code == 4
+
+
+def test_the_weights_of_another_model_are_refused(run: Path, cwd: Path) -> None:
+    text = (run / "resolved.yaml").read_text().replace("- 128", "- 96")
+    Path("other").mkdir()
+    Path("other/resolved.yaml").write_text(text)
+    Path("other/checkpoints").symlink_to(run / "checkpoints")
+    with pytest.raises(CheckpointError):
+        predict(Path("other"), "out.npy")
+    assert not Path("out.npy").exists()
+
+
+def test_python_predicts_with_a_model_or_a_run(run: Path) -> None:
+    images = Digits(split="val")
+    assert torch.equal(trainkit.predict(run, images), plain(run))
+    model = nn.Linear(4, 3).train()
+    data = Rows(num_rows=10)
+    expected = model(data.gather(torch.arange(10))).detach()
+    assert torch.equal(trainkit.predict(model, data, batch_size=10), expected)
+    assert model.training
+
+
+def test_samples_whose_outputs_differ_in_shape_are_refused() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(DataError, match="the outputs of a sample have the shape"):
+        trainkit.predict(model, Ragged(num_rows=8), batch_size=4)

@@ -1,0 +1,187 @@
+"""Evaluate a trained model, and write what was found into a folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.api.trained import Trained, Which, compose_job, find_trained
+from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
+from trainkit.data.splits import read_sample
+from trainkit.numerics.generators import Untouched
+from trainkit.objectives.details import WORST
+from trainkit.objectives.fields import input_of
+from trainkit.objectives.tables import Table
+from trainkit.run.folder.run_folder import write_atomically, write_json_atomically
+from trainkit.run.inference.job import Job, prepare, split_of
+from trainkit.run.inference.launch import run_job
+from trainkit.run.inference.request import JobRequest
+from trainkit.storage import reporting
+from trainkit.sweeps.job_sources import free_folder
+
+VERSION: Final = 1
+"""Version of evaluation.json."""
+FOLDER: Final = "evaluations"
+_LONGEST: Final = 2_000
+"""Characters of a text in the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """An evaluation and its folder."""
+
+    folder: Path
+    content: Mapping[str, Any]
+    """Content of evaluation.json."""
+
+
+def evaluate(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    split: str | None = None,
+    checkpoint: Which = "last",
+    config_dirs: Sequence[Path] = (),
+    packages: Sequence[str] = (),
+    log: Callable[[str], None] = lambda _line: None,
+) -> Evaluated:
+    """Evaluate a trained model on a split, each sample once, and write the results into `evaluations/NAME`.
+
+    Args:
+        path: a run, a checkpoint of one, or a folder or file with a written model.
+        overrides: changes of the config: data, strategy, precision.
+        split: the split; None: val.
+        checkpoint: which checkpoint of a run.
+        config_dirs: the user's config folders.
+        packages: the user's packages that classes may come from.
+        log: logs lines of progress.
+
+    Raises:
+        ConfigError: there is no model, or a key does not fit.
+        CheckpointError: the weights are damaged, or those of another model.
+        DataError: the dataset is absent, damaged or empty.
+    """
+    trained = find_trained(path, checkpoint)
+    composition = compose_job(trained, overrides, verb="evaluate", config_dirs=config_dirs, packages=packages)
+    cfg = composition.cfg
+    wanted = split_of(cfg, split)
+    job = prepare(cfg, JobRequest(verb="evaluate", split=wanted, source=trained.source))
+    with reporting(trained.folder):
+        root = trained.folder / FOLDER
+        folder = free_folder(root / f"{wanted}_{trained.label}")
+        folder.mkdir(parents=True)
+        processes = folder / "processes"
+        processes.mkdir()
+        try:
+            result = run_job(job, processes, log=log)
+            content = _content(trained, job, result)
+            _write(folder, job, content)
+        except BaseException:
+            _discard(folder)
+            raise
+        shutil.rmtree(processes)
+    return Evaluated(folder=folder, content=content)
+
+
+def _discard(folder: Path) -> None:
+    """Delete the folder of an evaluation that was not made; this call has created it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def _content(trained: Trained, job: Job, result: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "model": trained.source.path,
+        "checkpoint": trained.label,
+        "step": trained.step,
+        "split": job.request.split,
+        "num_samples": result["num_samples"],
+        "strategy": job.cfg.strategy["_target_"],
+        "num_processes": len(job.tasks),
+        "batch_size": job.eval_batch_size,
+        "precision": job.parts.precision.value,
+        "metrics": result["metrics"],
+        "tables": result["tables"],
+        "notes": result["notes"],
+    }
+
+
+def _write(folder: Path, job: Job, content: Mapping[str, Any]) -> None:
+    """Write the figures, a page with the tables, and the worst samples."""
+    write_json_atomically(folder / "evaluation.json", content)
+    worst = _worst_samples(job, content)
+    pictures = _picture(folder, [one for _, one in worst])
+    page = "\n".join(_page(job, content, worst, has_picture=pictures))
+    write_atomically(folder / "report.md", f"{page}\n")
+
+
+def _worst_samples(job: Job, content: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """Return the inputs of the samples with the highest loss, by their places."""
+    table = content["tables"].get(f"{job.request.split}/{WORST}")
+    found = []
+    for row in table["rows"] if table else ():
+        place = int(row[0])
+        with Untouched(seed=0):
+            sample = read_sample(job.dataset, place)
+            found.append((place, input_of(sample, getattr(job.parts.objective, "input", None))))
+    return found
+
+
+def _picture(folder: Path, inputs: Sequence[Any]) -> bool:
+    """Write the inputs as one picture if they are images of one size."""
+    tensors = [torch.as_tensor(one) if isinstance(one, Tensor | np.ndarray) else None for one in inputs]
+    images = [one for one in tensors if one is not None and one.dim() == 3]
+    if not images or len(images) < len(inputs) or len({one.shape for one in images}) > 1:
+        return False
+    shown = next(images_in(torch.stack(images)), None)
+    if shown is None:
+        return False
+    (folder / "worst.png").write_bytes(png_bytes(grid(shown.numpy())))
+    return True
+
+
+def _page(
+    job: Job, content: Mapping[str, Any], worst: Sequence[tuple[int, Any]], *, has_picture: bool
+) -> Iterator[str]:
+    yield f"# {content['split']} of {content['model']}, checkpoint {content['checkpoint']}"
+    yield ""
+    yield "| metric | value |"
+    yield "|---|---|"
+    yield from (f"| {name} | {value} |" for name, value in content["metrics"].items())
+    for name, table in content["tables"].items():
+        yield from ("", f"## {name}", "")
+        yield Table(columns=tuple(table["columns"]), rows=tuple(map(tuple, _named(table["rows"])))).markdown()
+        if name.endswith(f"/{WORST}"):
+            if has_picture:
+                yield from ("", "In the order of the table, eight in a row:", "", "![worst](worst.png)")
+            yield from _texts(job.dataset, worst)
+    yield from ("", *(f"note: {note}" for note in content["notes"]))
+
+
+def _named(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Yield rows with NaN for null, which JSON has in its place."""
+    for row in rows:
+        yield [float("nan") if cell is None else cell for cell in row]
+
+
+def _texts(dataset: Any, worst: Sequence[tuple[int, Any]]) -> Iterator[str]:
+    """Yield the worst samples that are texts, or tokens that the dataset decodes."""
+    decode = getattr(dataset, "decode", None)
+    for place, sample in worst:
+        if isinstance(sample, str):
+            text = sample
+        elif callable(decode) and isinstance(sample, Tensor) and not sample.is_floating_point() and sample.dim() == 1:
+            text = str(decode(sample.tolist()))
+        else:
+            continue
+        shown = text[:_LONGEST].replace("```", "'''")
+        yield from ("", f"Sample {place}:", "", "```text", shown, "```")

@@ -1,0 +1,182 @@
+"""The parts of a prediction on disk: one file a chunk of fixed batches, so that an interrupted prediction continues.
+
+A part has its final name only once it is complete. Chunk i holds the same rows on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainkit.errors import DataError, UnreadableError
+from trainkit.reading import open_regular
+from trainkit.storage import naming, sync_folder
+
+_BATCHES: Final = 16
+"""Batches of a chunk."""
+_NAME: Final = re.compile(r"part_(\d{8})\.npy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The rows of a dataset in chunks of whole batches.
+
+    Example:
+        >>> chunks = Chunks(num_rows=100, batch_size=3)
+        >>> chunks.count, chunks.rows_of(2), chunks.batches_of(2)
+        (3, 4, [96, 99])
+    """
+
+    num_rows: int
+    batch_size: int
+
+    @property
+    def count(self) -> int:
+        """Number of chunks; an empty dataset has none."""
+        return -(-self.num_rows // (_BATCHES * self.batch_size))
+
+    def batches_of(self, chunk: int) -> list[int]:
+        """Return the first row of each batch of a chunk."""
+        start = chunk * _BATCHES * self.batch_size
+        stop = min(start + _BATCHES * self.batch_size, self.num_rows)
+        return list(range(start, stop, self.batch_size))
+
+    def rows_of(self, chunk: int) -> int:
+        """Return the number of rows of a chunk."""
+        size = _BATCHES * self.batch_size
+        return min(size, self.num_rows - chunk * size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The folder of the parts."""
+
+    folder: Path
+    chunks: Chunks
+
+    def file(self, chunk: int) -> Path:
+        """Return the file of a chunk."""
+        return self.folder / f"part_{chunk:08d}.npy"
+
+    def done(self) -> list[int]:
+        """Return the chunks that are complete; a damaged part counts as absent and is written anew."""
+        numbers = (int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name)))  # noqa: PTH208 - a million names
+        return sorted(one for one in numbers if one < self.chunks.count and self._is_whole(one))
+
+    def num_rows_done(self) -> int:
+        """Return the rows of all parts that have their final name."""
+        numbers = (int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name)))  # noqa: PTH208 - as above
+        return sum(self.chunks.rows_of(one) for one in numbers if one < self.chunks.count)
+
+    def _is_whole(self, chunk: int) -> bool:
+        try:
+            with open_regular(self.file(chunk), "rb") as file:
+                shape, dtype, offset = _header(file)
+                size = os.fstat(file.fileno()).st_size
+        except (OSError, ValueError, UnreadableError):
+            return False
+        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        return bool(shape) and shape[0] == self.chunks.rows_of(chunk) and size == offset + num_bytes
+
+    def layout(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return the shape of a row and the dtype, which all parts share.
+
+        Raises:
+            DataError: parts differ in the shape of their rows.
+        """
+        found: dict[tuple[tuple[int, ...], np.dtype[Any]], int] = {}
+        for chunk in range(self.chunks.count):
+            with open_regular(self.file(chunk), "rb") as file:
+                shape, dtype, _ = _header(file)
+            found.setdefault((shape[1:], dtype), chunk)
+        if len(found) > 1:
+            (first, _), (other, chunk) = list(found)[0], list(found.items())[1]  # noqa: RUF015 - two of them
+            raise uneven_rows(first, other[0], self.chunks.batches_of(chunk)[0])
+        return next(iter(found), ((), np.dtype(np.float32)))
+
+    @contextmanager
+    def writing(self, chunk: int) -> Iterator[PartWriter]:
+        """Write a part batch by batch; it gets its final name at the end of the block."""
+        temporary = self.folder / f".part_{chunk:08d}.{os.getpid()}"
+        try:
+            with naming(self.file(chunk)):
+                with temporary.open("wb") as file:
+                    yield PartWriter(file, self.chunks.rows_of(chunk), first_row=self.chunks.batches_of(chunk)[0])
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(self.file(chunk))
+                sync_folder(self.folder)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def contents(self) -> Iterator[NDArray[Any]]:
+        """Yield the rows of one batch after another, in the order of the dataset; memory holds one batch."""
+        for chunk in range(self.chunks.count):
+            with open_regular(self.file(chunk), "rb") as file:
+                shape, dtype, _ = _header(file)
+                for start in range(0, shape[0], self.chunks.batch_size):
+                    rows = min(self.chunks.batch_size, shape[0] - start)
+                    block = file.read(rows * dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64)))
+                    yield np.frombuffer(block, dtype=dtype).reshape(rows, *shape[1:])
+
+    def remove(self) -> None:
+        """Delete the parts, of whole and broken-off ones alike."""
+        for name in os.listdir(self.folder):  # noqa: PTH208 - as above
+            if _NAME.fullmatch(name) or re.fullmatch(r"\.part_\d{8}\.\d+", name):
+                (self.folder / name).unlink(missing_ok=True)
+
+
+class PartWriter:
+    """Appends the rows of batches to the file of a part."""
+
+    def __init__(self, file: IO[bytes], num_rows: int, *, first_row: int) -> None:
+        self._file, self._num_rows, self._row = file, num_rows, first_row
+        self._layout: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Append the rows of a batch.
+
+        Raises:
+            DataError: their shape is another than that of the rows before.
+        """
+        layout = (rows.shape[1:], rows.dtype)
+        if self._layout is None:
+            self._layout = layout
+            write_header(self._file, (self._num_rows, *rows.shape[1:]), rows.dtype)
+        elif layout != self._layout:
+            raise uneven_rows(self._layout[0], layout[0], self._row)
+        self._file.write(np.ascontiguousarray(rows).data)
+        self._row += len(rows)
+
+
+def write_header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Write the header of a .npy file."""
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, described)
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Read the header of a .npy file: shape, dtype, and where the numbers begin."""
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("not a part")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    if fortran or dtype.hasobject:
+        raise ValueError("not a part")
+    return shape, dtype, file.tell()
+
+
+def uneven_rows(first: Sequence[int], other: Sequence[int], row: int) -> DataError:
+    """Return the error of samples whose outputs differ in shape, from the sample `row` on."""
+    return DataError(
+        f"the outputs of a sample have the shape {tuple(first)} at the beginning, and {tuple(other)} from sample {row} "
+        "on. Pad the samples to one length, or ask for predict.outputs=classes of a model with one class a sample."
+    )

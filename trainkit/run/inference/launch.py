@@ -1,0 +1,70 @@
+"""Run a job in this process, or in as many processes as its strategy needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.cluster.tasks import Identity
+from trainkit.config.secrets import to_environment
+from trainkit.run.folder.metadata import write_resolved
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.inference.job import Job, refuse_misfits
+from trainkit.run.inference.task import JobTask
+from trainkit.run.process.heartbeat import beats_of
+from trainkit.run.signals import StopFlag
+from trainkit.strategies.base import ignore_phase
+from trainkit.strategies.capabilities import restarts_alone, runs_loop
+
+_ENTRY: Final = (sys.executable, "-m", "trainkit.run.inference.worker_main")
+
+
+def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, Any]:
+    """Run a job; its folder exists and holds nothing but parts of this job.
+
+    Args:
+        job: the prepared job.
+        folder: where the processes keep their files, and a prediction its parts.
+        log: logs lines of progress.
+
+    Returns:
+        The result of rank 0: its `status` is `finished`, or why it was stopped.
+
+    Raises:
+        TrainkitError: a process failed.
+    """
+    refuse_misfits(job)
+    if len(job.tasks) == 1:
+        identity = Identity.solo(job.tasks[0].device)
+        with StopFlag() as stop:
+            task = JobTask(
+                job=job,
+                identity=identity,
+                requested=lambda: stop.requested,
+                on_phase=beats_of(identity, RunFolder(folder)) or ignore_phase,
+                log=log,
+            )
+            return task.run() or {}
+    from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
+    from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
+
+    place = RunFolder(folder)
+    place.take()
+    secrets = write_resolved(place, replace(job.cfg, resume=None))
+    job.request.write(folder)
+    place.begin()
+    settings = SupervisorSettings(
+        max_restarts=0,
+        limits=TimeLimits.of(job.cfg.supervisor),
+        environ=to_environment(secrets),
+        auxiliary_ranks=[task.rank for task in job.tasks if not runs_loop(job.strategy, task)],
+        replaceable=[task.rank for task in job.tasks if restarts_alone(job.strategy, task)],
+    )
+    try:
+        return supervise(place.resolved, job.tasks, settings, folder=place, command=[*_ENTRY, str(place.resolved)])
+    finally:
+        place.release_reserve()

@@ -1,0 +1,81 @@
+"""`trainkit evaluate RUN|FOLDER|FILE`: score a trained model on a split, each sample once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.weights import checkpoint_flag
+
+if TYPE_CHECKING:
+    from trainkit.api.evaluation import Evaluated
+
+USAGE: Final = "RUN|FOLDER|FILE [data=... strategy=... and other keys]"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "split": Flag(help="the split to evaluate; val without", value="NAME"),
+    "checkpoint": Flag(help="which weights of a run: last, or best; last without", value="WHICH"),
+    "json": Flag(help="print evaluation.json instead of tables"),
+}
+_MOST_ROWS: Final = 20
+"""Rows and columns up to which a table is printed."""
+
+
+def run(call: Call) -> int:
+    """Evaluate, write the results and print them."""
+    call.check_arity(arguments=1)
+    which = checkpoint_flag(call.flags)
+    from trainkit.api.evaluation import evaluate  # noqa: PLC0415 - imports torch
+
+    found = evaluate(
+        Path(call.arguments[0]).expanduser(),
+        call.overrides,
+        split=call.flags.get("split"),
+        checkpoint=which,
+        config_dirs=call.config_dirs,
+        packages=call.packages,
+        log=_print_line,
+    )
+    if "json" in call.flags:
+        text = (found.folder / "evaluation.json").read_text(encoding="utf-8")
+        sys.stdout.write(json.dumps({**json.loads(text), "folder": str(found.folder)}, indent=2) + "\n")
+        return 0
+    sys.stdout.write("\n".join(_lines(found)) + "\n")
+    return 0
+
+
+def _print_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _lines(found: Evaluated) -> Iterator[str]:
+    from trainkit.report.numbers import figure  # noqa: PLC0415 - not for --help
+    from trainkit.report.tables import row_lines  # noqa: PLC0415 - the same
+
+    content = found.content
+    step = "" if content["step"] is None else f", step {content['step']:,}"
+    yield f"{content['model']}, {content['checkpoint']}{step}: {content['num_samples']:,} samples of {content['split']}"
+    width = max(map(len, content["metrics"]), default=0)
+    yield from (f"  {name:<{width}}  {figure(value)}" for name, value in content["metrics"].items())
+    for name, table in content["tables"].items():
+        if max(len(table["rows"]), len(table["columns"]) - 1) > _MOST_ROWS:
+            continue
+        yield from ("", name, *row_lines(table["columns"], [[*map(_cell, row)] for row in table["rows"]]))
+    yield from (f"note: {note}" for note in content["notes"])
+    yield f"written: {found.folder}"
+
+
+def _cell(cell: Any) -> str:
+    if cell is None:
+        return "-"
+    return (
+        f"{cell:.4g}"
+        if isinstance(cell, float) and not cell.is_integer()
+        else f"{cell:g}"
+        if isinstance(cell, float)
+        else str(cell)
+    )

@@ -1,0 +1,67 @@
+"""`trainkit predict RUN --out FILE`: the outputs of a trained model for every sample, in order, exactly once."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from trainkit.config.grammar import refusal
+from trainkit.config.paths import config_dir_arguments
+from trainkit.config.targets.allowed import package_arguments
+from trainkit.redaction import redacted_argument
+from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.weights import checkpoint_flag
+
+USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "out": Flag(help="the file: .parquet, .npy (ids beside it in FILE.ids.npy) or .jsonl", value="FILE"),
+    "split": Flag(help="the split to predict; val without, or the only one", value="NAME"),
+    "checkpoint": Flag(help="which weights of a run: last, or best; last without", value="WHICH"),
+    "overwrite": Flag(help="replace an existing file, and drop the parts of another prediction"),
+}
+
+
+def run(call: Call) -> int:
+    """Predict, or continue an interrupted prediction; return the exit code."""
+    call.check_arity(arguments=1)
+    which = checkpoint_flag(call.flags)
+    if "out" not in call.flags:
+        raise refusal("--out", "is missing: --out FILE.parquet, FILE.npy or FILE.jsonl.")
+    from trainkit.api.prediction import predict_to_file  # noqa: PLC0415 - imports torch
+    from trainkit.report.numbers import duration  # noqa: PLC0415 - not for --help
+    from trainkit.run.signals import EXIT_CODES  # noqa: PLC0415 - the same
+
+    begun = time.perf_counter()
+    found = predict_to_file(
+        Path(call.arguments[0]).expanduser(),
+        call.overrides,
+        out=Path(call.flags["out"]).expanduser(),
+        split=call.flags.get("split"),
+        checkpoint=which,
+        overwrite="overwrite" in call.flags,
+        config_dirs=call.config_dirs,
+        packages=call.packages,
+        log=_print_line,
+    )
+    if found.status != "finished":
+        _print_line(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {_command(call)}")
+        return EXIT_CODES.get(found.status, 1)
+    files, seconds = " and ".join(map(str, found.files)), time.perf_counter() - begun
+    sys.stdout.write(f"{found.num_rows:,} rows in {duration(seconds)}: {files}\n")
+    return 0
+
+
+def _command(call: Call) -> str:
+    """Return the command that continues the prediction."""
+    flags = [word for name, text in call.flags.items() for word in (f"--{name}", text) if word]
+    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
+    return shlex.join(["trainkit", "predict", *given, *call.arguments, *flags, *map(redacted_argument, call.overrides)])
+
+
+def _print_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
