@@ -78,6 +78,59 @@ def test_every_object_of_a_wrong_kind_is_refused_at_once(tmp_path: Path) -> None
     assert "classification (cross-entropy)" in str(caught.value)
 
 
+class Rows:
+    """A dataset that derives from nothing."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return X[index], int(X[index, 0] > 0)
+
+
+def test_a_pair_of_datasets_of_any_classes_is_training_and_validation(tmp_path: Path) -> None:
+    assert "val/accuracy" in train(tmp_path / "run", net(), data=(Rows(), Rows())).metrics
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"data": (X, X)}, "data: is given as tuple. It must be a dataset, such as TensorDataset(x, y)"),
+        ({"data": (*DATA, None)}, "data: is given as tuple. It must be a dataset"),
+        ({"data": [*DATA, None]}, "data: is given as list. It must be a dataset"),
+        ({"optimizer": torch.optim.SGD}, "optimizer: is given without lr, the base learning rate."),
+        ({"schedule": torch.optim.lr_scheduler.StepLR}, "schedule: is given as type. Keys take numbers"),
+        ({"callbacks": [print]}, "callbacks: is given as list. Keys take numbers"),
+        ({"objective": "clasification"}, "objective=clasification: no such choice. Did you mean classification?"),
+    ],
+)
+def test_what_a_group_does_not_take_is_refused_by_its_key(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "run", net(), **keys)
+    assert [str(problem)[: len(said)] for problem in caught.value.problems] == [said]
+
+
+def test_a_problem_of_an_object_names_no_file_of_the_choice_that_it_replaces(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: has no parameter to train\.$"):
+        train(tmp_path / "run", nn.Flatten())
+
+
+def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) -> None:
+    given = net()
+    options: dict[str, Any] = {"data": DATA, "objective": "classification", "steps": 2}
+    groups = ["quiet=true", "optimizer.groups.frozen.match=['*']", "optimizer.groups.frozen.lr=0"]
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    result = trainkit.train(groups, run_dir=tmp_path / "run", model=given, optimizer=sgd, **options)
+    trained = result.model("last").state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in given.state_dict().items())
+
+
+def test_a_run_of_objects_says_how_python_continues_it(tmp_path: Path) -> None:
+    first = train(tmp_path / "run", net(), stop_at_step=2)
+    assert first["resume"] == f'trainkit.train(["resume={tmp_path}/run"], ...) with the same objects'
+    assert train(tmp_path / "other", net(), resume=tmp_path / "run")["steps"] == 4
+
+
 def test_an_optimizer_of_a_part_of_the_model_is_refused(tmp_path: Path) -> None:
     given = net()
     with pytest.raises(ConfigError, match=r"optimizer: updates 2 of the 4 parameters"):
@@ -122,4 +175,4 @@ def test_the_source_holds_what_a_class_names(tmp_path: Path) -> None:
 
 
 def test_dir_lists_what_there_is() -> None:
-    assert dir(trainkit) == ["__version__", "compose", "load", "testing", "train"]
+    assert dir(trainkit) == ["__version__", "compose", "generate", "load", "predict", "testing", "train"]

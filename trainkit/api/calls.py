@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from numbers import Number
+from os import PathLike
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,12 +15,14 @@ from trainkit.api.objects import Given, refusal
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.check import check_names, fitted
 from trainkit.config.compose import compose as compose_run
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, dotted, path_of
 from trainkit.config.grammar import key_of
 from trainkit.config.schema import RunConfig
-from trainkit.config.targets.allowed import IN_PROCESS
+from trainkit.config.targets.allowed import IN_PROCESS, TARGET
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.plan import make_plan
+
+_GROUPS: Final = "optimizer.groups"
 
 
 def composed(
@@ -46,6 +50,9 @@ def composed(
         raise ConfigError(problems)
     if write_source:
         given.write_source()
+    odd = [*_odd_values(keys)]
+    if odd:
+        raise ConfigError(odd)
     arguments = [*(f"{group}={name}" for group, name in given.choices.items()), *_arguments(keys)]
     if isinstance(run, RunConfig):
         run = Composition(values=run.to_dict(), overrides=("recipe=null",))
@@ -60,11 +67,29 @@ def composed(
         recipe = ["recipe=null"] if own and not named else []
         composition = compose_run([*recipe, *run, *arguments])
     composition, found = fitted(composition, check_names)
-    problems = [*_beside(given, composition.overrides), *found]
+    problems = [*_beside(given, composition.overrides), *_without_rate(given), *found]
     if problems:
         raise ConfigError(problems)
     packages = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
-    return replace(composition, values=composition.values | given.nodes, packages=tuple(packages)), given
+    return replace(_with_nodes(composition, given.nodes), packages=tuple(packages)), given
+
+
+def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -> Composition:
+    """Return a composition with nodes of objects, which replace choices with all of their keys."""
+    origins = {path: origin for path, origin in composition.origins.items() if path[0] not in nodes}
+    values = {**composition.values, **nodes}
+    if "optimizer" in nodes and (groups := _given_groups(composition)):
+        values["optimizer"] = {**nodes["optimizer"], "groups": groups}
+        origins |= {path: origin for path, origin in composition.origins.items() if dotted(path).startswith(_GROUPS)}
+    return replace(composition, values=values, origins=origins)
+
+
+def _given_groups(composition: Composition) -> dict[str, Any]:
+    """Return the groups of parameters that arguments set; those of the replaced choice fit its own keys alone."""
+    keys = [key for line in composition.overrides if (key := key_of(line)).startswith(_GROUPS)]
+    groups = composition.values["optimizer"].get("groups") or {}
+    names = {path_of(key)[2] for key in keys if key != _GROUPS}
+    return {name: group for name, group in groups.items() if name in names or _GROUPS in keys}
 
 
 def refuse_several(given: Given, cfg: RunConfig, launch: LaunchEnvironment | None) -> None:
@@ -91,13 +116,38 @@ def _part_of_model(model: object, optimizer: object) -> Iterator[Problem]:
         yield Problem(key="optimizer", rule=f"{rule} Freeze the others (requires_grad=False), or give its class.")
 
 
+def _without_rate(given: Given) -> Iterator[Problem]:
+    """Yield the problem of an optimizer class that was given without its learning rate."""
+    node = given.nodes.get("optimizer")
+    if node is not None and "lr" not in node:
+        name = node[TARGET].rpartition(".")[2]
+        rule = f"is given without lr, the base learning rate. Give functools.partial({name}, lr=VALUE)."
+        yield Problem(key="optimizer", rule=rule)
+
+
 def _beside(given: Given, overrides: Sequence[str]) -> Iterator[Problem]:
     """Yield the keys of a choice that an object replaces."""
     for argument in overrides:
         key = key_of(argument)
         group = key.partition(".")[0]
-        if group in given.nodes and not (group == "optimizer" and key.startswith("optimizer.groups")):
+        if group in given.nodes and not key.startswith(_GROUPS):
             yield Problem(key=key, rule=f"has no effect: {group} is given as an object.")
+
+
+def _odd_values(keys: Mapping[str, Any], path: str = "") -> Iterator[Problem]:
+    """Yield the problems of values that no text of a command line stands for."""
+    for key, value in keys.items():
+        if isinstance(value, Mapping):
+            yield from _odd_values(value, f"{path}{key}.")
+        elif not _has_text(value):
+            rule = "Keys take numbers, texts and lists; only model, data, objective and optimizer take objects."
+            yield Problem(key=f"{path}{key}", rule=f"is given as {type(value).__qualname__}. {rule}")
+
+
+def _has_text(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_has_text, value))
+    return value is None or isinstance(value, str | Number | PathLike | Mapping)
 
 
 def _arguments(keys: Mapping[str, Any], path: str = "") -> Iterator[str]:

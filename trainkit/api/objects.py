@@ -19,8 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainkit.api.source import Definition, module_of, source_of
@@ -147,8 +148,8 @@ class Given:
         """Add one dataset for training, a pair for training and validation, or a mapping from split to dataset."""
         if isinstance(value, Mapping):
             splits = dict(value)
-        elif isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, Dataset) for part in value):
-            splits = dict(zip(("train", "val"), value, strict=True))
+        elif isinstance(value, tuple) or (isinstance(value, list) and any(map(_is_split, value))):
+            splits = dict(zip(("train", "val"), value, strict=False)) if len(value) == 2 else {}
         else:
             splits = {"train": value}
         if "train" not in splits or not all(_is_dataset(part) for part in splits.values()):
@@ -206,8 +207,8 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
 }
 _WANTED: Final[Mapping[str, str]] = {
     "model": "a torch.nn.Module, a class or function that makes one, or the name of a choice, such as mlp",
-    "data": "a dataset, a pair (training, validation), a mapping from split to dataset that has train, a class or "
-    "function that makes one, or the name of a choice, such as digits",
+    "data": "a dataset, such as TensorDataset(x, y), a pair (training, validation), a mapping from split to dataset "
+    "that has train, a class or function that makes one, or the name of a choice, such as digits",
     "objective": "a trainkit Objective, a class or function that makes one, or the name of a choice: classification "
     "(cross-entropy), regression (squared error), own_loss (the model returns it)",
     "optimizer": "a torch.optim.Optimizer, its class in functools.partial with the settings, or the name of a choice, "
@@ -257,7 +258,14 @@ def _copied(value: object) -> object:
 
 
 def _is_dataset(value: object) -> bool:
+    if isinstance(value, Tensor | Mapping | str):
+        return False
     return isinstance(value, Dataset) or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
+
+
+def _is_split(value: object) -> bool:
+    """Return whether an element of a list is a dataset, not a sample."""
+    return isinstance(value, Dataset) or (_is_dataset(value) and not isinstance(value, list | tuple | np.ndarray))
 
 
 def _split(splits: Mapping[str, Any], split: str) -> Any:

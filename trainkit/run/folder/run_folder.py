@@ -26,7 +26,7 @@ from typing import Any, Final
 from trainkit.bounded import Kind
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets import keys_to_add
-from trainkit.config.targets.allowed import package_arguments
+from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages, package_arguments
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask
@@ -265,10 +265,14 @@ class RunFolder:
         """The command that continues this run.
 
         It names the config folders and packages that this process was given. Secrets that the folder does not hold
-        appear in it as references to environment variables.
+        appear in it as references to environment variables. A run of objects is continued from Python.
         """
+        if IN_PROCESS in allowed_packages():
+            return f'trainkit.train(["resume={self.path}"], ...) with the same objects'
+        code = self.path / "code"
+        variables = [f"PYTHONPATH={shlex.quote(str(code))}"] if code.is_dir() else []
         command = ["trainkit", "resume", *config_dir_arguments(), *package_arguments(), str(self.path)]
-        return " ".join([shlex.join(command), *keys_to_add(self.resolved)])
+        return " ".join([*variables, shlex.join(command), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, with the restarts of the run; secrets in quoted error messages are masked."""
