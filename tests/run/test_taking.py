@@ -173,6 +173,7 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
 
 ALLOWED = {
     "trainer/ownership.py": "removes what carries the token, and renames what does not",
+    "exporting/folder.py": "an earlier export with the token of the run; other files in it are kept",
     "trainer/cleanup.py": "the same of checkpoints",
     "trainer/checkpoint/retention.py": "index.json and evaluated.json, set aside before the first save",
     "trainer/checkpoint/saving.py": "gives a complete draft its name, once nothing is there",

@@ -37,7 +37,8 @@ from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
 GROUPS: Final = (
-    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "cluster", "callbacks", "logger",
+    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "cluster", "callbacks",
+    "logger",
 )  # fmt: skip
 """The groups whose node is part of a run. `recipe` only composes a run, which keeps nothing but its name."""
 LIST_GROUPS: Final = ("callbacks", "logger")
@@ -127,6 +128,8 @@ class RunConfig:
     """How shards are spread over replicas."""
     precision: Node = field(default_factory=dict)
     """The number formats of the training."""
+    average: Node = field(default_factory=dict)
+    """The average of the weights that is kept beside them."""
     cluster: Node = field(default_factory=dict)
     """The machines that take part."""
     callbacks: Node = field(default_factory=dict)

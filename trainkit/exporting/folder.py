@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ CONFIG: Final = "config.yaml"
 CARD: Final = "README.md"
 BEST: Final = "best"
 """The folder of the best weights, within that of the last ones."""
+_BESIDE: Final = (BEST, "average")
+"""All folders within that of the last weights, each named after its weights."""
 _CHUNK: Final = 8 << 20
 
 
@@ -61,7 +63,7 @@ class Exported:
 
 
 def write_export(
-    last: TrainedModel, form: Format, folder: Path, owner: OwnershipToken, *, best: TrainedModel | None = None
+    last: TrainedModel, form: Format, folder: Path, owner: OwnershipToken, *, beside: Sequence[TrainedModel] = ()
 ) -> Exported:
     """Export a model into a folder, in the place of an earlier export of the run.
 
@@ -70,7 +72,7 @@ def write_export(
         form: the module of the format.
         folder: its parent exists.
         owner: the run; what another has written there is renamed.
-        best: the model of the best weights, for `best` within the folder.
+        beside: the same model with other weights, each for a folder of its `which` within the folder.
 
     Raises:
         CheckpointError: the weights are damaged, or the format refuses the model; nothing has changed.
@@ -78,9 +80,9 @@ def write_export(
     """
     with naming(folder), _in_place_of(folder, owner) as draft:
         done = _written(last, form, draft)
-        if best is not None:
-            owner.make(draft / BEST)
-            done += _written(best, form, draft / BEST)
+        for other in beside:
+            owner.make(draft / other.which)
+            done += _written(other, form, draft / other.which)
     return Exported(folder=folder, num_bytes=done.num_bytes, seconds=done.seconds)
 
 
@@ -141,8 +143,12 @@ def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
     """Delete an earlier export; files in it that no export has written are kept in `NAME.aside`."""
     if not owner.owns(folder):
         return
-    left = [f"{BEST}/{name}" for name in owner.remove(folder / BEST, _written_names(folder / BEST))]
-    left += [name for name in owner.remove(folder, _written_names(folder)) if name != BEST]
+    left = [
+        f"{within}/{name}"
+        for within in _BESIDE
+        for name in owner.remove(folder / within, _written_names(folder / within))
+    ]
+    left += [name for name in owner.remove(folder, _written_names(folder)) if name not in _BESIDE]
     if left:
         kept = folder.rename(free_name(final.with_name(f"{final.name}.aside")))
         print_notice(f"{kept} holds what this run did not write into {final}, which is replaced: {', '.join(left)}.")

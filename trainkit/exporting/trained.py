@@ -22,15 +22,20 @@ class TrainedModel:
     weights: Loaded
     """The verified checkpoint; its tensors are read on access."""
     which: str
-    """`last` or `best`: which checkpoint of the run it is."""
+    """`last` or `best`, the checkpoint of the run; `average`, the averaged weights in the last one."""
     skeleton: Callable[[], nn.Module]
     """Builds the model without data, if its constructor allows that."""
-    build: Callable[[], nn.Module]
-    """Builds the whole model with these weights: on the CPU, in evaluation mode, in the dtype that was trained."""
+    build: Callable[[Mapping[str, Tensor]], nn.Module]
+    """Builds the model with the tensors of a checkpoint: on the CPU, in evaluation mode, in the dtype that was trained.
+    """
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the description says of the run: `run`, `command`, `fingerprint`, `metrics`; values of JSON."""
     working: Callable[[], None] = lambda: None
     """Called again and again while the export works: it shows that the process does not hang."""
+
+    def model(self) -> nn.Module:
+        """Return the whole model with these weights."""
+        return self.build(self.weights.tensors)
 
     @property
     def step(self) -> int:

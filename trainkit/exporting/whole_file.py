@@ -26,7 +26,7 @@ def write(trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:
     """
     keys = checkpoint_keys(trained.skeleton())
     if keys is None:
-        state = _own_state(trained.build().state_dict())
+        state = _own_state(trained.model().state_dict())
         kinds: Kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
         keys = {name: name for name in state}
         tensors: Mapping[str, Tensor] = state

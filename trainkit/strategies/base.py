@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.average import Average
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.data.reading.collate import CollateFunction, collate
@@ -136,6 +137,8 @@ class PlanContext:
     """A sample of the training data, for shapes; None if there is none."""
     collate: CollateFunction = collate
     """Makes a batch of samples."""
+    average: Average | None = None
+    """The average of the weights that is kept beside them."""
     micro_size: int = 1
     """Samples of the largest shard; 1 if that is not decided yet."""
     launch: LaunchEnvironment | None = None

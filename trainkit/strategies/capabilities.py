@@ -352,6 +352,23 @@ def refresh_model(executor: Executor) -> None:
 
 
 @runtime_checkable
+class SwapsAverages(Protocol):
+    """An executor that can show the averages of its parameters."""
+
+    def swap_averages(self) -> bool:
+        """Exchange the parameters of the local model and their averages, which a second call undoes exactly.
+
+        Returns:
+            Whether there are averages on this rank.
+        """
+
+
+def swap_averages(executor: Executor) -> bool:
+    """Exchange the parameters of the local model and their averages; return whether there are averages here."""
+    return isinstance(executor, SwapsAverages) and executor.swap_averages()
+
+
+@runtime_checkable
 class ReportsResult(Protocol):
     """An executor with keys of its own in result.json."""
 

@@ -33,7 +33,9 @@ __all__ = [
     "paths_too_long",
 ]
 
-_OPTIONAL: Final = ("cluster", *LIST_GROUPS)
+_UNNAMED: Final = ("cluster", "average")
+"""Groups whose choice may name no class."""
+_OPTIONAL: Final = (*_UNNAMED, *LIST_GROUPS)
 
 
 def checked(composition: Composition) -> Composition:
@@ -172,7 +174,7 @@ def _group(composition: Composition, group: str, alternatives: OtherChoices) -> 
         return
     nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
     for path, node in nodes:
-        if not isinstance(node, Mapping) or (TARGET not in node and group not in _OPTIONAL[:1]):
+        if not isinstance(node, Mapping) or (TARGET not in node and group not in _UNNAMED):
             yield from _no_target(composition, path, node, alternatives)
             continue
         yield from _disallowed_targets(composition, path, node)

@@ -17,7 +17,7 @@ from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.config.yaml_documents import Document, read_document
 from trainkit.errors import ConfigError, Problem
 
-_CHEAP: Final = ("schedule", "strategy", "precision", "cluster", "objective", "callbacks", "logger")
+_CHEAP: Final = ("schedule", "strategy", "precision", "average", "cluster", "objective", "callbacks", "logger")
 """Groups whose own dataclasses are built so that they validate their values: none uses data or a device."""
 
 

@@ -74,6 +74,7 @@ _OF_PLACES: Final[Mapping[str, Kind]] = {
     "schedule": Kind(name="trainkit schedule", home="trainkit.numerics.schedules", methods=("__call__",)),
     "strategy": Kind(name="trainkit Strategy", bases=("trainkit.strategies.base.Strategy",)),
     "precision": Kind(name="trainkit Precision", bases=("trainkit.numerics.precision.Precision",)),
+    "average": Kind(name="trainkit Average", bases=("trainkit.adapters.average.Average",)),
     "cluster": Kind(name="trainkit Cluster", bases=("trainkit.cluster.base.Cluster",)),
     "callbacks": _CALLBACK,
     "logger": _CALLBACK,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint
@@ -21,10 +22,14 @@ from trainkit.exporting.trained import TrainedModel
 from trainkit.reading import read_map
 from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.averages import average_of
 from trainkit.run.planning.build import build_model, load_weights
 from trainkit.run.planning.memory import model_without_data
 from trainkit.storage import naming
+from trainkit.strategies.tensors.lazy_state import averaged_weights
 
+AVERAGES: Final = "optimizer/average/"
+"""Begin of the keys of averages in a checkpoint."""
 MODEL: Final = "model"
 """The folder of the export that every run leaves."""
 
@@ -45,14 +50,13 @@ def export_at_end(
         StorageError: a file cannot be written; an earlier export stays.
     """
     trained = partial(_trained, folder, cfg, metrics=metrics, working=working)
-    last, best = (checkpoint_name(folder, which) for which in ("last", "best"))
-    return write_export(
-        trained("last"),
-        format_named("safetensors"),
-        folder.path / MODEL,
-        folder.take(),
-        best=trained("best") if best not in (None, last) else None,
-    )
+    name, best = (checkpoint_name(folder, which) for which in ("last", "best"))
+    last, average = trained("last"), average_of(cfg)
+    beside = [trained("best")] if best not in (None, name) else []
+    if average is not None and average.export and any(key.startswith(AVERAGES) for key in last.weights.tensors):
+        weights = replace(last.weights, tensors=averaged_weights(last.weights.tensors))
+        beside.append(replace(last, weights=weights, which="average"))
+    return write_export(last, format_named("safetensors"), folder.path / MODEL, folder.take(), beside=beside)
 
 
 def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Exported:
@@ -107,9 +111,9 @@ def _trained(
         "metrics": dict(metrics) if which == "last" else {},
     }
 
-    def build() -> nn.Module:
+    def build(tensors: Mapping[str, Tensor]) -> nn.Module:
         model = build_model(cfg).to(precision_of(cfg).master_dtype)
-        load_weights(model, weights.tensors)
+        load_weights(model, tensors)
         return model.eval()
 
     return TrainedModel(

@@ -27,6 +27,7 @@ from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import frozen_models
 from trainkit.reading import read_map
+from trainkit.run.planning.averages import average_of
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
@@ -210,7 +211,7 @@ def make_optimizer(
     """
     node = {key: value for key, value in {**cfg.optimizer, **replaced}.items() if key != "groups"}
     groups = cfg.optimizer.get("groups") or {}
-    owners = _owners(model)
+    owners, average = _owners(model), average_of(cfg)
 
     def make(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         if not params:
@@ -222,6 +223,8 @@ def make_optimizer(
         settings.update({name: {k: v for k, v in group.items() if k != "match"} for name, group in groups.items()})
         filled = [{"params": members, **settings[name]} for name, members in chosen.items() if members]
         optimizer: torch.optim.Optimizer = build(node, "optimizer", params=filled)
+        if average is not None:
+            average.attach(optimizer)
         return optimizer
 
     return make

@@ -24,6 +24,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
 from trainkit.objectives.base import Access
 from trainkit.objectives.fields import named_fields, unused_fields
+from trainkit.run.planning.averages import average_of, averaged_split
 from trainkit.run.planning.build import Components, build_model, build_objective, matching_groups, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
@@ -251,6 +252,9 @@ def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
 def _unknown_split(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
     """Yield the problem of a metric of a split that the data does not have; the text lists the splits of the data."""
     metric, names = MonitoredMetric.of(plan.cfg.eval).metric, validation_splits(plan.components.datasets)
+    average = average_of(plan.cfg)
+    if average is not None:
+        names = [*names, *(averaged_split(name, average) for name in names)]
     if not names or metric.partition("/")[0] in names:
         return
     rule = f"the data has the validation splits {', '.join(names)}. Give a metric of one: {names[0]}/loss."

@@ -23,6 +23,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
+from trainkit.run.planning.averages import average_of, average_problems
 from trainkit.run.planning.build import Components, build_components
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.strategies.base import PlanContext
@@ -127,6 +128,7 @@ class RunPlan:
             "warmup": warmup,
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
             "precision": self.components.precision.value,
+            "average": average.name if (average := average_of(cfg)) else None,
             "parameters": f"{num_params:,}",
             "reduce": _reduction(cfg) if self.num_replicas > 1 else None,
             "recomputed": _recomputed(cfg.activation_checkpointing),
@@ -200,7 +202,7 @@ def make_plan(
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
     rate_of = partial(learning_rate_of, cfg, batch, num_steps)
     optimizers = planned_optimizers(cfg, parts.schedule, rate_of)
-    if found := phase_problems(optimizers, parts.objective):
+    if found := [*phase_problems(optimizers, parts.objective), *average_problems(cfg, parts.datasets, num_steps)]:
         raise ConfigError(found)
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
@@ -233,6 +235,7 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         objective=parts.objective,
         sample=parts.sample,
         collate=parts.hooks.collate_function,
+        average=average_of(cfg),
         launch=launch,
     )
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from trainkit.adapters.average import AVERAGE
 from trainkit.bounded import expect_map, parse_json
 from trainkit.cluster.tasks import Identity
 from trainkit.config.schema import MonitoredMetric
@@ -27,6 +28,7 @@ from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_bytes, read_lines
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.averages import average_of, averaged_split
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
@@ -37,7 +39,8 @@ from trainkit.run.session.restore import make_step_context, refuse_malformed
 from trainkit.storage import naming
 from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.tensors.lazy_state import model_weights
+from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weights
+from trainkit.trainer.batch_statistics import statistics_of
 from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Retention, exclusive, list_complete, load
 from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.manifest import MANIFEST, is_checkpoint
@@ -170,6 +173,7 @@ class CheckpointEvaluator:
                 one = evaluate(self._executor.local, parts.objective, watched, split=split)
                 found.figures.update(one.figures)
                 found.tables.update(one.tables)
+            found.figures.update(self._of_averages(loaded, requested))
         except EvaluationAbortedError:
             return None
         state = State(plan=self._plan.batch)
@@ -208,6 +212,22 @@ class CheckpointEvaluator:
 
     def _take(self, loaded: Loaded) -> None:
         self._executor.load_state_dict(model_weights(loaded.tensors))
+
+    def _of_averages(self, loaded: Loaded, requested: Callable[[], str | None]) -> dict[str, float]:
+        """Return the figures of the averaged weights in a checkpoint; empty without, or without their statistics."""
+        average, model = average_of(self._plan.cfg), self._executor.local.model
+        keys = {f"optimizer/{AVERAGE}/{name}" for name, _ in model.named_parameters()}
+        keys = {key for key in keys if key in loaded.tensors}
+        counted = statistics_of(model) if average is not None and average.counts_statistics else {}
+        if average is None or not keys or any(f"optimizer/{AVERAGE}/{name}" not in loaded.tensors for name in counted):
+            return {}
+        self._executor.load_state_dict(averaged_weights(loaded.tensors))
+        figures: dict[str, float] = {}
+        for split, batches in self._batches.items():
+            watched, label = self._watched_batches(batches, requested), averaged_split(split, average)
+            objective = self._plan.components.objective
+            figures.update(evaluate(self._executor.local, objective, watched, split=label).figures)
+        return figures
 
     def _watched_batches(self, batches: EvalBatches, requested: Callable[[], str | None]) -> Iterator[Any]:
         for batch in batches:

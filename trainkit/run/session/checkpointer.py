@@ -91,6 +91,10 @@ class Checkpointer:
         self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
         self._run.state.left_out.saved(self._run.state.step)
 
+    def save_again(self) -> None:
+        """Let the next save write the checkpoint of the current step even if there is one."""
+        self._saved_at = None
+
     def collect(self) -> ShardedState:
         """Return the state that this rank writes of the current step; tensors that are not copied change with the next
         step.

@@ -11,8 +11,10 @@ from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.tables import Table
+from trainkit.run.planning.averages import average_of, averaged_split
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import LocalModel
+from trainkit.run.session.averages import Averages
+from trainkit.strategies.base import Executor
 from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.events import CallbackHooks, Run
 from trainkit.trainer.manifest import better
@@ -28,12 +30,15 @@ class EvalRunner:
         self,
         plan: RunPlan,
         run: Run,
-        local: LocalModel,
+        executor: Executor,
         *,
         callbacks: CallbackHooks,
         enter: Callable[[str], None],
     ) -> None:
-        self._plan, self._run, self._local, self._callbacks = plan, run, local, callbacks
+        self._plan, self._run, self._local, self._callbacks = plan, run, executor.local, callbacks
+        average = average_of(plan.cfg)
+        self.averages = None if average is None else Averages(average, plan, run, executor, enter=enter)
+        """The averages of the weights; None if the run keeps none."""
         self._enter = enter
         self._watched = MonitoredMetric.of(plan.cfg.eval)
         self._validated_at: int | None = None
@@ -68,9 +73,7 @@ class EvalRunner:
         """Evaluate splits, and pass their metrics to the callbacks as one row; collective."""
         figures: dict[str, float] = {}
         tables: dict[str, Table] = {}
-        for split in splits:
-            found = self.measure(split)
-            self._refuse_unknown(split, found)
+        for found in (*map(self._measured, splits), *self._of_averages(splits)):
             figures |= found.figures
             tables |= found.tables
         self.figures.update(figures)
@@ -81,6 +84,19 @@ class EvalRunner:
             self._callbacks.call("eval_tables", self._run, tables)
         if validation_splits(splits):
             self._validated_at = self._run.state.step
+
+    def _measured(self, split: str, label: str | None = None) -> Evaluation:
+        found = self.measure(split, label=label)
+        self._refuse_unknown(label or split, found)
+        return found
+
+    def _of_averages(self, splits: Sequence[str]) -> list[Evaluation]:
+        """Evaluate the averaged weights as well, if there are any; collective."""
+        if self.averages is None:
+            return []
+        with self.averages.shown() as present:
+            named = [(split, averaged_split(split, self.averages.average)) for split in splits if present]
+            return [self._measured(split, label) for split, label in named]
 
     def refuse_here(self, split: str, dataset: Any) -> None:
         """Refuse an evaluation for a callback where the ranks cannot make it together.
@@ -102,8 +118,8 @@ class EvalRunner:
             return
         raise TrainingError(f"{split} cannot be evaluated in {hook}: {why}.")
 
-    def measure(self, split: str, dataset: Any = None) -> Evaluation:
-        """Evaluate a split, or a dataset in its place; collective."""
+    def measure(self, split: str, dataset: Any = None, *, label: str | None = None) -> Evaluation:
+        """Evaluate a split, or a dataset in its place; collective. `label` replaces the split in names of metrics."""
         batches = EvalBatches(
             self._plan.components.datasets[split] if dataset is None else dataset,
             batch_size=self._plan.eval_batch_size,
@@ -118,7 +134,7 @@ class EvalRunner:
             self._local,
             self._plan.components.objective,
             self._with_heartbeats(batches),
-            split=split,
+            split=label or split,
             num_counted=batches.num_counted,
         )
 

@@ -31,6 +31,7 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, StepContext, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
+from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback, CallbackHooks
 from trainkit.trainer.loop import StopSaveConsensus, TrainingLoop, Trigger, TriggerSchedule
@@ -89,7 +90,7 @@ class TaskSession:
         self._cleanup.callback(self._leave)
         self.run = make_run_view(self.plan, self.executor, folder, notes)
         self.run.measure = self._measure
-        self._scorer = EvalRunner(self.plan, self.run, self.executor.local, callbacks=self.callbacks, enter=self.enter)
+        self._scorer = EvalRunner(self.plan, self.run, self.executor, callbacks=self.callbacks, enter=self.enter)
         self._keeper = Checkpointer(
             self.plan,
             self.run,
@@ -316,7 +317,10 @@ class TaskSession:
         self.enter("save")
         self._journal.pause()
         self._refuse_absent_folder()
+        counted = {} if self._scorer.averages is None else self._scorer.averages.statistics()
         kept = self._keeper.collect()
+        if self.run.is_owner:
+            kept = {**kept, **{name: (TensorShard.whole(tensor),) for name, tensor in counted.items()}}
         self._keeper.refuse_nonfinite(kept)
         self._keeper.mark_saved()
         if self._keeper.writes_here:
@@ -346,6 +350,9 @@ class TaskSession:
             state.left_out.take(one)
         refresh_model(self.executor)
         asked = self.run.stop_reason in REASONS
+        if not asked and self._scorer.averages is not None and self._scorer.averages.end_early():
+            self._scorer.forget()
+            self._keeper.save_again()
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
         if not asked and (watched or state.step == self.plan.num_steps):
             if self._validated:

@@ -124,6 +124,12 @@ class CentralExecutor(Executor):
         """Put the buffers of an interrupted step back."""
         return self._variables.recover(step)
 
+    def swap_averages(self) -> bool:
+        """Exchange the variables and their averages."""
+        found = self._variables.swap_averages()
+        self._copies.refresh()
+        return found
+
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank
         """End the threads."""
         self._copies.close()

@@ -70,6 +70,9 @@ class CentralStorage(Strategy):
             problems += device_problems("strategy.parameter_device", self.parameter_device, context.num_gpus)
         if self.mode == "async":
             problems += async_problems(context)
+            if context.average is not None:
+                rule = "each copy has an optimizer of its own, which averages its own updates. Use strategy.mode=sync."
+                problems.append(Problem(key="average", rule=rule))
         if not problems and context.numerics.reproducible and self.num_replicas(context) > context.numerics.lanes:
             rule = f"more devices than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
             problems.append(Problem(key=key, value=self.num_replicas(context), rule=rule))

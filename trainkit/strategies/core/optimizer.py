@@ -111,17 +111,14 @@ class OptimizerStepper:
     def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
         """Find the kernels that can be called directly, once the optimizer has created its state."""
         make, groups = _kernel_maker(type(self.optimizer)), self.optimizer.param_groups
-        if (
-            make is None
-            or any(grad is None for grad in grads)
-            or _hooked(self.optimizer)
-            or not all(map(_has_plain_kernel, groups))
-        ):
+        if make is None or any(grad is None for grad in grads) or not all(map(_has_plain_kernel, groups)):
             return
         states = self.optimizer.state
         if not all(_slots_agree(param, states[param]) for param in self._params):
             for group in groups:
                 group["fused"] = False  # torch's plain loop takes slots of any strides
+            return
+        if _hooked(self.optimizer):
             return
         self._counters = _joined_counts([states[param] for param in self._params if "step" in states[param]])
         # a fused kernel works on one device only

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 
@@ -26,6 +29,15 @@ def async_problems(context: PlanContext) -> list[Problem]:
         rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
         problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
     return problems
+
+
+def counted_statistics_problems(model: nn.Module, context: PlanContext, *, because: str) -> list[Problem]:
+    """Return the problem of an average whose batch statistics are counted anew, for a model that has some."""
+    counts = context.average is not None and context.average.counts_statistics
+    if not counts or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return []
+    rule = f"counts batch statistics anew at the end, and {because}. Use average=ema, or strategy=mirrored."
+    return [Problem(key="average", value="swa", rule=rule)]
 
 
 def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:

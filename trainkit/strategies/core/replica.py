@@ -11,6 +11,7 @@ from typing import Final, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.average import AVERAGE, swap
 from trainkit.errors import CheckpointError
 from trainkit.moved import moved_attribute
 from trainkit.numerics.precision import Precision
@@ -275,6 +276,12 @@ class Replica(LocalModel):
                 param.grad = None
         self._sums = sums
 
+    def swap_averages(self) -> bool:
+        """Exchange parameters and their averages; return whether there are any here."""
+        found = swap(self.stepper.optimizers)
+        self.refresh_params()
+        return found
+
     @torch.no_grad()
     def refresh_params(self) -> None:
         """Copy the masters, rounded, to the parameters of the forward pass."""
@@ -317,7 +324,7 @@ def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
 
 _LIKE_PARAM: Final = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
-    | {"sum", "ax", "prev"}
+    | {"sum", "ax", "prev", AVERAGE}
 )
 """Slots of torch's optimizers with the shape of the parameter, which fused kernels do not check."""
 

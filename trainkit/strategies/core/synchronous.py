@@ -203,6 +203,10 @@ class SynchronousExecutor(Executor, Generic[R]):
             self._phased.reset_buffers()
         return True
 
+    def swap_averages(self) -> bool:
+        """Exchange parameters and their averages."""
+        return self._replica.swap_averages()
+
     def close(self, *, failed: bool = False) -> None:
         """Close the reducers, then leave the process group."""
         if self._phased is not None:

@@ -88,6 +88,9 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         if context.numerics.reproducible:
             rule = "local_sgd depends on the number of replicas. Use strategy=mirrored, or false."
             problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+        if context.average is not None:
+            rule = "averages weights that every rank has after a step, and those of local_sgd differ. Use none."
+            problems.append(Problem(key="average", rule=rule))
         if context.precision == "fp16_mixed":
             rule = "has one loss scale, and replicas overflow apart. Use precision=bf16_mixed."
             problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))

@@ -18,6 +18,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel, Placement
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
@@ -180,6 +181,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if not isinstance(cut, StageAssignment):
             return cut
         sparse = sparse_problems(model, "which are not summed")
+        sparse += counted_statistics_problems(model, context, because="a rank of a pipeline has those of its stages")
         return self._exceeded(model, cut, context) or sparse or self._misfits(model, cut, context)
 
     def _misfits(self, model: nn.Module, cut: StageAssignment, context: PlanContext) -> list[Problem]:

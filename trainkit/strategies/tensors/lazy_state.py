@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from trainkit.adapters.average import AVERAGE
+
 
 class LazyStateDict(Mapping[str, Tensor]):
     """Tensors by name on the host; each access may read a tensor again, so callers that need several parts keep it."""
@@ -73,7 +75,7 @@ def select(tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> Map
         >>> sorted(select({"param/w": torch.zeros(2), "optimizer/step/w": torch.ones(())}, lambda n: n[0] == "p"))
         ['param/w']
     """
-    return _Selection(tensors, chooses)
+    return _Renamed(tensors, {name: name for name in tensors if chooses(name)})
 
 
 def model_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -81,33 +83,41 @@ def model_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return select(tensors, lambda key: not key.startswith(("optimizer/", "callback/")))
 
 
-class _Selection(LazyStateDict):
-    def __init__(self, tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> None:
-        self._tensors = tensors
-        self._names = {name: None for name in tensors if chooses(name)}
+def averaged_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the parameters and buffers of a checkpoint, those with an average replaced by it, still read lazily.
+
+    Example:
+        >>> found = averaged_weights({"param/w": torch.zeros(1), "optimizer/average/w": torch.ones(1)})
+        >>> dict(found)
+        {'param/w': tensor([1.])}
+    """
+    averages = {name: f"optimizer/{AVERAGE}/{name_in(name)}" for name in model_weights(tensors)}
+    return _Renamed(tensors, {name: key if key in tensors else name for name, key in averages.items()})
+
+
+class _Renamed(LazyStateDict):
+    """Tensors of a mapping by other names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
+        self._tensors, self._keys = tensors, keys
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._known(name)]
+        return self._tensors[self._keys[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._keys)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._keys
 
     def shape_of(self, name: str) -> torch.Size:
-        return shape_of(self._tensors, self._known(name))
+        return shape_of(self._tensors, self._keys[name])
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return dtype_of(self._tensors, self._known(name))
+        return dtype_of(self._tensors, self._keys[name])
 
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        return read_slice(self._tensors, self._known(name), region)
-
-    def _known(self, name: str) -> str:
-        if name not in self._names:
-            raise KeyError(name)
-        return name
+        return read_slice(self._tensors, self._keys[name], region)

@@ -160,6 +160,12 @@ class ShardedReplica(Replica):
             self.owners[name].grad = None
         return [None if grad is None else local_part(grad) for grad in grads]
 
+    def swap_averages(self) -> bool:
+        """Exchange parameters and their averages, and free gathered copies of the parameters."""
+        found = super().swap_averages()
+        self.reload()
+        return found
+
     @property
     def parts(self) -> dict[str, Tensor]:
         """The parts of all parameters, trainable or not, for a checkpoint."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 
+import torch
+
+from trainkit.adapters.average import AVERAGE
 from trainkit.errors import CheckpointError, LinkError
 from trainkit.strategies.base import (
     Batch,
@@ -54,6 +57,8 @@ class CoordinatorExecutor(Executor):
         self._version = 0
         self._seen = 0
         """The version of the evaluated model."""
+        self._shows_averages = False
+        """Whether the evaluated model holds averages."""
 
     @property
     def local(self) -> Replica:
@@ -85,6 +90,21 @@ class CoordinatorExecutor(Executor):
         if self._seen != self._version:
             self._servers.pull(tensors_of(self._eval_model.model))
             self._seen = self._version
+
+    def swap_averages(self) -> bool:
+        """Read the averages from the servers into the model that is evaluated, or else the variables again."""
+        if self._shows_averages:
+            self._shows_averages, self._seen = False, -1
+            self.refresh_model()
+            return True
+        state = self.state_dict()
+        averages = {name: state.get(f"optimizer/{AVERAGE}/{name}") for name in self._eval_model.params}
+        with torch.no_grad():
+            for name, average in averages.items():
+                if average is not None:
+                    self._eval_model.params[name].copy_(average)
+        self._shows_averages = any(average is not None for average in averages.values())
+        return self._shows_averages
 
     def state_dict(self) -> StateDict:
         """Return the state of the servers; before the first step, the state that they will load."""

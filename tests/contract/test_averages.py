@@ -1,0 +1,172 @@
+"""Averages of the weights: torch's own, the same under every strategy, resumed, evaluated and exported."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
+
+import trainkit
+from tests.contract.running import run, weights
+from tests.support.zoo import Points
+from trainkit.config.schema import load_resolved
+from trainkit.errors import ConfigError
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import make_plan
+from trainkit.run.session.async_evaluator import CheckpointEvaluator
+from trainkit.trainer.checkpoint import load
+
+POINTS = (
+    "model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",
+    "optimizer.lr=0.05", "steps=7", "average=ema", "average.decay=0.7",
+)  # fmt: skip
+NORM = (*POINTS[:-2], "model.norm=true", "eval.batch_size=8", "optimizer=sgd")
+"""The true gradient of a bias before batch statistics is zero, which Adam would divide by its own rounding error."""
+SWA = (*NORM, "average=swa", "average.start_step=3")
+PLACES = {
+    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
+    "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
+    "pipeline": ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=1"),
+    "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"),
+    "central_storage": ("strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"),
+    "tensor_parallel": (
+        "strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1", "strategy.plan={0:colwise,2:rowwise}",
+    ),
+}  # fmt: skip
+EMA: Any = get_ema_multi_avg_fn(0.7)  # type: ignore[no-untyped-call]
+MEAN: Any = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+QUICK = ("central_storage",)
+
+
+def averages(result: dict[str, Any]) -> dict[str, Tensor]:
+    """The averages in the last checkpoint, by parameter."""
+    tensors = load(Path(result["last"])).tensors
+    return {key.split("/", 2)[2]: tensors[key] for key in tensors if key.startswith("optimizer/average/")}
+
+
+def by_hand(folder: Path, kind: Any, steps: range) -> dict[str, Tensor]:
+    """What torch's AveragedModel holds after the checkpoints of these steps."""
+    model = trainkit.load(folder)
+    averaged = AveragedModel(model, multi_avg_fn=kind)
+    for step in steps:
+        averaged.update_parameters(trainkit.load(folder / f"checkpoints/step_{step:08d}"))
+    return {name: tensor.detach() for name, tensor in averaged.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "steps"),
+    [
+        ((), EMA, range(1, 8)),
+        (("average.start_step=3", "average.every_steps=2"), EMA, range(3, 8, 2)),
+        (("average=swa", "average.start_step=4"), MEAN, range(4, 8)),
+    ],
+)
+def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], kind: Any, steps: range) -> None:
+    points = POINTS[:-1] if "average=swa" in settings else POINTS
+    result = run(tmp_path / "run", *points, *settings, "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    expected = by_hand(tmp_path / "run", kind, steps)
+    assert averages(result).keys() == expected.keys()
+    for name, tensor in expected.items():  # torch divides by the number of values in float32
+        torch.testing.assert_close(averages(result)[name], tensor, rtol=1e-7, atol=1e-9)
+
+
+def test_an_average_changes_no_weight_and_is_evaluated_beside_them(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", *POINTS[:-2])
+    result = run(tmp_path / "run", *POINTS, "eval.metric=val_ema/loss")
+    assert result["weights_sha256"] == plain["weights_sha256"]
+    assert result["fingerprint"] != plain["fingerprint"]
+    assert plain["metrics"].items() <= result["metrics"].items()
+    assert result["metrics"].keys() - plain["metrics"].keys() == {"val_ema/loss", "val_ema/accuracy"}
+    assert result["metrics"]["val_ema/loss"] != result["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize("points", [POINTS, SWA], ids=["ema", "swa"])
+def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[str, ...], tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *points)
+    folder = RunFolder(tmp_path / "run")
+    one = CheckpointEvaluator(make_plan(load_resolved(folder.resolved)), folder, device="cpu", on_phase=lambda *_: None)
+    rows = list(iter(one.evaluate_next, None))
+    one.close()
+    assert result["metrics"].items() <= rows[-1].items()
+
+
+@pytest.mark.parametrize("place", [pytest.param(p, marks=[] if p in QUICK else [pytest.mark.long]) for p in PLACES])
+def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(place: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", *POINTS)
+    run(tmp_path / "run", *POINTS, *PLACES[place], "stop_at_step=4")
+    result = run(tmp_path / "resumed", *POINTS, *PLACES[place], f"resume={tmp_path}/run")
+    found = averages(result)
+    assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
+    for name, tensor in averages(whole).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(result)[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_averaged_weights_are_exported_by_choice(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *POINTS)
+    written = load_file(tmp_path / "run/model/average/model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in averages(result).items())
+    model = trainkit.load(tmp_path / "run/model/average")
+    assert torch.equal(model.state_dict()["0.weight"], averages(result)["0.weight"])
+    run(tmp_path / "other", *POINTS, "average.export=false")
+    assert not (tmp_path / "other/model/average").exists()
+
+
+def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_data(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *SWA)
+    model, train = trainkit.load(tmp_path / "run/model/average"), Points()
+    loader = [train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)]
+    counted = copy.deepcopy(model)
+    update_bn(loader, counted)
+    for name, tensor in counted.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-12, atol=1e-14)
+    split = Points(split="val")
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
+    assert result["metrics"]["val_swa/loss"] == pytest.approx(loss, rel=1e-12)
+    raw = trainkit.load(tmp_path / "run").state_dict()["1.running_mean"]
+    assert torch.equal(raw, weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["mirrored", "fsdp", "parameter_server", "central_storage"])
+def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place: str, tmp_path: Path) -> None:
+    run(tmp_path / "whole", *SWA)
+    run(tmp_path / "run", *SWA, *PLACES[place])
+    whole, found = (load_file(tmp_path / name / "model/average/model.safetensors") for name in ("whole", "run"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ("average=swa", *PLACES["pipeline"], "model.norm=true"),
+            "average=swa: counts batch statistics anew at the end, and a rank of a pipeline has those of its stages.",
+        ),
+        (("average.start_step=8",), "average.start_step=8: is after the last step: the run has 7. Give a smaller one."),
+        (
+            ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=2"),
+            "average: averages weights that every rank has after a step, and those of local_sgd differ. Use none.",
+        ),
+        (
+            (*PLACES["central_storage"], "strategy.mode=async"),
+            "average: each copy has an optimizer of its own, which averages its own updates. Use strategy.mode=sync.",
+        ),
+        (("average.decay=1.0",), "average.decay=1.0: must be at least 0 and less than 1."),
+    ],
+)
+def test_an_average_that_cannot_be_kept_is_refused(tmp_path: Path, settings: tuple[str, ...], told: str) -> None:
+    points = POINTS[:-2] if "average=swa" in settings else POINTS
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path / "run", *points, *settings)
+    assert any(str(problem).startswith(told) for problem in caught.value.problems)

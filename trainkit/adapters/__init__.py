@@ -1,0 +1,1 @@
+"""Transforms of a model or its optimizer before a strategy takes them."""

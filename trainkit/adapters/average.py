@@ -1,0 +1,140 @@
+"""Averages of the weights over the steps, kept as slots of the optimizer.
+
+A slot of the optimizer is where its parameter is: on a rank of a sharded model, on a stage, on a server. So an average
+is cut, moved, saved and restored by what does this for the slots of Adam, under every strategy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from trainkit.config.values import at_least, below
+from trainkit.fields import cosmetic, maths
+
+AVERAGE: Final = "average"
+"""Slot with the shape of the parameter: its average."""
+UPDATES: Final = "average_updates"
+"""Slot with one number: updates that the parameter has seen."""
+
+
+Mix = Callable[[list[Tensor], list[Tensor], int], None]
+"""Adds parameters to their averages, in place: (averages, parameters, how many values each average is made of)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average(ABC):
+    """An average of the weights after some of the updates."""
+
+    name: ClassVar[str]
+    """Suffix of the splits in names of metrics: `val_ema/loss`."""
+    counts_statistics: ClassVar[bool] = False
+    """Whether batch statistics are counted anew for the average at the end of the training."""
+
+    start_step: Annotated[int, maths, at_least(0)] = 0
+    """Updates before which nothing is averaged; a parameter's average begins as the parameter itself."""
+    every_steps: Annotated[int, maths, at_least(1)] = 1
+    """Average after every so many updates."""
+    export: Annotated[bool, cosmetic] = True
+    """Write the averaged weights beside the trained ones at the end: RUN/model/average."""
+
+    @abstractmethod
+    def mix(self) -> Mix:
+        """Return the function that adds parameters to their averages."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the parameters of an optimizer after its updates from now on."""
+        optimizer.register_step_post_hook(_AfterStep(self))
+
+
+class _AfterStep:
+    """A hook of `Optimizer.step`, which brings the averages of the updated parameters up to date."""
+
+    def __init__(self, average: Average) -> None:
+        self._first, self._every = max(average.start_step, 1), average.every_steps
+        self._mix = average.mix()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        due: dict[tuple[int, torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                slots = optimizer.state[param]
+                updates = slots[UPDATES] = int(slots.get(UPDATES, 0)) + 1  # a tensor after a restore
+                count, rest = divmod(updates - self._first, self._every)
+                if count < 0 or rest:
+                    continue
+                if not count or AVERAGE not in slots:
+                    slots[AVERAGE] = param.detach().clone()
+                else:
+                    due.setdefault((count, param.device, param.dtype), []).append((slots[AVERAGE], param.detach()))
+        with torch.no_grad():
+            for (count, _device, _dtype), pairs in due.items():
+                averages, params = (list(one) for one in zip(*pairs, strict=True))
+                self._mix(averages, params, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ema(Average):
+    """Exponential moving average: average = decay * average + (1 - decay) * weights, after each update.
+
+    Example:
+        >>> average = [torch.tensor([1.0])]
+        >>> Ema(decay=0.75).mix()(average, [torch.tensor([2.0])], 1)
+        >>> average[0].item()
+        1.25
+
+    Source: torch.optim.swa_utils.get_ema_multi_avg_fn; Polyak and Juditsky 1992.
+    """
+
+    name: ClassVar[str] = "ema"
+
+    decay: Annotated[float, maths, below(0, 1)] = 0.999
+    """Share of the average that stays."""
+
+    def mix(self) -> Mix:
+        """Return torch's function: it moves the averages towards the parameters by 1 - decay."""
+        from torch.optim.swa_utils import get_ema_multi_avg_fn  # noqa: PLC0415 - most runs average nothing
+
+        found: Mix = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swa(Average):
+    """Stochastic weight averaging: the mean of the weights after the chosen updates.
+
+    Source: torch.optim.swa_utils.get_swa_multi_avg_fn; Izmailov et al. 2018, arXiv:1803.05407.
+    """
+
+    name: ClassVar[str] = "swa"
+    counts_statistics: ClassVar[bool] = True
+
+    def mix(self) -> Mix:
+        """Return torch's function: it makes the averages means of one more value."""
+        from torch.optim.swa_utils import get_swa_multi_avg_fn  # noqa: PLC0415 - most runs average nothing
+
+        found: Mix = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        return found
+
+
+def swap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Exchange parameters and averages in place; twice gives the same bits again. Return whether there are averages."""
+    pairs = [
+        (param, slots[AVERAGE])
+        for optimizer in optimizers
+        for param, slots in optimizer.state.items()
+        if isinstance(slots, dict) and AVERAGE in slots
+    ]
+    with torch.no_grad():
+        for param, average in pairs:
+            kept = param.detach().clone()
+            param.copy_(average)
+            average.copy_(kept)
+    return bool(pairs)
