@@ -12,23 +12,12 @@ from trainkit.exporting.trained import TrainedModel
 from trainkit.storage import num_bytes
 from trainkit.trainer.manifest import FileRecord
 
-_LOADING: Final = """\
-```python
-from safetensors.torch import load_file
-
-model = ...  # an instance of the class that config.yaml names, built with the arguments there
-model.load_state_dict(load_file("model.safetensors"), strict=True)
-model.eval()
-```
-
-Where trainkit is installed, `trainkit.load(FOLDER)` builds the model and loads the weights.
-"""
 _SHOWN: Final = ("model", "data", "objective", "optimizer", "schedule", "precision", "epochs", "steps")
 """Parts of the config that the card shows."""
 
 
-def model_card(trained: TrainedModel, files: Mapping[str, FileRecord]) -> str:
-    """Return the model card as Markdown."""
+def model_card(trained: TrainedModel, files: Mapping[str, FileRecord], *, loading: str) -> str:
+    """Return the model card as Markdown; `loading` is the section of the format."""
     facts, cfg = trained.facts, trained.cfg
     rows = {
         "weights": f"the {trained.which} ones, of step {trained.step:,}",
@@ -45,8 +34,7 @@ def model_card(trained: TrainedModel, files: Mapping[str, FileRecord]) -> str:
             f"# {cfg.name}\n",
             f"| | |\n|---|---|\n{table}",
             *_metrics(facts.get("metrics"), of=trained),
-            "## Loading\n",
-            *([_LOADING] if "model.safetensors" in files else []),
+            f"## Loading\n\n{loading}",
             "## Training\n",
             f"```yaml\n{_shown(trained)}```\n",
         ]

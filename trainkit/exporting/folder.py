@@ -100,7 +100,7 @@ def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
         "files": {name: asdict(record) for name, record in files.items()},
     }
     write_bytes(draft / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
-    write_bytes(draft / CARD, model_card(trained, files).encode())
+    write_bytes(draft / CARD, model_card(trained, files, loading=form.LOADING).encode())
     sync_folder(draft)
     num_bytes = sum(record.num_bytes for record in files.values())
     return Exported(folder=draft, num_bytes=num_bytes, seconds=time.perf_counter() - began)

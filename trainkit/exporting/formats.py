@@ -1,7 +1,7 @@
 """The formats that a trained model is exported to, and what a module of a format provides.
 
-A new format is one module in this package and one line in `FORMATS`. Its function `write` receives a `TrainedModel` and
-an empty folder:
+A new format is one module in this package and one line in `FORMATS`. `LOADING` is the text of the model card about
+loading; the function `write` receives a `TrainedModel` and an empty folder:
 
     def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
         (draft / "model.bin").write_bytes(...)
@@ -31,6 +31,10 @@ FORMATS: Final[Mapping[str, str]] = {
 
 class Format(Protocol):
     """A module of a format."""
+
+    @property
+    def LOADING(self) -> str:  # noqa: N802 - a constant of the module
+        """How to load the files, in Markdown."""
 
     def write(self, trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
         """Write the model into an empty folder, without folders below it.

@@ -17,6 +17,17 @@ from trainkit.trainer.checkpoint.tensor_file import Kinds, TensorFile, write_str
 from trainkit.trainer.manifest import FileRecord
 
 WEIGHTS: Final = "model.safetensors"
+LOADING: Final = """\
+```python
+from safetensors.torch import load_file
+
+model = ...  # an instance of the class that config.yaml names, built with the arguments there
+model.load_state_dict(load_file("model.safetensors"), strict=True)
+model.eval()
+```
+
+Where trainkit is installed, `trainkit.load(FOLDER)` builds the model and loads the weights.
+"""
 
 
 def write(trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:

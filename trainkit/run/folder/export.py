@@ -49,7 +49,7 @@ def export_at_end(
         CheckpointError: a checkpoint is missing or damaged, or the model cannot be exported.
         StorageError: a file cannot be written; an earlier export stays.
     """
-    trained = partial(_trained, folder, cfg, metrics=metrics, working=working)
+    trained = partial(trained_model, folder, cfg, metrics=metrics, working=working)
     name, best = (checkpoint_name(folder, which) for which in ("last", "best"))
     last, average = trained("last"), average_of(cfg)
     beside = [trained("best")] if best not in (None, name) else []
@@ -91,11 +91,11 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
         target = path / "exports" / to
         with naming(target):
             target.parent.mkdir(exist_ok=True)
-        trained = _trained(folder, cfg, checkpoint or "last", metrics=metrics)
+        trained = trained_model(folder, cfg, checkpoint or "last", metrics=metrics)
         return write_export(trained, form, target, folder.take())
 
 
-def _trained(
+def trained_model(
     folder: RunFolder,
     cfg: RunConfig,
     which: Which,
@@ -103,6 +103,11 @@ def _trained(
     metrics: Mapping[str, Any],
     working: Callable[[], None] = lambda: None,
 ) -> TrainedModel:
+    """Return the trained model of a run, with the weights of one of its checkpoints; arguments as in `export_at_end`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
     weights = checkpoint_of(folder, which)
     facts = {
         "run": f"{cfg.name}/{folder.path.absolute().name}",

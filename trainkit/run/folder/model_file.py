@@ -23,6 +23,7 @@ from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableErr
 from trainkit.exporting.folder import BEST, CONFIG
 from trainkit.exporting.whole_file import WEIGHTS
 from trainkit.numerics.precision import Precision
+from trainkit.quantizing.description import QUANTIZED, restored_model
 from trainkit.reading import read_text
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
 from trainkit.run.planning.build import build_model, load_weights
@@ -42,7 +43,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
 
     Args:
         path: a run folder, a checkpoint of a run, the folder `model` of a run or its file, or a folder that `trainkit
-            ensemble` wrote.
+            ensemble` or `trainkit quantize` wrote.
         checkpoint: which checkpoint of a run folder, or which weights of the folder `model`, to load.
         packages: your own packages that the model's classes may come from.
 
@@ -147,7 +148,9 @@ def _description(file: Path) -> dict[str, Any]:
     """
     text = read_text(file, limit=MAX_BYTES)
     try:
-        return expect_map(parse_yaml(text), {"model": dict}, optional={"weights": dict, "tied": dict, "files": dict})
+        return expect_map(
+            parse_yaml(text), {"model": dict}, optional={"weights": dict, "tied": dict, "files": dict, QUANTIZED: dict}
+        )
     except ValueError as error:
         raise UnreadableError.of(file, str(error)) from None
 
@@ -171,6 +174,8 @@ def _load_written(config: Path) -> nn.Module:
         model: nn.Module = build(restored({"model": description["model"]}, from_environment())["model"], "model")
     record, tied = _record(config, description), description.get("tied", {})
     file = TensorFile.verified(folder / WEIGHTS, record)
+    if QUANTIZED in description:
+        return restored_model(config, description[QUANTIZED], model, file)
     try:
         weights = {name: file.read(tied.get(name, name)) for name in model.state_dict()}
         model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))

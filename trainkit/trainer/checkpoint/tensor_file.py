@@ -91,8 +91,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     Raises:
         OSError: the file could not be written; it is then incomplete.
     """
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return write_stream(path, kinds, tensors.__getitem__)
+    return write_stream(path, kinds_of(tensors), tensors.__getitem__)
+
+
+def kinds_of(tensors: Mapping[str, Tensor]) -> Kinds:
+    """Return the dtype and shape of each tensor."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def write_stream(path: Path, kinds: Kinds, read: Callable[[str], Tensor]) -> FileRecord:
@@ -106,6 +110,17 @@ def write_stream(path: Path, kinds: Kinds, read: Callable[[str], Tensor]) -> Fil
     Raises:
         OSError: the file could not be written; it is then incomplete.
     """
+    names, text = header_of(kinds)
+    with path.open("xb") as file:
+        writer = _Writer(file)
+        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for name in names:
+            writer.write(bytes_of(read(name)))
+        return writer.finish()
+
+
+def header_of(kinds: Kinds) -> tuple[list[str], bytes]:
+    """Return the names of the tensors in the order of their bytes, and the header without its length."""
     # Widest dtypes first: every tensor is then aligned to its own element size.
     names = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -115,13 +130,7 @@ def write_stream(path: Path, kinds: Kinds, read: Callable[[str], Tensor]) -> Fil
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        writer = _Writer(file)
-        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for name in names:
-            writer.write(bytes_of(read(name)))
-        return writer.finish()
+    return names, text + b" " * (-len(text) % 8)
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:

@@ -27,6 +27,7 @@ VERBS: Final[Mapping[str, str]] = {
     "predict": "the model's outputs for every sample, in order: predict RUN --out FILE.parquet",
     "export": "write the trained model into files that need no trainkit: export RUN",
     "generate": "continue a text with a trained language model: generate RUN --prompt TEXT",
+    "quantize": "the trained model in 8 or 4 bits, beside the original: quantize RUN --to int8_static",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
     "init": "write a package of your own that trains at once: init NAME",
     "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
@@ -35,7 +36,7 @@ VERBS: Final[Mapping[str, str]] = {
 _ROOMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("train", "resume", "prove"), "running"),
     **dict.fromkeys(("plan", "explain", "diff", "top", "ls"), "looking"),
-    **dict.fromkeys(("ensemble", "evaluate", "export", "generate", "predict"), "using"),
+    **dict.fromkeys(("ensemble", "evaluate", "export", "generate", "predict", "quantize"), "using"),
     **dict.fromkeys(("emit", "init"), "starting"),
 }
 """Verb -> the package of its module."""

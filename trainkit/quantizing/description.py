@@ -1,0 +1,85 @@
+"""The folder of a quantized model, `RUN/quantized/FORMAT`: an export whose description says how it was quantized.
+
+model.safetensors   the quantized weights, and those that stay in float32
+config.yaml         the node that builds the model, and under `quantized` what else loading needs
+README.md           the model card, with the table beside the original
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from trainkit.errors import CheckpointError
+from trainkit.exporting.trained import TrainedModel
+from trainkit.exporting.whole_file import WEIGHTS
+from trainkit.quantizing.formats import FORMATS, Quantized, format_named
+from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_full
+from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
+from trainkit.trainer.manifest import FileRecord
+
+QUANTIZED: Final = "quantized"
+"""The key of the description that only a quantized model has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedFile:
+    """A quantized model as a format of an export."""
+
+    quantized: Quantized
+    LOADING: str
+    """The section of the model card."""
+
+    def write(self, trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:
+        """Write the file of weights into an empty folder."""
+        refuse_full(draft / WEIGHTS, bytes_needed(self.quantized.tensors.values()))
+        trained.working()
+        return {WEIGHTS: write_tensors(draft / WEIGHTS, self.quantized.tensors)}
+
+
+def description_of(quantized: Quantized, to: str) -> dict[str, Any]:
+    """Return what loading needs, as values of YAML."""
+    return {"to": to, **_versions(), "layers": list(quantized.layers), **quantized.facts}
+
+
+def restored_model(config: Path, description: Mapping[str, Any], model: nn.Module, weights: TensorFile) -> nn.Module:
+    """Return the quantized model of a folder.
+
+    Args:
+        config: the file of the description, for the texts of errors.
+        description: what `description_of` returned; others may have changed it.
+        model: built from the node of the folder.
+        weights: the verified file.
+
+    Raises:
+        ConfigError: torchao is not installed, or torch.export no longer takes the model.
+        CheckpointError: the description and the weights are not those of this model.
+    """
+    to = str(description.get("to"))
+    if to not in FORMATS:
+        raise CheckpointError(f"{config} has the format {to}, which is none of {', '.join(FORMATS)}.")
+    form = format_named(to)
+    try:
+        return form.restore(model.float().eval(), to, weights.read, description).eval()
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = f"{config.parent} holds no quantized form of this model: {error}"
+        raise CheckpointError(f"{what}. {_other_versions(description)}".rstrip()) from error
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that decide what a model becomes when it is quantized."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "torchao")}
+
+
+def _other_versions(description: Mapping[str, Any]) -> str:
+    now = _versions()
+    other = [f"{name} {description.get(name)}" for name, version in now.items() if description.get(name) != version]
+    installed = " and ".join(f"{name} {version}" for name, version in now.items())
+    if not other:
+        return ""
+    return f"It was written with {' and '.join(other)}, and {installed} are installed: quantize the run again."

@@ -1,0 +1,117 @@
+"""The formats of quantized models, and what a module of a format provides.
+
+A format is written without any pickled object: its tensors are a safetensors file, and the rest is YAML. Loading builds
+the model from its node, quantizes it in the same way, and then copies the numbers of the file into the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, Protocol, cast
+
+from torch import Tensor, nn
+
+from trainkit.config.grammar import refusal
+from trainkit.config.values import closest
+from trainkit.errors import MissingExtraError
+
+FORMATS: Final[Mapping[str, str]] = {
+    "int8_weight": "trainkit.quantizing.linear",
+    "int8_dynamic": "trainkit.quantizing.linear",
+    "int4_weight": "trainkit.quantizing.linear",
+    "int8_static": "trainkit.quantizing.static",
+}
+"""Format, as given to `--to` -> its module."""
+Inputs = Mapping[str, Tensor]
+"""Argument of the model's `forward` -> its value for a batch."""
+Read = Callable[[str], Tensor]
+"""Reads a tensor of a file by its name; KeyError if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A quantized model, as it is used and as it is written."""
+
+    model: nn.Module
+    """In evaluation mode, on the CPU."""
+    tensors: Mapping[str, Tensor]
+    """What the file of weights holds: dense tensors, no two of which share memory."""
+    layers: tuple[str, ...]
+    """Names of the modules whose weights were quantized."""
+    facts: Mapping[str, Any]
+    """What else loading needs; values of YAML."""
+
+
+class Format(Protocol):
+    """A module of formats."""
+
+    def quantize(self, model: nn.Module, to: str, calibration: Sequence[Inputs]) -> Quantized:
+        """Quantize a model.
+
+        Args:
+            model: in float32 and evaluation mode, on the CPU; it may be changed.
+            to: the format.
+            calibration: the inputs of each forward pass; empty if the format needs none.
+
+        Raises:
+            ConfigError: the format does not suit the model; the text says why.
+        """
+
+    def restore(self, model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> nn.Module:
+        """Return the quantized model of a file.
+
+        Args:
+            model: built from its node, in float32 and evaluation mode; its numbers do not matter.
+            to: the format.
+            read: reads a tensor of the file by its name.
+            facts: `facts` and `layers` of what was written; another may have changed them.
+
+        Raises:
+            KeyError, TypeError, ValueError, RuntimeError: they are not those of this model.
+        """
+
+
+def needs_calibration(to: str) -> bool:
+    """Return whether a format observes activations.
+
+    Example:
+        >>> needs_calibration("int8_static"), needs_calibration("int8_dynamic")
+        (True, False)
+    """
+    return to == "int8_static"
+
+
+def format_named(name: str) -> Format:
+    """Import the module of a format, and torchao with it.
+
+    Raises:
+        ConfigError: there is no such format, or torchao is not installed.
+    """
+    if name not in FORMATS:
+        near = closest(name, FORMATS)
+        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
+        raise refusal(f"--to {name}", f"is no format. {hint}")
+    with quiet_torchao():
+        try:
+            import_module("torchao")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(key=f"--to {name}", package="torchao", extra="quantize") from error
+        return cast("Format", import_module(FORMATS[name]))
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Hide what torchao logs of kernels for other devices, and warnings about torch's own future."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,53 @@
+"""`trainkit quantize RUN --to FORMAT`: write the trained model of a run in fewer bits, and compare it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from trainkit.config.grammar import refusal
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.run.folder.model_file import Which
+
+USAGE: Final = "RUN"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "to": Flag(help="the format: int8_weight, int8_dynamic, int4_weight or int8_static", value="FORMAT"),
+    "calibrate": Flag(help="int8_static: training samples whose activations are observed; 512 without", value="N"),
+    "checkpoint": Flag(help="which weights: last, or best; last without", value="WHICH"),
+}
+
+
+def run(call: Call) -> int:
+    """Write the quantized model, and print it beside the original."""
+    call.check_arity(arguments=1, overrides=False)
+    which, calibrate = call.flags.get("checkpoint", "last"), call.flags.get("calibrate")
+    if which not in ("best", "last"):
+        raise refusal(f"--checkpoint {which}", "must be best or last.")
+    if "to" not in call.flags:
+        raise refusal("--to", f"is missing: {FLAGS['to'].help}.")
+    if calibrate is not None and not (calibrate.isascii() and calibrate.isdigit() and int(calibrate) > 0):
+        raise refusal(f"--calibrate {calibrate}", "must be a whole number of samples, 1 or more.")
+    from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - not for --help
+    from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
+    from trainkit.run.folder.quantize import quantize_run  # noqa: PLC0415 - imports torch
+
+    with allow_packages(call.packages):
+        done = quantize_run(
+            Path(call.arguments[0]).expanduser(),
+            to=call.flags["to"],
+            calibrate=None if calibrate is None else int(calibrate),
+            checkpoint=cast("Which", which),
+            report=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201 - meant for the terminal
+        )
+    (header, *rows), count = done.rows, len(done.layers)
+    print_rows(header, rows)
+    sys.stdout.write(
+        f"{count} layer{'' if count == 1 else 's'} quantized: {done.share['linear']:.1%} of the weights of linear "
+        f"layers, {done.share['all']:.1%} of all parameters\n"
+    )
+    sys.stdout.write(f'{done.folder}\ntrainkit.load("{done.folder}")\n')
+    return 0
