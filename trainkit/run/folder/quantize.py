@@ -19,9 +19,9 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, size_of, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.exporting.folder import write_export
+from trainkit.exporting.inputs import model_inputs
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
-from trainkit.objectives.inputs import model_inputs
 from trainkit.quantizing.description import QUANTIZED, QuantizedFile, description_of
 from trainkit.quantizing.formats import Inputs, Quantized, format_named, needs_calibration
 from trainkit.quantizing.measuring import (
