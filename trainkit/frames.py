@@ -41,7 +41,15 @@ def first_line(error: BaseException) -> str:
         >>> first_line(ValueError(" two\nlines")), first_line(MemoryError())
         ('two', 'MemoryError')
     """
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next((line.strip() for line in text_of(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an error; an empty text for an error of the user's whose message fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - `__str__` may raise anything
+        return ""
 
 
 def named_first_line(error: BaseException) -> str:

@@ -11,6 +11,8 @@ import pytest
 from trainkit.cli import main
 
 PACKAGE = """
+import sys
+
 import numpy
 import torch
 from torch import nn
@@ -68,6 +70,10 @@ class Net(nn.Module):
         scores = self.layer(x)
         if self.kind == "raises":
             raise RuntimeError("a mistake of mine")
+        if self.kind == "no_text":
+            raise NoText
+        if self.kind == "exits":
+            sys.exit(0)
         if self.kind == "in_place":
             return torch.relu_(scores.exp()).mul_(2)
         return {
@@ -105,6 +111,11 @@ class Measured(Classification):
 
 class Nothing:
     pass
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise ValueError("a mistake of mine")
 
 
 def no_model():
@@ -162,6 +173,8 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (data("length_of_text"), 3, "the length of Data is no number of samples"),
     (net("broken"), 2, "model._target_=misfit_pkg.Net: cannot be made: ValueError: cannot be negative", "in __init__"),
     (net("raises"), 2, "RuntimeError: a mistake of mine", "in forward"),
+    (net("no_text"), 2, "the model raised NoText.", "in forward: raise NoText"),
+    (net("exits"), 1, "exit with code 0 while the run was starting", "sys.exit was called in"),
     (net("nothing"), 2, "the model returns a NoneType"),
     (net("dict"), 2, "the model returns a dict"),
     (net("vector"), 2, "The model gave float32 (4,)"),

@@ -51,6 +51,6 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
 
 
 def _described(outputs: Any) -> str:
-    named = named_fields(outputs)
-    held = f" of {', '.join(map(str, named))}" if named else ""
+    names = [str(name) for name in named_fields(outputs)]
+    held = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
     return f"a {type(outputs).__name__}{held}"

@@ -22,7 +22,7 @@ from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.collate import shape_text
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.frames import named_first_line, with_frames
+from trainkit.frames import named_first_line, text_of, with_frames
 from trainkit.objectives.base import Loss, Objective
 from trainkit.run.planning.build import build_model, build_objective
 from trainkit.run.planning.coupling import kept_generators
@@ -129,7 +129,7 @@ class _Trial:
                 self.part = "model"
                 torch.autograd.backward(loss.loss_sum)
         except TrainkitError as error:
-            return error if error.exit_code != 1 else self._config_error(str(error), error)
+            return error if error.exit_code != 1 else self._config_error(text_of(error), error)
         except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
             return self._explained(error)
         finally:
@@ -151,7 +151,7 @@ class _Trial:
 
     def _is_of_this_device(self, error: Exception) -> bool:
         """Return whether only the CPU, only the meta device, or only a process without a group cannot run it."""
-        text = str(error)
+        text = text_of(error)
         if isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
             return True
         if not self.numbers:
@@ -159,12 +159,12 @@ class _Trial:
         return _ELSEWHERE.search(text) is not None and any(task.device != "cpu" for task in self.plan.tasks)
 
     def _of_model(self, error: Exception) -> TrainkitError | None:
-        if found := _FEATURES.search(str(error)):
+        if found := _FEATURES.search(text_of(error)):
             return self._width(int(found[1]), int(found[2]), error)
-        return self._input_dtype(error) if _DTYPES.search(str(error)) else None
+        return self._input_dtype(error) if _DTYPES.search(text_of(error)) else None
 
     def _of_objective(self, error: Exception) -> TrainkitError | None:
-        if found := _TARGET.search(str(error)):
+        if found := _TARGET.search(text_of(error)):
             return self._class_out_of_range(int(found[1]), error)
         odd = self._odd_targets()
         return None if odd is None else DataError(with_frames(f"{odd} {self._seen(error)}", error))
