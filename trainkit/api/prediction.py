@@ -30,7 +30,7 @@ from trainkit.inference.predicting import predicted
 from trainkit.inference.writing import existing_files, files_of, format_of, ids_of, write_rows
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Objective, Supervised
-from trainkit.reading import read_bytes, read_map
+from trainkit.reading import open_regular, read_bytes, read_map
 from trainkit.run.folder.lock import locked
 from trainkit.run.folder.model_file import load_model
 from trainkit.run.folder.run_folder import write_json_atomically
@@ -165,7 +165,7 @@ def _hash_of_weights(trained: Trained) -> str:
         return hashlib.sha256(content).hexdigest()
     found = hashlib.sha256()
     for file in sorted(Path(trained.source.path).glob("**/*.safetensors")):
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             found.update(hashlib.file_digest(opened, "sha256").digest())
     return found.hexdigest()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -17,7 +18,7 @@ from trainkit.config.values import Limit, above, at_least
 from trainkit.data.reading.files import existing
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
 
-_SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _CROP_ATTEMPTS: Final = 10
 _LEFT_RIGHT: Final = 0
 """PIL.Image.Transpose.FLIP_LEFT_RIGHT."""
@@ -62,7 +63,7 @@ class ImageFolder:
         if self.image_size > self.resize:
             rule = f"larger than data.resize={self.resize}, out of which it is cut."
             raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
-        object.__setattr__(self, "_open", _pillow().open)
+        object.__setattr__(self, "_open", pillow().open)
         root = existing(self.path)
         classes = _classes(existing(root / "train"))
         object.__setattr__(self, "classes", classes)
@@ -85,10 +86,8 @@ class ImageFolder:
         except OSError as error:
             raise DataError(f"sample {index} cannot be read: {name}: {error}") from error
         random_crop = self.augment and self.split == "train"
-        image = self._cropped_at_random(image) if random_crop else self._centre(image)
-        pixels = torch.from_numpy(np.array(image, dtype=np.float32)).div_(255)
-        pixels = pixels.sub_(torch.tensor(self.mean)).div_(torch.tensor(self.deviation))
-        return pixels.permute(2, 0, 1).contiguous(), label
+        image = self._cropped_at_random(image) if random_crop else centre_crop(image, self.resize, self.image_size)
+        return normalised(image, self.mean, self.deviation), label
 
     @property
     def labels(self) -> list[int]:
@@ -105,11 +104,20 @@ class ImageFolder:
         cropped = image.resize((side, side), _BILINEAR, box=box)
         return cropped.transpose(_LEFT_RIGHT) if random.random() < 0.5 else cropped  # noqa: S311 - keyed by sample
 
-    def _centre(self, image: Any) -> Any:
-        scale = self.resize / min(image.width, image.height)
-        image = image.resize((round(image.width * scale), round(image.height * scale)), _BILINEAR)
-        left, top = (image.width - self.image_size) // 2, (image.height - self.image_size) // 2
-        return image.crop((left, top, left + self.image_size, top + self.image_size))
+
+def centre_crop(image: Any, resize: int, side: int) -> Any:
+    """Resize the shorter side of an image of Pillow, and cut a square of `side` pixels out of its centre."""
+    scale = resize / min(image.width, image.height)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), _BILINEAR)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))
+
+
+def normalised(image: Any, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+    """Return (3, height, width) float32 of an RGB image of Pillow, each channel less its mean, over its deviation."""
+    pixels = torch.from_numpy(np.array(image, dtype=np.float32)).div_(255)
+    pixels = pixels.sub_(torch.tensor(mean)).div_(torch.tensor(deviation))
+    return pixels.permute(2, 0, 1).contiguous()
 
 
 def _random_box(width: int, height: int, *, min_area: float) -> _Box:
@@ -126,7 +134,12 @@ def _random_box(width: int, height: int, *, min_area: float) -> _Box:
     return left, top, left + side, top + side
 
 
-def _pillow() -> Any:
+def pillow() -> Any:
+    """Return the module PIL.Image.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
@@ -147,5 +160,5 @@ def _listed(folder: Path, classes: tuple[str, ...]) -> list[tuple[str, int]]:
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
         for file in sorted((folder / name).iterdir())
-        if file.suffix.lower() in _SUFFIXES
+        if file.suffix.lower() in SUFFIXES
     ]

@@ -31,8 +31,8 @@ class CsvTable:
     feature of 0 or 1 per text that it has in the training rows, and a text that they do not have is all zeros.
     """
 
-    split: Literal["train", "val"]
-    """Which part."""
+    split: Literal["train", "val", "all"]
+    """Which part; `all` are the rows of `path` in their order, which may lack the target."""
     path: Path
     """The file, UTF-8, with the names of the columns in its first line."""
     target: str
@@ -47,26 +47,31 @@ class CsvTable:
     """Seed of the choice of validation rows, independent of the run's."""
     reference: Annotated[Path | None, placement] = None
     """The file whose training rows give means, deviations and categories, where `path` is another; null: `path`."""
-    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+    _arrays: tuple[Tensor, ...] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the splits: validation only if rows are held out for it."""
-        return ("train",) if node.get("val_share") == 0 else ("train", "val")
+        """Return the splits: validation only if rows are held out for it, `all` for another file than the reference."""
+        held_out = () if node.get("val_share") == 0 else ("val",)
+        return ("train", *held_out, *(() if node.get("reference") is None else ("all",)))
 
     def __post_init__(self) -> None:
         table = _Table.read(self.path)
         reference = table if self.reference is None else _Table.read(self.reference, key="data.reference")
         names = [name for name in reference.names if name != self.target] if self.columns is None else self.columns
-        table.check([*names, self.target])
+        has_targets = self.split != "all" or self.target in table.names
+        table.check([*names, self.target] if has_targets else names)
         training = reference.rows(self._chosen(len(reference), "train"))
         rows = table.rows(self._chosen(len(table), self.split))
         features = [_encoded(training[name], rows[name]) for name in names]
         stacked = torch.from_numpy(np.concatenate(features, axis=1).astype(np.float32))
-        object.__setattr__(self, "_arrays", (stacked, self._targets(training[self.target], rows[self.target])))
+        targets = (self._targets(training[self.target], rows[self.target]),) if has_targets else ()
+        object.__setattr__(self, "_arrays", (stacked, *targets))
 
     def _chosen(self, count: int, split: str) -> NDArray[np.int64]:
         """Return the indices of the rows of a split, in the order of the file."""
+        if split == "all":
+            return np.arange(count)
         order = np.random.default_rng(self.split_seed).permutation(count)
         held_out = round(count * self.val_share)
         return np.sort(order[:held_out] if split == "val" else order[held_out:])
@@ -87,14 +92,13 @@ class CsvTable:
 
     def __len__(self) -> int:
         """Return the number of rows in this split."""
-        return len(self._arrays[1])
+        return len(self._arrays[0])
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         """Return the features of a row, (features,) float32, and its target, () float32 or int64."""
-        features, targets = self._arrays
-        return features[index], targets[index]
+        return tuple(column[index] for column in self._arrays)
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """Return all features, (rows, features) float32, and the targets, (rows,) float32 or int64."""
         return self._arrays
 

@@ -21,6 +21,7 @@ from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.capabilities import restarts_alone, runs_loop
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit.run.inference.worker_main")
+_KEPT: Final = "The rows that are done are kept: the same command continues."
 
 
 def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
     place.begin()
     settings = SupervisorSettings(
         max_restarts=0,
+        note_without_checkpoint=_KEPT if job.request.verb == "predict" else "",
         limits=TimeLimits.of(job.cfg.supervisor),
         environ=to_environment(secrets),
         auxiliary_ranks=[task.rank for task in job.tasks if not runs_loop(job.strategy, task)],

@@ -62,6 +62,8 @@ class SupervisorSettings:
     """Ranks that serve the rank that trains, and end with it."""
     replaceable: Collection[int] = ()
     """Ranks that are restarted alone when they die, while the others continue."""
+    note_without_checkpoint: str = "There is no checkpoint to restart from."
+    """What a failure adds where there is no checkpoint."""
     log: Callable[[str], None] = log_to_stderr
     """Logs restarts, and replicas lost and tried again."""
 

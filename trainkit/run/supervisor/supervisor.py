@@ -133,7 +133,7 @@ def _until_done(
             membership.clear_failures()
         if failure is not None:
             if max_restarts == 0 or reached is None:
-                raise failure.error("" if reached is not None else "There is no checkpoint to restart from.")
+                raise failure.error("" if reached is not None else settings.note_without_checkpoint)
             task = membership.tasks[failure.rank]
             fault = fault_of(folder, membership.tasks, failure.rank, begun_at=best, reached=reached)
             at_start = attempt > 0 and not attempts.has_progressed(failure.rank, best)

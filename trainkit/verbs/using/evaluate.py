@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from trainkit.reading import read_map
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
 
@@ -40,8 +41,8 @@ def run(call: Call) -> int:
         log=_print_line,
     )
     if "json" in call.flags:
-        text = (found.folder / "evaluation.json").read_text(encoding="utf-8")
-        sys.stdout.write(json.dumps({**json.loads(text), "folder": str(found.folder)}, indent=2) + "\n")
+        content = read_map(found.folder / "evaluation.json", {"version": int})  # with null for NaN
+        sys.stdout.write(json.dumps({**content, "folder": str(found.folder)}, indent=2) + "\n")
         return 0
     sys.stdout.write("\n".join(_lines(found)) + "\n")
     return 0

@@ -1,0 +1,121 @@
+"""Samples without targets, to predict on: images below a folder, lines of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.config.values import at_least
+from trainkit.data.reading.files import existing
+from trainkit.data.sets.image_folder import SUFFIXES, centre_crop, normalised, pillow
+from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.fields import placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles:
+    """All images below a folder, in the order of their paths, prepared as `image_folder` prepares them to validate.
+
+    The id of an image is its path below the folder.
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("all",)
+
+    path: Annotated[Path, placement]
+    """The folder."""
+    image_size: Annotated[int, at_least(1)] = 224
+    """Side length in pixels of the model's input."""
+    resize: Annotated[int, at_least(1)] = 256
+    """Length in pixels of the shorter side before the centre crop."""
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    """Mean per colour channel, subtracted."""
+    deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    """Standard deviation per colour channel, divided by."""
+    ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _open: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.image_size > self.resize:
+            rule = f"larger than data.resize={self.resize}, out of which it is cut."
+            raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
+        object.__setattr__(self, "_open", pillow().open)
+        root = existing(self.path)
+        files = (file for file in root.rglob("*") if file.suffix.lower() in SUFFIXES)
+        object.__setattr__(self, "ids", tuple(sorted(file.relative_to(root).as_posix() for file in files)))
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return an image, (3, image_size, image_size) float32."""
+        file = self.path.expanduser() / self.ids[index]
+        try:
+            with self._open(file) as opened:
+                image = opened.convert("RGB")
+        except OSError as error:
+            raise DataError(f"sample {index} cannot be read: {file}: {error}") from error
+        return normalised(centre_crop(image, self.resize, self.image_size), self.mean, self.deviation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLines:
+    """The lines of a text as tokens, padded at the end with 0 to one length; the id of a line is its number, from 1."""
+
+    splits: ClassVar[tuple[str, ...]] = ("all",)
+
+    path: Annotated[Path, placement]
+    """The file, UTF-8."""
+    context: Annotated[int, at_least(1)] = 64
+    """Tokens of a sample; a longer line is refused."""
+    reference: Annotated[Path | None, placement] = None
+    """The text that a model of `text_file` was trained on: its characters are the tokens. null: bytes are."""
+    ids: range = field(init=False, repr=False, compare=False)
+    _rows: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        lines = _text_of(self.path, "data.path").splitlines()
+        numbers = self._numbers()
+        rows = np.zeros((len(lines), self.context), dtype=np.int64)
+        for place, line in enumerate(lines):
+            try:
+                tokens = list(line.encode()) if numbers is None else [numbers[character] for character in line]
+            except KeyError as error:
+                rule = f"has the character {error}, and {self.reference} has not."
+                raise DataError(f"line {place + 1} of {self.path} {rule}") from None
+            if len(tokens) > self.context:
+                found = f"{len(tokens)} tokens, more than data.context={self.context}"
+                raise DataError(f"line {place + 1} of {self.path} has {found}. Cut it, or use a larger one.")
+            rows[place, : len(tokens)] = tokens
+        object.__setattr__(self, "_rows", torch.from_numpy(rows))
+        object.__setattr__(self, "ids", range(1, len(lines) + 1))
+
+    def _numbers(self) -> dict[str, int] | None:
+        if self.reference is None:
+            return None
+        known = sorted(set(_text_of(self.reference, "data.reference")))
+        return {character: number for number, character in enumerate(known)}
+
+    def __len__(self) -> int:
+        """Return the number of lines."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the tokens of a line, (context,) int64."""
+        return self._rows[index]
+
+    def gather(self, indices: Tensor) -> Tensor:
+        """Return the tokens of many lines, (lines, context) int64."""
+        return self._rows[indices]
+
+
+def _text_of(path: Path, key: str) -> str:
+    try:
+        return existing(path, key=key).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}={path}: not a UTF-8 text: {error}.") from error
