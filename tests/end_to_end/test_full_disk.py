@@ -112,7 +112,7 @@ def test_a_full_disk_ends_a_run_of_every_kind_with_4(mount: Mount, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("size=300k", "has too little room for the checkpoints of this run: 579 KiB are needed"),
+        ("size=300k", "has too little room for the checkpoints of this run: 718 KiB are needed"),
         pytest.param("size=3m,ro", "run cannot be written: Read-only file system.", marks=pytest.mark.long),
     ],
 )

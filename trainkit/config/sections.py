@@ -146,6 +146,8 @@ class EvalConfig:
     """Whether lower or higher values of `metric` are better."""
     batch_size: Annotated[int | None, speed, at_least(1)] = None
     """Samples per forward pass of each rank; null derives it from the training's."""
+    beside: Annotated[bool, placement] = False
+    """Evaluate every checkpoint in a process of its own, on the CPU, while the training goes on."""
 
 
 OUTPUTS: Final = pattern(

@@ -36,7 +36,7 @@ def bare(cfg: RunConfig, steps: int) -> RunConfig:
         callbacks={},
         logger={},
         log_every_steps=1,
-        eval=replace(cfg.eval, every_steps=None, every_epochs=None),
+        eval=replace(cfg.eval, every_steps=None, every_epochs=None, beside=False),
         checkpoint=replace(
             cfg.checkpoint,
             every_steps=1,

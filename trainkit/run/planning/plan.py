@@ -113,7 +113,7 @@ class RunPlan:
         if self.rate.peak != self.rate.base:
             scaling = cfg.lr_scaling
             peak += f" ({self.rate.base:g} at {scaling.reference_batch}, {scaling.rule} rule)"
-        devices = sorted({task.device.partition(":")[0] for task in self.tasks})
+        devices = sorted({task.device.partition(":")[0] for task in self.tasks if not task.is_evaluator})
         warmup = f"{self.rate.warmup_steps} steps from {self.rate.start:g}" if self.rate.warmup_steps else "none"
         rows = {
             "recipe": cfg.recipe,
@@ -192,7 +192,7 @@ def make_plan(
     problems = [*strategy_problems(parts.strategy, facts), *parts.strategy.validate(facts)]
     problems += access_problems(parts.strategy, facts)
     if not problems:
-        problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts)]
+        problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts, backend)]
     if problems:
         raise ConfigError(problems)
     parts.refuse_unknown_fields()
@@ -212,7 +212,7 @@ def make_plan(
     return RunPlan(
         cfg=resolved,
         components=parts,
-        tasks=parts.strategy.tasks(facts),
+        tasks=_with_evaluator(cfg, parts.strategy.tasks(facts)),
         facts=replace(facts, micro_size=batch.micro_size),
         backend=backend,
         num_replicas=replicas,
@@ -270,11 +270,31 @@ def _elastic_problems(
     return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
 
 
-def _evaluator_problems(cfg: RunConfig, parts: Components, facts: PlanContext) -> list[Problem]:
-    if not any(task.is_evaluator for task in parts.strategy.tasks(facts)):
+def _with_evaluator(cfg: RunConfig, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """Add the evaluator of `eval.beside` to the tasks of a strategy, as the last one."""
+    return (*tasks, Task(role="evaluator", index=0, rank=len(tasks))) if cfg.eval.beside else tasks
+
+
+def _evaluator_problems(
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+) -> list[Problem]:
+    own = any(task.is_evaluator for task in parts.strategy.tasks(facts))
+    if not own and not cfg.eval.beside:
         return []
-    key = "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
+    key = "eval.beside" if not own else "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
     problems = []
+    if cfg.eval.beside:
+        started = facts.launch.kind if facts.launch is not None else backend.name if backend is not None else None
+        reasons = {
+            "the strategy has an evaluator of its own. Leave one of them out.": own,
+            f"{started} starts the processes. Start the evaluator by hand: "
+            "python -m trainkit.run.session.evaluator_main RUN": started is not None,
+            "the run may go on with fewer tasks (elastic.min_replicas). Leave one of them out.": (
+                cfg.elastic.min_replicas is not None
+            ),
+        }
+        rules = [rule for rule, applies in reasons.items() if applies]
+        problems += [Problem(key="eval.beside", value=True, rule=rule) for rule in rules]
     if not validation_splits(parts.datasets):
         problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
     for name, node in cfg.callbacks.items():

@@ -139,7 +139,7 @@ class AttemptRunner:
     def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         identity = Identity(
             task=task,
-            num_ranks=len(self._membership.tasks),
+            num_ranks=len(self._membership.tasks) - (0 if task.is_evaluator else len(self._evaluators)),
             store=self._rendezvous.address,
             prefix=f"attempt/{attempt}",
             attempt=attempt,
@@ -166,7 +166,7 @@ class AttemptRunner:
             self._evidence.look(task.rank for task in self._membership.tasks)
             failure = self._poll(group, continues_at) if event is None else self._handle_event(group, attempt, event)
             if failure is not None:
-                if not self._auxiliary_ranks:
+                if not self._auxiliary_ranks - self._evaluators:
                     wait_for_owner_save(self._folder, group, failure)
                 return failure
 
