@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from trainkit.moved import install
 
 if TYPE_CHECKING:
-    from trainkit.api import compose, generate, load, train
+    from trainkit.api import compose, generate, load, session, train
     from trainkit.api.prediction import predict
 
-__all__ = ["__version__", "compose", "generate", "load", "predict", "train"]
+__all__ = ["__version__", "compose", "generate", "load", "predict", "session", "train"]
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
         from trainkit.api.prediction import predict  # noqa: PLC0415 - see above
 
         return predict
-    if name in ("compose", "generate", "load", "train"):
+    if name in ("compose", "generate", "load", "session", "train"):
         from trainkit import api  # noqa: PLC0415 - see above
 
         return getattr(api, name)

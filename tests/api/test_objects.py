@@ -175,4 +175,4 @@ def test_the_source_holds_what_a_class_names(tmp_path: Path) -> None:
 
 
 def test_dir_lists_what_there_is() -> None:
-    assert dir(trainkit) == ["__version__", "compose", "generate", "load", "predict", "testing", "train"]
+    assert dir(trainkit) == ["__version__", "compose", "generate", "load", "predict", "session", "testing", "train"]

@@ -20,9 +20,11 @@ from trainkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainkit.api.own_loop import Session
     from trainkit.api.result import TrainingResult
+    from trainkit.run.session.given import LossFunction
 
-__all__ = ["compose", "generate", "load", "train"]
+__all__ = ["compose", "generate", "load", "session", "train"]
 
 
 def compose(
@@ -108,6 +110,52 @@ def train(
         return TrainingResult(
             train_checked(composition, run_dir, given.kept_in), given=given, packages=composition.packages
         )
+
+
+def session(
+    run: Composition | RunConfig | Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+    model: object = None,
+    data: object = None,
+    objective: object = None,
+    optimizer: object = None,
+    loss: LossFunction | None = None,
+    terms: Sequence[str] = (),
+    **keys: Any,
+) -> Session:
+    """Return a session: the training of a config, whose loop is the caller's own.
+
+    For a strategy of several processes, the script itself is started once per process (torchrun, SLURM, MPI), and each
+    builds the objects that it is given.
+
+    Args:
+        run: as in `train`.
+        run_dir: as in `train`.
+        model: as in `train`.
+        data: as in `train`.
+        objective: as in `train`; it computes evaluations, and the steps that are given no loss.
+        optimizer: as in `train`.
+        loss: a function of model and batch, in the place of an objective: steps and evaluations compute it. It returns
+            the mean over the samples of the batch; see `Session.step`.
+        terms: names of the parts of a loss, where a function returns a mapping.
+        keys: as in `train`.
+
+    Returns:
+        The session, a context manager; inside, it has the model, the batches and the calls of a loop.
+
+    Raises:
+        ConfigError: every problem of the config; nothing was written.
+
+    Example:
+        with session(["recipe=digits"]) as training:
+            for shards in training.batches():
+                training.step()
+    """
+    from trainkit.api.own_loop import make_session  # noqa: PLC0415 - imports torch
+
+    objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
+    return make_session(run, objects, keys, launch_of=launch_environment_of, run_dir=run_dir, loss=loss, terms=terms)
 
 
 def train_checked(

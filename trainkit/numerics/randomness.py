@@ -328,7 +328,8 @@ def draws_of(kind: type) -> Draws:
 def _draws_of(kind: type) -> Draws:
     if kind is type(None) or kind.__module__.startswith("torch.nn.") or kind.__dict__.get("draws_nothing", False):
         return Draws.nothing
-    return Draws.torch if kind.__module__.startswith("trainkit.") else Draws.anything
+    own = kind.__module__.startswith("trainkit.") and not kind.__dict__.get("runs_user_code", False)
+    return Draws.torch if own else Draws.anything
 
 
 _FOUND: Final[dict[type, Draws]] = {}

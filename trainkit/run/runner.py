@@ -210,4 +210,5 @@ def opened(
             with group.recorded(), group.ending() as ending, group.task(ending.report) as task:
                 yield task
                 ending.result = task.result
+            task.result = ending.result
             group.end(ending.result or {})

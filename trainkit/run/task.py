@@ -30,13 +30,14 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.session.auxiliary import run_auxiliary
 from trainkit.run.session.await_evaluator import evaluate_all, findings_of
+from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
-from trainkit.run.session.restore import make_step_context, restore_or_init
+from trainkit.run.session.restore import restore_or_init
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
-from trainkit.strategies.base import StepContext, ignore_phase
+from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 
 
@@ -99,8 +100,8 @@ class TaskRun:
     report: Report | None = None
     follow: Callable[[Callable[[], int]], None] | None = None
     beats: BeatCounter | None = None
-    make_training: Callable[[RunPlan], StepContext] = make_step_context
-    """Makes the settings of every step; a loop of the user's own puts its loss there."""
+    given_loss: GivenLoss | None = None
+    """Holds the loss that a loop of the user's own gives to a step; None: the trainer's own loop runs."""
     begun: float = field(default_factory=time.perf_counter)
     session: TaskSession | None = None
     trained: dict[str, Any] = field(default_factory=dict)
@@ -182,7 +183,7 @@ class TaskRun:
             check_fence=self.confirm,
             on_phase=ignore_phase if heartbeat is None else heartbeat,
             within_steps=heartbeat is not None and heartbeat.within_steps,
-            make_training=self.make_training,
+            given_loss=self.given_loss,
         )
         try:
             restore_or_init(session, self.folder.checkpoints)

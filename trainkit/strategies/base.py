@@ -28,6 +28,7 @@ from trainkit.objectives.base import Collective, Objective
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.step_values import (
     LeftOut,
+    LoopCall,
     LossWeighting,
     NamedOptimizer,
     Phase,
@@ -44,6 +45,7 @@ __all__ = [
     "Executor",
     "LeftOut",
     "LocalModel",
+    "LoopCall",
     "LossWeighting",
     "NamedOptimizer",
     "Numerics",

@@ -78,6 +78,17 @@ class StepOutcome:
     """Loss sum and weight of each phase that ran, as `loss_sum` and `weight`; empty where the step has one phase."""
 
 
+class LoopCall(Enum):
+    """What a loop of the user's own may ask for; the values are the calls of `trainkit.session`."""
+
+    session = "trainkit.session"
+    """Any step at all."""
+    own_loss = "step(loss_fn)"
+    """A step with a loss that the loop gives."""
+    apart = "forward_backward() and update()"
+    """The gradients of a step before its update."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossWeighting:
     """The weight of a sample in the loss; from the objective and one sample, so that all ranks agree."""
@@ -141,8 +152,8 @@ class StepContext:
     draw_key: int = 0
     """Number that keys the random numbers of this pass, besides step and shard; 0 where a step has one pass."""
 
-    def loss(self, model: Model, batch: Any) -> Loss:
-        """Run the model on a shard, and return the loss of this phase."""
+    def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
+        """Run the model on a shard of a step, and return the loss of this phase."""
         if self.phase is None:
             return self.objective.loss(model, batch)
         return self.objective.phase_loss(self.phase, model, batch)

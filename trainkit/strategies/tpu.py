@@ -86,9 +86,9 @@ class Tpu(Strategy):
 class TpuExecutor(SynchronousExecutor[Replica]):
     """A replica whose steps XLA traces and compiles."""
 
-    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Trace a step and hand it to the device."""
-        outcome = super().step(ticket, batches)
+    def _update(self, work: ShardStep, sums: Sequence[Tensor | None]) -> StepOutcome:
+        """Trace the update and hand the step to the device."""
+        outcome = super()._update(work, sums)
         _xla().sync()
         return outcome
 

@@ -172,6 +172,8 @@ class State:
     """The best `eval.metric` so far."""
     retries: int = 0
     """Repetitions of steps that overflowed."""
+    own_loss: bool = False
+    """Whether a loop of the user's own has given a step its loss, so that the config alone cannot continue it."""
     left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
     """Steps skipped because they are not finite."""
 
@@ -215,10 +217,12 @@ class State:
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
-        return {**counted, "left_out": self.left_out.to_json()}
+        own = {"own_loss": True} if self.own_loss else {}
+        return {**counted, **own, "left_out": self.left_out.to_json()}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the state that `to_json` returned; earlier versions only stored the number of skipped steps."""
         for name in ("step", "seconds", "best", "retries"):
             setattr(self, name, saved[name])
+        self.own_loss = saved.get("own_loss", False)
         self.left_out.restore(saved.get("left_out", {"count": saved.get("skipped", 0)}))

@@ -21,6 +21,8 @@ def progress_of(run: Run) -> dict[str, Any]:
     """Return the progress of a run, and the steps that it has skipped or trained again."""
     state = run.state
     found = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
+    if state.own_loss:
+        found["own_loss"] = True
     return found if run.cfg.numerics.on_nonfinite != "rollback" else {**found, "rollbacks": rollbacks_of(run.folder)}
 
 
@@ -31,7 +33,9 @@ def status_of(run: Run) -> dict[str, str]:
         known = reason in REASONS
         return {"status": reason if known else "finished", "reason": REASONS[reason] if known else reason}
     if run.state.step < run.num_steps:
-        return {"status": "stopped", "reason": f"stop_at_step={run.cfg.stop_at_step}"}
+        asked = run.cfg.stop_at_step
+        left = asked is None or run.state.step < asked
+        return {"status": "stopped", "reason": "the loop was left" if left else f"stop_at_step={asked}"}
     return {"status": "finished", "reason": "all steps done"}
 
 

@@ -55,7 +55,7 @@ def refuse_malformed(loaded: Loaded) -> None:
 
 def _check(meta: Any, step: int) -> None:
     expect_map(meta, _META, optional=_LATER)
-    state = expect_map(meta["state"], _STATE, optional={"left_out": dict, "skipped": int})
+    state = expect_map(meta["state"], _STATE, optional={"left_out": dict, "skipped": int, "own_loss": bool})
     expect_map(meta["loss_scale"], _LOSS_SCALE)
     left_out = expect_map(state.get("left_out", {}), {}, optional=_LEFT_OUT)
     expect_maps(left_out.get("steps", []), {"step": int})

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
-from trainkit.errors import NonFiniteError, TrainingError
+from trainkit.errors import ConfigError, NonFiniteError, Problem, TrainingError
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.run.folder.rollbacks import record_rollback
 from trainkit.run.planning.build import make_optimizer, transformed_model
@@ -24,12 +24,13 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import Checkpointer, LastSave
 from trainkit.run.session.evaluation import EvalRunner
+from trainkit.run.session.given import GivenLoss, LoggedFigures
 from trainkit.run.session.intervals import at_sync_points, every_n_steps, every_steps_or_epochs
 from trainkit.run.session.outcome import progress_of, status_of
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
-from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, StepContext, ignore_phase
+from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import Loaded
@@ -55,7 +56,7 @@ class TaskSession:
         check_fence: Callable[[], None] | None = None,
         on_phase: PhaseListener = ignore_phase,
         within_steps: bool = True,
-        make_training: Callable[[RunPlan], StepContext] = make_step_context,
+        given_loss: GivenLoss | None = None,
     ) -> None:
         self._presence, self._check_fence = Presence(folder), check_fence
         self.plan = plan.resolved(lambda: meta_model(plan))
@@ -67,26 +68,16 @@ class TaskSession:
         self._evaluation_due, self._failed = False, False
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
+        training = make_step_context(self.plan)
+        self._training = training if given_loss is None else given_loss.context_of(training)
+        self._given_loss, self.logged = given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy)
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)
         self._step_phase = on_phase if within_steps else ignore_phase
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
-        self.executor: Executor = strategy.setup(
-            SetupRequest(
-                model=model,
-                identity=identity,
-                precision=self.parts.precision,
-                numerics=self.parts.numerics,
-                make_optimizer=make_optimizer(self.cfg, model),
-                optimizers=named_optimizers(self.cfg, self.plan.optimizers, model),
-                training=make_training(self.plan),
-                open_data=self._open_data,
-                folder=folder,
-                on_phase=self._step_phase,
-            )
-        )
+        self.executor: Executor = strategy.setup(self._request(model, identity, folder))
         self._cleanup.callback(self._leave)
         self.run = make_run_view(self.plan, self.executor, folder, notes)
         self.run.measure = self._measure
@@ -102,6 +93,20 @@ class TaskSession:
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
         self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
+
+    def _request(self, model: nn.Module, identity: Identity, folder: Path) -> SetupRequest:
+        return SetupRequest(
+            model=model,
+            identity=identity,
+            precision=self.parts.precision,
+            numerics=self.parts.numerics,
+            make_optimizer=make_optimizer(self.cfg, model),
+            optimizers=named_optimizers(self.cfg, self.plan.optimizers, model),
+            training=self._training,
+            open_data=self._open_data,
+            folder=folder,
+            on_phase=self._step_phase,
+        )
 
     def check_fence(self) -> None:
         """Check that the run folder exists and still belongs to this group.
@@ -136,7 +141,10 @@ class TaskSession:
     def restore(self, loaded: Loaded) -> None:
         """Continue exactly from a checkpoint."""
         self._data_state = self._keeper.restore(loaded)
-        self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self._validated)
+        if self.run.state.own_loss and self._given_loss is None:
+            rule = "has steps whose loss its loop gave (trainkit.session). Continue it by its script, with resume=RUN."
+            raise ConfigError([Problem(key="resume", value=str(loaded.checkpoint.folder), rule=rule)])
+        self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self.validated)
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Load the weights alone: a new training starts from the end of another."""
@@ -187,7 +195,7 @@ class TaskSession:
             self.run,
             self.executor.local,
             lambda: self._loader.wait_s,
-            terms=self.parts.objective.term_names,
+            terms=self._training.objective.term_names,
         )
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
         if found is not None:
@@ -251,7 +259,7 @@ class TaskSession:
     def _triggers(self) -> list[Trigger]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
         found = [Trigger(act=self.flush, next_after=every_n_steps(cfg.log_every_steps))]
-        if self._validated:
+        if self.validated:
             found += [
                 Trigger(act=self.save if self.plan.has_evaluator else self.evaluate, next_after=next_after)
                 for next_after in every_steps_or_epochs(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
@@ -265,9 +273,9 @@ class TaskSession:
         found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
         return [found[0], *(at_sync_points(one, self.plan.next_sync_step) for one in found[1:])]
 
-    def flush(self) -> None:
+    def flush(self, *, is_last: bool = False) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
-        row = self._journal.flush()
+        row = self.logged.added_to(self._journal.flush(), end_of=self.run if is_last else None)
         if row is not None and self._log_hooks:
             self.enter("callback")
             for hook in self._log_hooks:
@@ -280,7 +288,7 @@ class TaskSession:
             return
         self.flush()
         with self._last.evaluating():
-            self._score(self._validated)
+            self._score(self.validated)
         if self._scorer.update_best() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
             self.save()
 
@@ -298,9 +306,14 @@ class TaskSession:
         return found.figures
 
     @property
-    def _validated(self) -> list[str]:
+    def validated(self) -> list[str]:
         """The splits that are evaluated during the training."""
         return validation_splits(self.parts.datasets)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """The newest value of each metric of an evaluation."""
+        return self._scorer.figures
 
     def _score(self, splits: Sequence[str]) -> None:
         self.enter("evaluate")
@@ -345,7 +358,7 @@ class TaskSession:
     def finish(self) -> dict[str, Any]:
         """End a training regularly: evaluate, save, leave together; return the content of result.json. Collective."""
         state = self.run.state
-        self.flush()
+        self.flush(is_last=True)
         for one in sync(self.executor):
             state.left_out.take(one)
         refresh_model(self.executor)
@@ -355,7 +368,7 @@ class TaskSession:
             self._keeper.save_again()
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
         if not asked and (watched or state.step == self.plan.num_steps):
-            if self._validated:
+            if self.validated:
                 self.evaluate()
             if tests := test_splits(self.parts.datasets):
                 self._score(tests)

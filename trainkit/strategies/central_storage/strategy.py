@@ -13,6 +13,7 @@ from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.strategies.base import (
     LocalModel,
+    LoopCall,
     Numerics,
     PlanContext,
     SetupRequest,
@@ -77,6 +78,12 @@ class CentralStorage(Strategy):
             rule = f"more devices than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
             problems.append(Problem(key=key, value=self.num_replicas(context), rule=rule))
         return problems
+
+    def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
+        """Return that its threads end a step together, and in `async` none at all."""
+        if self.mode == "async":
+            return {LoopCall.session: "strategy.mode=async has no step that ends before the next one. Use mode=sync."}
+        return {LoopCall.apart: "its threads compute and update as one. Use step(), or strategy=mirrored."}
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of compute devices, which share a step; 1 in `async`, where each computes whole steps."""

@@ -155,7 +155,7 @@ class ShardStep:
         replica, training = self.replica, self.training
         replica.keys.enter(step=self.ticket.step, shard=shard, objective=training.objective, part=training.draw_key)
         with replica.precision.autocast(replica.device_types):
-            return training.loss(replica.model, batch)
+            return training.loss(replica.model, batch, self.ticket.step, shard)
 
     def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
         replica = self.replica

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket, shards_of_rank
@@ -154,6 +154,7 @@ class SynchronousExecutor(Executor, Generic[R]):
     ) -> None:
         self._replica, self._training, self._make_step = replica, training, make_step
         self._ranks = ranks or RankGroup()
+        self._computed: tuple[ShardStep, Sequence[Tensor | None]]
         stepper = replica.stepper
         self._phased = PhasedStep(replica, stepper, training, make_step) if isinstance(stepper, NamedSteppers) else None
 
@@ -177,15 +178,39 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each."""
         if self._phased is not None:
             return self._phased.take(ticket, batches)
-        replica, training = self._replica, self._training
-        work = self._make_step(replica, ticket, batches, training)
-        sums = work.run()
-        replica.on_phase("update", ticket.step)
-        replica.begin_update(ticket.step)
-        status, norm = apply_update(replica, sums, work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum)
-        replica.end_update(ticket.step)
-        left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
-        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
+        work = self._make_step(self._replica, ticket, batches, self._training)
+        return self._update(work, work.run())
+
+    def _update(self, work: ShardStep, sums: Sequence[Tensor | None]) -> StepOutcome:
+        """Update the parameters by the sums of a step."""
+        replica, training, step = self._replica, self._training, work.ticket.step
+        replica.on_phase("update", step)
+        replica.begin_update(step)
+        status, norm = apply_update(replica, sums, work.divisor, training.rule(step), loss_sum=work.loss_sum)
+        replica.end_update(step)
+        left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()
+        return StepOutcome(step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
+
+    def forward_backward(self, ticket: Ticket, batches: Sequence[Batch]) -> tuple[Tensor | None, Tensor | float]:
+        """Compute the gradients of a step, which `update` then uses; collective."""
+        work = self._make_step(self._replica, ticket, batches, self._training)
+        self._computed = work, work.run()
+        return work.loss_sum, work.weight
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the mean gradients that `forward_backward` computed, by canonical name: copies, and parts of them
+        where parameters are sharded.
+        """
+        work, sums = self._computed
+        replica, divisor = self._replica, work.divisor
+        factor: Tensor | float = 1.0 / replica.loss_scale.scale
+        if divisor.counted and (counted := sums[-1]) is not None:
+            factor = torch.where(counted > 0, divisor.value / counted, 0.0) * factor
+        return {name: grad * factor for name, grad in zip(replica.params, sums, strict=False) if grad is not None}
+
+    def update(self) -> StepOutcome:
+        """Update the parameters by what `forward_backward` computed; collective."""
+        return self._update(*self._computed)
 
     def state_dict(self) -> StateDict:
         """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""

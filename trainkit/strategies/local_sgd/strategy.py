@@ -17,6 +17,7 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import (
     Batch,
     LeftOut,
+    LoopCall,
     PlanContext,
     SetupRequest,
     StateDict,
@@ -102,6 +103,11 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             key, value = ("momentum", self.outer.momentum) if self.outer.nesterov else ("nesterov", False)
             problems.append(Problem(key=f"strategy.outer.{key}", value=value, rule=rule))
         return problems
+
+    def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
+        """Return that gradients have no update that all replicas make."""
+        rule = "its replicas step alone between two averages. Use step(), or strategy=mirrored."
+        return {LoopCall.apart: rule}
 
     def _count_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
         if launch is None or self.replicas == launch.num_ranks:

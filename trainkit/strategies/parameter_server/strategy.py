@@ -17,7 +17,7 @@ from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, TaskContext, Traits
+from trainkit.strategies.base import LoopCall, PlanContext, SetupRequest, Strategy, TaskContext, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
@@ -133,6 +133,11 @@ class ParameterServer(Strategy):
         if context.launch is not None:
             return sum(task.role in roles for task in context.launch.tasks)
         return default if configured == "auto" else configured
+
+    def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
+        """Return that its workers compute what the chief assigns, and run no loop."""
+        rule = "its workers and servers run no loop: the chief assigns their work. Use strategy=multi_worker_mirrored."
+        return {LoopCall.session: rule}
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of worker devices that a step needs; in `async` each worker computes whole steps."""

@@ -1,0 +1,26 @@
+"""Loops of a user's own, in processes of the pool."""
+
+import contextlib
+import os
+from functools import partial
+from unittest import mock
+
+import trainkit
+from tests.launchers.joining import variables
+from tests.support.pool import Place
+
+
+def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tuple[str | None, str | None]:
+    """Train by the trainer's loop, then by `step` and by its parts in turn; return the hashes of the weights."""
+    with mock.patch.dict(os.environ, variables(place, port)), contextlib.chdir(folder):
+        wanted = trainkit.train(overrides, run_dir="trainer").get("weights_sha256")
+        with trainkit.session(overrides, run_dir="loop") as session:
+            for _ in session.batches():
+                if session.steps % 2:
+                    session.step(partial(session.objective.loss))
+                else:
+                    session.forward_backward()
+                    session.update()
+        assert session.result is not None
+        assert session.result["status"] == "finished"
+        return wanted, session.result.get("weights_sha256")

@@ -1,0 +1,314 @@
+"""`trainkit.session`: a loop of the user's own, and the numbers of the trainer's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import trainkit
+from tests.launchers.joining import free_port
+from tests.support.pool import Pool
+from tests.support.settings import latest
+from trainkit.api.own_loop import Session
+from trainkit.api.result import TrainingResult
+from trainkit.errors import ConfigError, TrainingError
+from trainkit.objectives.base import Loss
+from trainkit.strategies.base import LoopCall, PlanContext
+from trainkit.strategies.capabilities import next_sync_step
+from trainkit.strategies.loop_capabilities import refused_calls
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "a-loop-of-your-own.md"
+RUN = (
+    "recipe=null", "steps=6", "batch.global_size=32", "batch.micro_size=12", "quiet=true", "callbacks=[]", "logger=[]",
+)  # fmt: skip
+HARD = ("model.dropout=0.2", "clip.max_norm=0.5", "warmup.steps=3", "eval.every_steps=2")
+OVERFLOWS = ("precision=fp16_mixed", "precision.initial_scale=1e9")
+
+
+def session(folder: Path, *overrides: str, **given: Any) -> Session:
+    return trainkit.session(latest(*RUN, *overrides), run_dir=folder, **given)
+
+
+def run(loop: Callable[[Session], object], folder: Path, *overrides: str, **given: Any) -> TrainingResult:
+    with session(folder, *overrides, **given) as one:
+        loop(one)
+    assert one.result is not None
+    return one.result
+
+
+def by_steps(one: Session) -> None:
+    for _ in one.batches():
+        one.step()
+
+
+def by_own_loss(one: Session) -> None:
+    while one.steps < 6:
+        one.step(partial(one.objective.loss))
+
+
+def apart(one: Session) -> None:
+    for _ in one.batches():
+        one.forward_backward()
+        one.update()
+
+
+@pytest.mark.parametrize("settings", [HARD, OVERFLOWS], ids=["keyed, clipped, accumulated", "overflows"])
+def test_a_loop_ends_in_the_weights_of_the_trainer(settings: tuple[str, ...], tmp_path: Path) -> None:
+    wanted = trainkit.train([*RUN, *settings], run_dir=tmp_path / "trainer")["weights_sha256"]
+    for number, loop in enumerate((by_steps, by_own_loss, apart)):
+        assert run(loop, tmp_path / str(number), *settings)["weights_sha256"] == wanted
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
+def test_two_ranks_end_in_the_weights_of_the_trainer(strategy: str, pool: Pool, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), free_port(), *RUN, *HARD, f"strategy={strategy}")
+    chief, other = pool.run("tests.api.own_loops.weights_of_both", *arguments, num_ranks=2)
+    assert chief[0] == chief[1] is not None
+    assert other == (None, None)
+
+
+def test_a_loop_that_is_left_is_continued_to_the_same_bits(tmp_path: Path) -> None:
+    wanted = trainkit.train([*RUN, *HARD], run_dir=tmp_path / "whole")["weights_sha256"]
+    for name in ("loop", "trainer"):
+        with session(tmp_path / name, *HARD) as one:
+            for _ in one.batches():
+                one.step()
+                if one.steps == 3:
+                    break
+        assert one.result is not None
+        assert (one.result["status"], one.result["reason"], one.exit_code) == ("stopped", "the loop was left", 0)
+    assert run(by_steps, tmp_path / "loop", *HARD, "resume=auto")["weights_sha256"] == wanted
+    continued = trainkit.train([*RUN, *HARD, "resume=auto"], run_dir=tmp_path / "trainer")
+    assert continued["weights_sha256"] == wanted
+
+
+def test_steps_with_a_loss_of_the_loop_are_continued_by_a_loop_alone(tmp_path: Path) -> None:
+    with session(tmp_path / "run") as one:
+        one.step(lambda model, batch: model(batch[0]).square().mean())
+    assert one.result is not None
+    assert one.result["own_loss"] is True
+    with pytest.raises(ConfigError, match=r"steps whose loss its loop gave \(trainkit.session\)"):
+        trainkit.train([*RUN, "resume=auto"], run_dir=tmp_path / "run")
+    with session(tmp_path / "run", "resume=auto") as one:
+        assert one.steps == 1
+
+
+def test_a_mean_weighs_each_shard_by_its_samples(tmp_path: Path) -> None:
+    def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found: list[dict[str, torch.Tensor]] = []
+    for number, loss in enumerate((None, mean)):
+        with session(tmp_path / str(number), "precision=fp64", "batch.micro_size=10") as one:  # shards of 8 each
+            one.forward_backward(loss)
+            found.append(dict(one.gradients()))
+            one.update()
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loss_and_its_terms_replace_the_objective(tmp_path: Path) -> None:
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x[:32]), TensorDataset(x[32:])
+
+    def penalised(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        (inputs,) = batch
+        return {"error": (model(inputs) - inputs).square().mean(), "size": model(inputs).abs().mean()}
+
+    def loop(one: Session) -> None:
+        for _ in one.batches():
+            one.step()
+            one.log(steps_left=3 - one.steps)
+        metrics.update(one.evaluate())
+
+    metrics: dict[str, float] = {}
+    given: dict[str, Any] = {"model": nn.Linear(4, 4), "data": data, "loss": penalised, "terms": ["error", "size"]}
+    run(loop, tmp_path / "run", "steps=3", "batch.global_size=16", "batch.micro_size=8", **given)
+    assert metrics["val/loss"] == pytest.approx(metrics["val/error"] + metrics["val/size"])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any({"train/error", "train/size"} <= row.keys() for row in rows)
+    assert rows[-1].get("steps_left", rows[-2].get("steps_left")) == 0
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "nothing": (lambda _model, _batch: None, "loss_fn gives None, not a tensor of one number"),
+    "a vector": (lambda model, batch: model(batch[0]).mean(1), "Is a .mean() missing?"),
+    "no graph": (lambda model, batch: model(batch[0]).mean().detach(), "depends on no parameter that is trained"),
+    "a number": (lambda _model, _batch: 3.0, "loss_fn gives a float"),
+    "counts": (lambda model, batch: model(batch[0]).argmax(), "which has no gradient"),
+    "unnamed terms": (lambda model, batch: {"a": model(batch[0]).mean()}, "trainkit.session(..., terms=['a'])"),
+    "another weight": (lambda model, batch: Loss(model(batch[0]).sum(), 5.0), "divides this shard by 8"),
+    "not a number": (lambda model, batch: model(batch[0]).mean() * float("nan"), "step 0: the loss is nan"),
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_a_loss_that_is_none_is_refused_by_what_it_is(named: str, tmp_path: Path) -> None:
+    loss, said = WRONG[named]
+    with pytest.raises(TrainingError, match=re.escape(said)):
+        run(lambda one: one.step(loss), tmp_path / "run", "batch.micro_size=8")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+def twice(one: Session) -> None:
+    for _ in one.batches():
+        one.step()
+        one.step()
+
+
+def without_a_step(one: Session) -> None:
+    for _ in one.batches():
+        pass
+
+
+def beyond_the_end(one: Session) -> None:
+    for _ in range(7):
+        one.step()
+
+
+def half_a_step(one: Session) -> None:
+    one.forward_backward()
+    one.step()
+
+
+def in_another(one: Session) -> None:
+    with trainkit.session([*RUN], run_dir=one.folder.parent / "other"):
+        pass
+
+
+def with_a_name_of_the_trainer(one: Session) -> None:
+    one.log(lr=1.0)
+    one.step()
+
+
+MISUSED: dict[Callable[[Session], object], str] = {
+    twice: "the step of these batches is made",
+    without_a_step: "no step was made with the batches of step 0",
+    beyond_the_end: "all 6 steps are done",
+    half_a_step: "call session.update() next",
+    in_another: "another session is open",
+    Session.update: "call session.forward_backward() first",
+    Session.forward_backward: "call session.update() next",
+    with_a_name_of_the_trainer: "lr is a figure of the trainer",
+    lambda one: one.log(lr="high"): "lr is a str",  # type: ignore[arg-type]
+    lambda one: one.step(3): "loss_fn is a int",  # type: ignore[arg-type]
+    lambda _one: sys.exit(0): "the process was to exit with code 0",
+}
+
+
+@pytest.mark.parametrize("loop", MISUSED)
+def test_calls_out_of_order_end_the_run_by_name(loop: Callable[[Session], object], tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=re.escape(MISUSED[loop])):
+        run(loop, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+def test_a_session_is_used_inside_of_its_block_and_once(tmp_path: Path) -> None:
+    one = session(tmp_path / "run")
+    with pytest.raises(TrainingError, match="not open yet"):
+        one.step()
+    with one:
+        one.step()
+    with pytest.raises(TrainingError, match="the session has ended"):
+        one.step()
+    with pytest.raises(TrainingError, match="this session has ended"):
+        one.__enter__()
+
+
+def fails_after_two(one: Session) -> None:
+    one.step()
+    one.step()
+    raise KeyError
+
+
+def test_an_error_of_the_loop_leaves_a_checkpoint_of_its_last_step(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        run(fails_after_two, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+
+
+def test_a_signal_ends_the_loop_and_gives_its_exit_code(tmp_path: Path) -> None:
+    with session(tmp_path / "run") as one:
+        for _ in one.batches():
+            os.kill(os.getpid(), signal.SIGTERM)
+            one.step()
+    assert one.result is not None
+    assert (one.result["steps"], one.result["status"], one.exit_code) == (1, "preempted", 143)
+
+
+def test_data_without_validation_is_named(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.long))
+    given = {"model": nn.Linear(4, 2), "data": data, "objective": "classification"}
+    with pytest.raises(TrainingError, match=r"the data has no validation split. It has: train"):
+        run(Session.evaluate, tmp_path / "run", **given)
+
+
+REFUSED = {
+    ("strategy=mirrored",): r"Start:\n    torchrun --nproc-per-node 2 ",
+    ("strategy=parameter_server",): "strategy=parameter_server: refuses trainkit.session: its workers",
+    ("strategy=central_storage", "strategy.mode=async"): "strategy=central_storage: refuses trainkit.session",
+    ("hydra.job.chdir=true",): "hydra.job.chdir: is for the command line",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_cannot_be_a_loop_of_this_process_is_refused_before_anything(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[overrides]):
+        session(tmp_path / "run", *overrides).__enter__()
+    assert not (tmp_path / "run").exists()
+
+
+def step_then_apart(one: Session) -> None:
+    one.step(lambda model, batch: model(batch[0]).square().mean())
+    one.forward_backward()
+
+
+def test_a_strategy_refuses_the_call_that_it_cannot_serve(tmp_path: Path) -> None:
+    said = r"strategy=central_storage: refuses forward_backward\(\) and update\(\): its threads"
+    with pytest.raises(ConfigError, match=said):
+        run(step_then_apart, tmp_path / "run", "strategy=central_storage")
+
+
+def test_the_table_of_the_page_is_what_the_strategies_declare() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+    shipped = {file.stem for file in (PAGE.parents[1] / "conf" / "strategy").glob("*.yaml")}
+    assert rows.keys() == shipped
+    for name, cells in rows.items():
+        assert cells.split(" | ") == served_by(name), name
+
+
+def served_by(name: str) -> list[str]:
+    from trainkit.config.targets.build import build
+
+    strategy = build(trainkit.compose([f"strategy={name}"]).cfg.strategy, "strategy")
+    refused = refused_calls(strategy, PlanContext(num_gpus=2))
+    whole = all(next_sync_step(strategy, step) == step for step in range(20))
+    calls = (LoopCall.session, LoopCall.own_loss, LoopCall.apart)
+    steps = ["refused" if {LoopCall.session, call} & refused.keys() else "yes" for call in calls]
+    between = "refused" if LoopCall.session in refused else "yes" if whole else "after an average"
+    return [*steps, between]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_script_of_the_page_runs(number: int, cwd: Path) -> None:
+    """The last one is a file, which the page starts itself (tests/packaging/test_docs.py)."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    exec(compile(blocks[number], "train.py", "exec"), {"__name__": "__main__"})
+    results = [json.loads(file.read_text()) for file in cwd.glob("outputs/*/*/result.json")]
+    assert [result["status"] for result in results] == ["finished"]

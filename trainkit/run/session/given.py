@@ -1,0 +1,214 @@
+"""What a loop of the user's own gives to its steps: a loss, and figures for the rows of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trainkit.errors import TrainingError
+from trainkit.objectives.base import Loss, Model, Objective
+from trainkit.strategies.base import StepContext
+from trainkit.trainer.events import Run
+
+_Figure = float | Tensor
+
+LossFunction = Callable[[nn.Module, Any], object]
+"""Runs the model on the batch of a shard. Returns a tensor of one number, the mean over the samples of the shard; a
+mapping from names to such tensors, which are added up; or a `Loss`, a sum with its weight.
+"""
+
+_WANTED: Final = (
+    "a tensor of one number (the mean over the batch), a mapping from names to such tensors, or a trainkit Loss"
+)
+
+
+class FunctionLoss(Objective):
+    """The mean over samples that a function computes; every sample has the weight 1.
+
+    Args:
+        function: as `LossFunction`.
+        terms: the names of a mapping that it returns.
+
+    Example:
+        >>> objective = FunctionLoss(lambda model, batch: model(batch).square().mean())
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> objective.loss(model, torch.zeros(4, 1)).weight
+        4.0
+    """
+
+    runs_user_code: ClassVar[bool] = True
+
+    def __init__(self, function: LossFunction, terms: Sequence[str] = ()) -> None:
+        self.function = function
+        self.term_names = tuple(terms)  # type: ignore[misc]  # of this function
+
+    def loss(self, model: Model, batch: Any) -> Loss:
+        """Return the loss of a batch, whose first tensor says how many samples there are."""
+        first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        if first is None:
+            raise TrainingError("loss_fn: the batch has no tensor that tells its number of samples. Return a Loss.")
+        return loss_of(self.function, model, batch, weight=float(len(first)), terms=self.term_names)
+
+
+def loss_of(function: LossFunction, model: Model, batch: Any, *, weight: float, terms: Sequence[str]) -> Loss:
+    """Call a loss function, and return its result as a sum with its weight.
+
+    Args:
+        function: as `LossFunction`.
+        model: the model.
+        batch: the batch of a shard.
+        weight: of the shard, where the function returns a mean.
+        terms: the names of a mapping that it returns.
+
+    Raises:
+        TrainingError: it returns something else.
+    """
+    found = function(cast("nn.Module", model), batch)  # strategies that wrap it otherwise refuse a function
+    if isinstance(found, Loss):
+        return found
+    if not isinstance(found, Mapping):
+        return _differentiable(Loss(_mean(found) * weight, weight))
+    if not terms or found.keys() != {*terms}:
+        names = [*map(str, found)]
+        given, known = ", ".join(names) or "none", ", ".join(terms) or "none"
+        raise TrainingError(
+            f"loss_fn gives the terms {given}, and the session knows {known}: name them when it is made, "
+            f"trainkit.session(..., terms={names})."
+        )
+    return _differentiable(Loss.of_terms({name: _mean(found[name], name) * weight for name in terms}, weight))
+
+
+def _differentiable(loss: Loss) -> Loss:
+    if torch.is_grad_enabled() and not loss.loss_sum.requires_grad:
+        raise TrainingError(
+            "loss_fn gives a loss that depends on no parameter that is trained. Is it computed with model(...), and "
+            "without detach(), item() and torch.no_grad()?"
+        )
+    return loss
+
+
+def _mean(found: object, name: str | None = None) -> Tensor:
+    """Return a mean in float32 or float64.
+
+    Raises:
+        TrainingError: it is something else.
+    """
+    subject = "loss_fn gives" if name is None else f"loss_fn gives as the term {name}"
+    if not isinstance(found, Tensor):
+        given = "None" if found is None else f"a {type(found).__name__}"
+        raise TrainingError(f"{subject} {given}, not {_WANTED}.")
+    if found.dim():
+        raise TrainingError(f"{subject} a tensor of shape {tuple(found.shape)}, not {_WANTED}. Is a .mean() missing?")
+    if not found.is_floating_point():
+        raise TrainingError(f"{subject} a tensor of {found.dtype}, which has no gradient.")
+    return found.float() if found.dtype in (torch.float16, torch.bfloat16) else found
+
+
+class GivenLoss(Objective):
+    """The objective of the steps of a loop of the user's own: the configured one, unless a step is given a loss."""
+
+    runs_user_code: ClassVar[bool] = True
+
+    def __init__(self, terms: Sequence[str] = ()) -> None:
+        self.function: LossFunction | None = None
+        """The loss of the current step; None: that of the configured objective."""
+        self.configured: Objective = self
+        self._terms = tuple(terms)
+
+    def context_of(self, training: StepContext) -> StepContext:
+        """Return the settings of the steps of a run, with this loss."""
+        self.configured = training.objective
+        self.term_names = self._terms or self.configured.term_names  # type: ignore[misc]  # of this loop
+        kept = {one.name: getattr(training, one.name) for one in fields(training)}
+        return _LoopContext(**kept | {"objective": self}, given=self)
+
+    def loss(self, model: Model, batch: Any) -> Loss:
+        """Return the loss of the configured objective."""
+        return self.configured.loss(model, batch)
+
+    def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
+        """Return the loss of a phase of the configured objective."""
+        return self.configured.phase_loss(phase, model, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoopContext(StepContext):
+    """The settings of the steps of a loop of the user's own."""
+
+    given: GivenLoss
+
+    def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:
+        """Return the loss that the loop gives to this step, or that of the configured objective."""
+        function, configured = self.given.function, self.given.configured
+        if function is None and isinstance(configured, FunctionLoss):
+            function = configured.function
+        if function is None or function == configured.loss:
+            return super().loss(model, batch, step, shard)
+        samples, per_sample = self.plan.shard_size(step, shard), self.weighing.per_sample
+        weight = float(samples if per_sample is None else samples * per_sample)
+        loss = loss_of(function, model, batch, weight=weight, terms=self.given.term_names)
+        self._refuse_other_weight(loss, weight)
+        return loss
+
+    def _refuse_other_weight(self, loss: Loss, weight: float) -> None:
+        """Refuse a weight that is not the one by which the loss of the step will be divided.
+
+        Raises:
+            TrainingError: the objective has a known weight, and this is another.
+        """
+        given = loss.weight
+        if self.weighing.per_sample is None:
+            return
+        if isinstance(given, Tensor) or abs(given - weight) > 1e-6 * weight:
+            name = type(self.given.configured).__name__
+            found = "a tensor" if isinstance(given, Tensor) else f"{given:g}"
+            raise TrainingError(
+                f"loss_fn gives a Loss whose weight is {found}, and {name} divides this shard by {weight:g}. Return "
+                "the mean over the batch as a tensor, or choose an objective whose weight is counted."
+            )
+
+
+class LoggedFigures:
+    """The figures of this rank since the last row, the newest of each name."""
+
+    def __init__(self) -> None:
+        self._figures: dict[str, _Figure] = {}
+
+    def add(self, figures: Mapping[str, _Figure]) -> None:
+        """Keep figures for the next row; a tensor of one number is read there, and not before.
+
+        Raises:
+            TrainingError: one is no number.
+        """
+        for name, figure in figures.items():
+            is_number = isinstance(figure, int | float) or (isinstance(figure, Tensor) and figure.numel() == 1)
+            if not is_number:
+                raise TrainingError(f"session.log: {name} is a {type(figure).__name__}. Give a number for each name.")
+        self._figures |= {
+            name: figure.detach() if isinstance(figure, Tensor) else figure for name, figure in figures.items()
+        }
+
+    def added_to(self, row: dict[str, float] | None, *, end_of: Run | None = None) -> dict[str, float] | None:
+        """Return a row with the figures, which are used up; None if there is no row.
+
+        Args:
+            row: a row of metrics, None if no step was made since the last one.
+            end_of: a run that ends: figures without a row get one of their own.
+
+        Raises:
+            TrainingError: the row has a name already.
+        """
+        if not self._figures or (row is None and end_of is None):
+            return row
+        row = row if end_of is None or row is not None else {"step": end_of.state.step, "epoch": end_of.state.epoch}
+        assert row is not None
+        if both := sorted(row.keys() & self._figures.keys()):
+            raise TrainingError(f"session.log: {', '.join(both)} is a figure of the trainer. Use another name.")
+        row |= {name: float(figure) for name, figure in self._figures.items()}
+        self._figures.clear()
+        return row
