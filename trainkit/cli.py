@@ -224,9 +224,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     with allow_packages(call.packages), with_config_dirs(call.config_dirs):
         try:
             code: int = verb_module(call.verb).run(call)
-        except (
-            SystemExit
-        ) as error:  # of the user's code: Python would end with its code, often 0
+        except SystemExit as error:  # of the user's code: Python would end with its code, often 0
             from trainkit.run.session.outcome import unless_exit  # noqa: PLC0415 - for an error only
 
             raise unless_exit(error, None, None) from error

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.check import check_names, check_values, checked
+from trainkit.config.check import check_names, check_names_first, check_values, checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition
 
@@ -95,6 +95,13 @@ def test_its_signature_is_its_schema(
 ) -> None:
     (found,) = problems(own(argument))
     assert found.removesuffix(f" ({tmp_path}/conf/model/mine.yaml:2)") == problem
+
+
+def test_problems_of_own_classes_are_reported_together_with_those_of_the_run(own: Callable[..., Composition]) -> None:
+    composed = own("model.wdth=3", "model.rates=a", "epochs=0", "model.kind=???")
+    assert [problem.key for problem in check_names_first(composed)] == [
+        "epochs", "model.kind", "model.wdth", "model.rates",
+    ]  # fmt: skip
 
 
 def test_words_and_mappings_fit_enums_and_dataclasses(own: Callable[..., Composition]) -> None:

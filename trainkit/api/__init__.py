@@ -47,10 +47,11 @@ def compose(
         >>> compose(["recipe=null", "epochs=3"]).cfg.epochs
         3
     """
-    from trainkit.config.check import check_names, fitted  # noqa: PLC0415 - Hydra only where one composes
+    from trainkit.config.check import check_names_first, fitted  # noqa: PLC0415 - Hydra only where one composes
     from trainkit.config.compose import compose as compose_run  # noqa: PLC0415
 
-    composition, problems = fitted(compose_run(overrides, config_dirs=config_dirs, packages=packages), check_names)
+    composed = compose_run(overrides, config_dirs=config_dirs, packages=packages)
+    composition, problems = fitted(composed, check_names_first)
     if problems:
         raise ConfigError(problems)
     return composition

@@ -17,7 +17,7 @@ from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted
 from trainkit.config.grammar import key_of
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
-from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
 from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
@@ -27,6 +27,7 @@ __all__ = [
     "beyond_64_bits",
     "check_both",
     "check_names",
+    "check_names_first",
     "check_values",
     "checked",
     "fitted",
@@ -63,8 +64,20 @@ def _notes(composition: Composition) -> tuple[str, ...]:
 
 
 def check_both(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """Return the problems of the first phase; if there are none, those of the second."""
-    return check_names(composition, multirun=multirun) or check_values(composition)
+    """Return the problems of the first phase, as `check_names_first` does; if there are none, those of the second."""
+    return check_names_first(composition, multirun=multirun) or check_values(composition)
+
+
+def check_names_first(composition: Composition, *, multirun: bool = False) -> list[Problem]:
+    """Return the problems of the first phase; if there are any, also those of keys of the user's own classes.
+
+    Names of keys of the shipped classes are found without an import, which takes seconds.
+    """
+    problems = check_names(composition, multirun=multirun)
+    if not problems:
+        return []
+    keys = {problem.key for problem in problems}
+    return [*problems, *(one for one in check_values(composition, own_only=True) if one.key not in keys)]
 
 
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
@@ -87,13 +100,21 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     return _deduplicated([*composition.problems, *others])
 
 
-def check_values(composition: Composition) -> list[Problem]:
-    """Run the second phase: import every target and check its keys and their values."""
+def check_values(composition: Composition, *, own_only: bool = False) -> list[Problem]:
+    """Run the second phase: import every target and check its keys and their values.
+
+    Args:
+        composition: the run; without problems of the first phase, unless `own_only`.
+        own_only: import classes of the user's packages alone.
+    """
     problems: list[Problem] = []
     alternatives = OtherChoices(composition)
     with allow_packages(composition.packages):
         for path, node in _nodes(composition):
-            problems += target_problems(composition, path, node, alternatives)
+            if not own_only or root_of(str(node[TARGET])) in composition.packages:
+                problems += target_problems(composition, path, node, alternatives)
+        if own_only:
+            return _deduplicated(composition.without_secrets(problems))
         problems += named_optimizer_targets(composition, alternatives)
         problems = problems or [*_unknown_metric(composition), *unused_keys_in_launch(composition)]
         return _deduplicated(composition.without_secrets(problems))
@@ -253,8 +274,9 @@ def _nodes(composition: Composition) -> Iterator[tuple[KeyPath, Mapping[str, Any
     """Yield every node with a `_target_` of its own, with its path."""
     for group in GROUPS:
         value = composition.values.get(group) or {}
-        nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
-        yield from ((path, node) for path, node in nodes if TARGET in node)
+        inner = value.items() if group in LIST_GROUPS and isinstance(value, Mapping) else ()
+        nodes = [((group, name), node) for name, node in inner] if group in LIST_GROUPS else [((group,), value)]
+        yield from ((path, node) for path, node in nodes if isinstance(node, Mapping) and TARGET in node)
 
 
 def _rules(composition: Composition) -> Iterator[Problem]:

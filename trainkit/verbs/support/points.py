@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from trainkit.config.check import check_both, check_names, fitted
+from trainkit.config.check import check_both, check_names, check_names_first, fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
@@ -73,7 +73,7 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
         composer.compose(line, for_others=True) if keys else composition
         for line, keys, composition in zip(lines, foreign, plain, strict=True)
     ]
-    for phase in (partial(check_names, multirun=True), partial(check_both, multirun=True)):
+    for phase in (partial(check_names_first, multirun=True), partial(check_both, multirun=True)):
         found_of = [fitted(composition, phase) for composition in compositions]
         compositions = [composition for composition, _ in found_of]
         found = problems_of_points(compositions, [own for _, own in found_of])
