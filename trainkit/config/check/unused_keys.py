@@ -49,6 +49,8 @@ def unused_keys_in_launch(composition: Composition) -> list[Problem]:
     keys = ["supervisor.max_restarts", "supervisor.join_timeout_s"]
     keys += ["numerics.check_replicas_every", "elastic.min_replicas"]
     given = [key for key in keys if composition.origin(key).level is Level.command_line]
+    if composition.values["eval"]["beside"]:  # a second process, which the supervisor watches
+        given = [key for key in given if not key.startswith("supervisor.")]
     if given and _processes(composition.values) == 1 and not _started_externally(composition.values):
         rule = "has no effect: this strategy runs in one process."
         problems += [composition.problem(key, rule, value=_value(composition, key)) for key in given]
