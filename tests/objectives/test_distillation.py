@@ -16,8 +16,8 @@ from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.distillation import Distillation
+from trainkit.objectives.fields import scores_of
 from trainkit.objectives.frozen import FrozenModel
-from trainkit.objectives.outputs import scores_of
 from trainkit.objectives.terms import add_terms
 from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan

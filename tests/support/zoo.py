@@ -20,7 +20,7 @@ from trainkit.models import resnet
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Supervised
 from trainkit.objectives.classification import Classification
-from trainkit.objectives.outputs import scores_of
+from trainkit.objectives.fields import scores_of
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
 

@@ -13,7 +13,7 @@ from trainkit.errors import TrainingError
 from trainkit.models.gpt import KeyValueCache
 from trainkit.models.sampling import Sampling
 from trainkit.numerics.generators import hash64, name_id
-from trainkit.objectives.outputs import scores_of
+from trainkit.objectives.fields import scores_of
 
 OnTokens = Callable[[Sequence[int], Sequence[int]], None]
 """Receives the indices of prompts, and the next token of each."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import Problem, TrainingError
-from trainkit.objectives.fields import Fields, input_of, split_batch, unused_fields
-from trainkit.objectives.outputs import scores_of
+from trainkit.objectives.fields import Fields, input_of, scores_of, split_batch, unused_fields
 from trainkit.objectives.tables import Result
 
 __all__ = [

@@ -15,9 +15,8 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Details, Loss, Metric, Supervised
 from trainkit.objectives.details import class_details
-from trainkit.objectives.fields import Field
+from trainkit.objectives.fields import Field, scores_of
 from trainkit.objectives.metrics import TopK, fresh_metrics
-from trainkit.objectives.outputs import scores_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from torch.nn import functional
 from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import token_details
-from trainkit.objectives.fields import Field
+from trainkit.objectives.fields import Field, scores_of
 from trainkit.objectives.metrics import fresh_metrics
-from trainkit.objectives.outputs import scores_of
 
 
 @dataclass(frozen=True, kw_only=True)

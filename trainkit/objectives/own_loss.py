@@ -13,9 +13,8 @@ from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic
 from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_of
-from trainkit.objectives.fields import named_fields
+from trainkit.objectives.fields import named_fields, scores_of
 from trainkit.objectives.metrics import fresh_metrics
-from trainkit.objectives.outputs import scores_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from trainkit.config.values import above
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Loss, Metric, Supervised
-from trainkit.objectives.fields import Field
+from trainkit.objectives.fields import Field, scores_of
 from trainkit.objectives.metrics import MeanOf, fresh_metrics
-from trainkit.objectives.outputs import scores_of
 
 
 @dataclass(frozen=True, kw_only=True)
