@@ -115,6 +115,11 @@ def test_a_problem_of_an_object_names_no_file_of_the_choice_that_it_replaces(tmp
         train(tmp_path / "run", nn.Flatten())
 
 
+def test_a_model_object_that_does_not_fit_is_refused_by_the_name_of_its_group(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\n  model: the layer takes 5 features, and it gets 4\."):
+        train(tmp_path / "run", nn.Linear(5, 2))
+
+
 def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) -> None:
     given = net()
     options: dict[str, Any] = {"data": DATA, "objective": "classification", "steps": 2}

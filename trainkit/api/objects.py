@@ -179,11 +179,26 @@ def registered(given: Given) -> Iterator[None]:
     sys.modules.update(modules)
     try:
         yield
+    except ConfigError as error:
+        if not any(map(_names_object, error.problems)):
+            raise
+        raise ConfigError(map(_of_group, error.problems)) from error
     finally:
         for name, module in before.items():
             del sys.modules[name]
             if module is not None:
                 sys.modules[name] = module
+
+
+def _names_object(problem: Problem) -> bool:
+    return isinstance(problem.value, str) and root_of(problem.value) == IN_PROCESS
+
+
+def _of_group(problem: Problem) -> Problem:
+    """Return the problem of a given object with the key of its group: the user wrote no `_target_`."""
+    if not _names_object(problem):
+        return problem
+    return Problem(key=problem.key.removesuffix(f".{TARGET}"), rule=problem.rule)
 
 
 def refusal(given: Given, num_tasks: int) -> ConfigError:
