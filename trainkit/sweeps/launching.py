@@ -285,8 +285,8 @@ _OF_THE_SWEEP: Final = "sweep"
 _COUNTED_WHEN_NULL: Final = ("cv", "strategy")
 """Where keys whose baseline is null count with it, as in sweeps of earlier versions; keys added since then do not."""
 
-_ADDED: Final = "optimizers"
-"""A section that earlier versions do not have: empty, it does not count."""
+_ADDED: Final[Mapping[str, object]] = {"optimizers": {}, "average": {}, "eval.beside": False}
+"""Key that earlier versions do not have -> its value that does not count."""
 
 
 def identity(cfg: RunConfig) -> str:
@@ -308,7 +308,7 @@ def identity(cfg: RunConfig) -> str:
         and variable_of(value) is None
         and path[0] != _OF_THE_SWEEP
         and (tag := tag_of(cfg, path)).tag is not Tag.cosmetic
-        and (path[0] != _ADDED or value)
+        and (dotted(path) not in _ADDED or value != _ADDED[dotted(path)])
         and (value is not None or tag.neutral is not None or path[0] in _COUNTED_WHEN_NULL)
     }
     text = json.dumps(with_original_targets(counted), sort_keys=True, default=str)
