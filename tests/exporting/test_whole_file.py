@@ -165,13 +165,13 @@ def test_an_export_replaces_what_the_run_has_written_and_nothing_else(
     (tmp_path / "run/model").mkdir(parents=True)
     (tmp_path / "run/model/net.py").write_text("mine")
     run(tmp_path / "run", *PLAIN)
-    assert (tmp_path / "run/model.aside/net.py").read_text() == "mine"
-    (tmp_path / "run/model/notes").write_text("mine too")
+    assert [path.name for path in (tmp_path / "run/model").iterdir()] == ["net.py"]
+    (tmp_path / "run/model-2/notes").write_text("mine too")
     assert cli.main(["export", str(tmp_path / "run")]) == 0
-    assert (tmp_path / "run/model.aside-2/notes").read_text() == "mine too"
+    assert (tmp_path / "run/model-2.aside/notes").read_text() == "mine too"
     assert "holds what this run did not write" in capsys.readouterr().err
     names = ["README.md", "config.yaml", "model.safetensors"]
-    assert sorted(path.name for path in (tmp_path / "run/model").glob("[!.]*")) == names
+    assert sorted(path.name for path in (tmp_path / "run/model-2").glob("[!.]*")) == names
 
 
 def test_a_training_starts_from_an_exported_file_as_from_the_checkpoint(tmp_path: Path) -> None:

@@ -194,8 +194,9 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
     """Load a trained model, on the CPU and in evaluation mode.
 
     Args:
-        path: a run folder, or a folder that `trainkit ensemble` wrote.
-        checkpoint: which checkpoint of a run folder.
+        path: a run folder, a checkpoint of a run, the folder `model` of a run or its file, or a folder that `trainkit
+            ensemble` wrote.
+        checkpoint: which checkpoint of a run folder, or which weights of the folder `model`.
         packages: your own packages that the model's classes may come from.
 
     Raises:

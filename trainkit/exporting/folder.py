@@ -11,6 +11,7 @@ At any moment, and after any crash, a reader sees either a complete export or no
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import time
@@ -32,7 +33,7 @@ from trainkit.reading import open_regular, read_text, size_of
 from trainkit.storage import naming, sync_folder
 from trainkit.trainer.checkpoint.tensor_file import write_bytes
 from trainkit.trainer.manifest import FileRecord
-from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice, set_aside
+from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice
 
 CONFIG: Final = "config.yaml"
 CARD: Final = "README.md"
@@ -70,20 +71,30 @@ def write_export(
     Args:
         last: the model.
         form: the module of the format.
-        folder: its parent exists.
-        owner: the run; what another has written there is renamed.
+        folder: its parent exists; a folder there that is not of this run stays, and FOLDER-2 is used.
+        owner: the run.
         beside: the same model with other weights, each for a folder of its `which` within the folder.
 
     Raises:
         CheckpointError: the weights are damaged, or the format refuses the model; nothing has changed.
         StorageError: a file cannot be written, for example because the disk is full; nothing has changed.
     """
+    folder = _free_or_own(folder, owner)
     with naming(folder), _in_place_of(folder, owner) as draft:
         done = _written(last, form, draft)
         for other in beside:
             owner.make(draft / other.which)
             done += _written(other, form, draft / other.which)
     return Exported(folder=folder, num_bytes=done.num_bytes, seconds=done.seconds)
+
+
+def _free_or_own(folder: Path, owner: OwnershipToken) -> Path:
+    """Return the first of FOLDER, FOLDER-2 ... that is absent, or an earlier export of this run."""
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
+    found = next(one for one in names if not os.path.lexists(one) or owner.owns(one))
+    if found != folder and not os.path.lexists(found):
+        print_notice(f"{folder} was not written by this run: it is left where it is, and {found} is used.")
+    return found
 
 
 def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
@@ -128,10 +139,8 @@ def _in_place_of(final: Path, owner: OwnershipToken) -> Iterator[Path]:
     owner.make(draft)
     try:
         yield draft
-        if owner.owns(final):
+        if os.path.lexists(final):
             final.rename(old)
-        elif os.path.lexists(final):
-            set_aside(final, "was not written by this run")
         draft.rename(final)
         sync_folder(final.parent)
     finally:
