@@ -158,6 +158,19 @@ def test_a_written_model_without_its_run_needs_data(
     assert found == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)
 
 
+def test_a_quantized_model_is_scored_on_one_device_and_refused_on_two(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchao")
+    from trainkit.verbs.using import quantize
+
+    quantize.run(Call(verb="quantize", arguments=(str(run),), flags={"to": "int8_weight"}))
+    folder = run / "quantized" / "int8_weight"
+    assert metrics(folder, capsys)["metrics"]["val/loss"] == pytest.approx(own_metrics(run)["val/loss"], rel=0.01)
+    said = refused(folder, "strategy=mirrored", "strategy.replicas=2")
+    assert said.endswith("Mirrored: a quantized model runs on one device. Leave it out.")
+
+
 def test_a_language_model_reports_bits_a_byte_and_its_worst_windows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import RunConfig
@@ -22,6 +22,7 @@ from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError
 from trainkit.frames import named_first_line
 from trainkit.inference.outputs import Outputs
 from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.run.folder.model_file import load_model
 from trainkit.run.inference.request import JobRequest, Source
@@ -36,7 +37,7 @@ from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.plan import plan_context
 from trainkit.strategies.base import (
     Batch,
-    Executor,
+    LocalModel,
     LossWeighting,
     PhaseListener,
     PlanContext,
@@ -46,7 +47,8 @@ from trainkit.strategies.base import (
     Ticket,
     UpdateParams,
 )
-from trainkit.strategies.capabilities import LimitsAccess, access_problems, resolve, validate_model
+from trainkit.strategies.capabilities import LimitsAccess, access_problems, refresh_model, resolve, validate_model
+from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import load
@@ -135,6 +137,9 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
     if problems:
         raise ConfigError(problems)
     tasks = parts.strategy.tasks(facts)
+    if len(tasks) > 1 and _is_quantized(request, meta):
+        rule = "a quantized model runs on one device. Leave it out."
+        raise ConfigError([Problem(key="strategy", value=cfg.strategy[TARGET], rule=rule)])
     if any(task.is_evaluator for task in tasks):
         rule = f"has no effect on {request.verb}. Leave it out."
         raise ConfigError([Problem(key="strategy.evaluator", value=True, rule=rule)])
@@ -170,9 +175,11 @@ def refuse_misfits(job: Job) -> None:
         batch = job.parts.hooks.collate_function(samples, places)
         objective, precision = job.parts.objective, job.parts.precision
         run = objective.loss if job.request.verb == "evaluate" else objective.predict
+        if not _is_quantized(job.request, model):
+            model = precision.adapt(model)
         try:
             with torch.no_grad(), precision.autocast(["cpu"]):
-                run(precision.adapt(model.eval()), batch)
+                run(model.eval(), batch)
         except TrainkitError as error:
             if error.exit_code != 1:
                 raise
@@ -217,7 +224,16 @@ def _meta_model(cfg: RunConfig, source: Source) -> nn.Module:
         return build_model(cfg)
 
 
-def open_executor(job: Job, identity: Identity, *, on_phase: PhaseListener) -> Executor:
+@dataclass(frozen=True, kw_only=True)
+class PlacedModel:
+    """The trained model of one rank, on its device."""
+
+    local: LocalModel
+    close: Callable[[bool], None]
+    """Leaves the other ranks; takes whether this rank has failed."""
+
+
+def place_model(job: Job, identity: Identity, *, on_phase: PhaseListener) -> PlacedModel:
     """Place the trained model under the strategy of the job; collective.
 
     Raises:
@@ -225,15 +241,30 @@ def open_executor(job: Job, identity: Identity, *, on_phase: PhaseListener) -> E
     """
     on_phase("join", 0)
     model = model_of(job)
+    if _is_quantized(job.request, model):
+        device = torch.device(identity.task.device)
+        local = LocalModel(model=model.to(device), device=device, data_ranks=LocalCollective(), precision=Precision())
+        return PlacedModel(local=local, close=lambda _failed: None)
     executor = job.strategy.setup(setup_request(job, identity, model, on_phase=on_phase))
     try:
         on_phase("load", 0)
         if job.request.source.checkpoint is not None:
             executor.load_state_dict(model_weights(load(Path(job.request.source.checkpoint)).tensors))
+        refresh_model(executor)
     except BaseException:
         executor.close(failed=True)
         raise
-    return executor
+    return PlacedModel(local=executor.local, close=lambda failed: executor.close(failed=failed))
+
+
+def _is_quantized(request: JobRequest, model: nn.Module) -> bool:
+    """Return whether the weights of a written model are of a class of their own, or none can be trained: no optimizer,
+    and so no strategy, takes them.
+    """
+    if request.source.checkpoint is not None:
+        return False
+    params = list(model.parameters())
+    return any(type(param.detach()) is not Tensor for param in params) or not any(one.requires_grad for one in params)
 
 
 def model_of(job: Job) -> nn.Module:

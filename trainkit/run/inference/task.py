@@ -16,11 +16,11 @@ from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import size_of
 from trainkit.inference.parts import Chunks, Parts
 from trainkit.inference.predicting import PartsComputation
-from trainkit.run.inference.job import Job, model_of, open_executor, setup_request
+from trainkit.run.inference.job import Job, model_of, place_model, setup_request
 from trainkit.run.signals import REASONS, Reason, stop_error
 from trainkit.run.task import reproducible_process
-from trainkit.strategies.base import Executor, PhaseListener, TaskContext
-from trainkit.strategies.capabilities import refresh_model, run_auxiliary, runs_loop
+from trainkit.strategies.base import LocalModel, PhaseListener, TaskContext
+from trainkit.strategies.capabilities import run_auxiliary, runs_loop
 from trainkit.trainer.evaluate import evaluate
 
 _PROGRESS_S: Final = 2.0
@@ -57,16 +57,15 @@ class JobTask:
             return None
         work = {"evaluate": self._evaluate, "predict": self._predict}[job.request.verb]
         with _threads(job), reproducible_process(enabled=job.cfg.numerics.reproducible):
-            executor = open_executor(job, self.identity, on_phase=self.on_phase)
+            placed = place_model(job, self.identity, on_phase=self.on_phase)
             try:
-                refresh_model(executor)
-                result = work(executor)
+                result = work(placed.local)
             except BaseException as error:
                 self.report(error)  # before this rank leaves its group
-                executor.close(failed=True)
+                placed.close(True)
                 raise
             self.on_phase("end", 0)
-            executor.close()
+            placed.close(False)
         return result if self.identity.task.rank == 0 else None
 
     def _assist(self) -> None:
@@ -76,8 +75,8 @@ class JobTask:
         context = TaskContext(**vars(request), num_steps=1, requested=self.requested)
         run_auxiliary(self.job.strategy, context)
 
-    def _evaluate(self, executor: Executor) -> Result:
-        job, local = self.job, executor.local
+    def _evaluate(self, local: LocalModel) -> Result:
+        job = self.job
         objective, dataset, split = job.parts.objective, job.dataset, job.request.split
         batches = EvalBatches(
             dataset,
@@ -110,8 +109,8 @@ class JobTask:
             self.on_phase("evaluate", place)
             yield batch
 
-    def _predict(self, executor: Executor) -> Result:
-        job, local = self.job, executor.local
+    def _predict(self, local: LocalModel) -> Result:
+        job = self.job
         chunks = Chunks(num_rows=size_of(job.dataset), batch_size=job.cfg.predict.batch_size)
         parts = Parts(folder=Path(job.request.parts), chunks=chunks)
         progress = Progress(parts, log=self.log) if local.is_rank0 else None
