@@ -116,6 +116,19 @@ def test_the_gan_recipe_logs_each_phase_and_writes_its_pictures(tmp_path: Path) 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_entry_of_the_recipe_can_be_deleted() -> None:
+    entries = ["optimizers.both.match=['*']", "~optimizers.discriminator", "~optimizers.generator"]
+    plan = planned("recipe=gan", *entries, "objective=regression", "callbacks=[]", "eval.metric=val/loss")
+    assert [one.name for one in plan.optimizers] == ["both"]
+
+
+def test_pictures_that_the_model_cannot_make_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    settings = ["recipe=gan", "callbacks=[pictures]", "callbacks.pictures.latent=8", "logger=[]", "steps=6"]
+    with pytest.raises(ConfigError, match=r"callbacks\.pictures: calls model.* with noise of \(64, 8\)"):
+        trainkit.train(trainkit.compose(settings), run_dir=tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 0
+
+
 @pytest.mark.parametrize("strategy", [["one_device"], ["mirrored", "strategy.replicas=2"]], ids=str)
 def test_a_run_resumes_on_another_number_of_replicas_as_if_it_had_not_stopped(
     tmp_path: Path, strategy: list[str]

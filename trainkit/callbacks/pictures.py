@@ -33,6 +33,11 @@ class Pictures(Callback):
     part: Annotated[str, cosmetic] = "generator"
     """The second argument of the model's `forward`."""
 
+    def run_start(self, run: Run) -> None:
+        """Refuse a model that makes no such images, before the first step."""
+        if run.is_owner or run.computes_together:
+            self._images(run)
+
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Write the images of this step."""
         if not (run.is_owner or run.computes_together):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -15,12 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, shown
-from trainkit.config.composition import Composition, ConfigFile, Level, Origin, TrackedTree, dotted, lookup
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.paths import shipped_conf, shipped_recipes
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import redacted
-from trainkit.config.values import closest
+from trainkit.config.values import closest, plain
 from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import first_line
@@ -269,7 +270,7 @@ class CompositionBuilder:
         if override.package is not None:
             self._report(override, f"{override.key_or_group} is not a group, so it takes no @package.")
         elif override.is_delete():
-            if path[0] in hints_of(RunConfig).keys() - set(GROUPS) and path in tree.origins:
+            if _is_of_schema(path) and path in tree.origins:
                 name = f"{dotted(path)}.KEY" if isinstance(lookup(tree.values, path), Mapping) else dotted(path)
                 self._report(override, f"belongs to every run and cannot be deleted. Give a value: {name}=VALUE.")
             elif not tree.remove(path):
@@ -279,6 +280,12 @@ class CompositionBuilder:
             if value == {}:
                 tree.remove(path)  # merging an empty mapping would change nothing, but it means to clear the node
             tree.put(path, value, _ARGUMENT)
+
+
+def _is_of_schema(path: KeyPath) -> bool:
+    """Return whether every run has a key; below `optimizers` the names are the user's."""
+    hint = hints_of(RunConfig).get(path[0])
+    return hint is not None and path[0] not in GROUPS and (len(path) == 1 or is_dataclass(plain(hint)))
 
 
 def _hydra_choices(files: Sequence[ConfigFile]) -> dict[str, str]:
