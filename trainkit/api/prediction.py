@@ -45,6 +45,7 @@ from trainkit.strategies.groups.process_group import LocalCollective
 _RECORD: Final = "prediction.json"
 """What the parts in a folder are of."""
 _MAX_MANIFEST: Final = 64 << 20
+_BLOCK: Final = 1 << 20
 _NO_SPACE: Final = "Free space there, or name a file on another file system: --out."
 
 
@@ -166,7 +167,8 @@ def _hash_of_weights(trained: Trained) -> str:
     found = hashlib.sha256()
     for file in sorted(Path(trained.source.path).glob("**/*.safetensors")):
         with open_regular(file) as opened:
-            found.update(hashlib.file_digest(opened, "sha256").digest())
+            while block := opened.read(_BLOCK):
+                found.update(block)
     return found.hexdigest()
 
 
