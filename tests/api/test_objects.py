@@ -18,6 +18,7 @@ from trainkit.api.result import TrainingResult
 from trainkit.api.source import module_of, source_of
 from trainkit.errors import ConfigError
 from trainkit.models.mlp import Mlp
+from trainkit.objectives.distillation import Distillation
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X[:64], (X[:64, 0] > 0).long()), TensorDataset(X[64:], (X[64:, 0] > 0).long())
@@ -101,6 +102,7 @@ def test_a_pair_of_datasets_of_any_classes_is_training_and_validation(tmp_path: 
         ({"optimizer": torch.optim.SGD}, "optimizer: is given without lr, the base learning rate."),
         ({"schedule": torch.optim.lr_scheduler.StepLR}, "schedule: is given as type. Keys take numbers"),
         ({"callbacks": [print]}, "callbacks: is given as list. Keys take numbers"),
+        ({"objective": functools.partial(Distillation, share=0.5)}, "objective: Distillation needs teacher. Give"),
         ({"objective": "clasification"}, "objective=clasification: no such choice. Did you mean classification?"),
     ],
 )
@@ -118,6 +120,28 @@ def test_a_problem_of_an_object_names_no_file_of_the_choice_that_it_replaces(tmp
 def test_a_model_object_that_does_not_fit_is_refused_by_the_name_of_its_group(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\n  model: the layer takes 5 features, and it gets 4\."):
         train(tmp_path / "run", nn.Linear(5, 2))
+
+
+class Bare(nn.Module):
+    """A model that forgets to initialise its base class."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_model_without_its_base_class_is_refused_by_what_it_forgets(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Bare\.__init__ does not call super\(\).__init__\(\)"):
+        train(tmp_path / "run", Bare)
+
+
+def test_positional_arguments_of_a_factory_are_taken_by_name() -> None:
+    given = Given()
+    assert given.add("model", functools.partial(nn.Linear, 4, 2, bias=False)) == []
+    assert given.nodes["model"] == {
+        "_target_": "torch.nn.modules.linear.Linear", "in_features": 4, "out_features": 2, "bias": False,
+    }  # fmt: skip
+    (problem,) = given.add("model", functools.partial(nn.Linear, 4))
+    assert problem.rule == "Linear needs out_features. Give functools.partial(Linear, out_features=VALUE)."
 
 
 def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) -> None:

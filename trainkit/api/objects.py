@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch.utils.data import Dataset
 
 from trainkit.api.source import Definition, module_of, source_of
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, root_of
-from trainkit.config.targets.build import imported, signature_of
+from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.base import Objective
 from trainkit.run.folder.run_folder import write_atomically
@@ -126,6 +127,12 @@ class Given:
     def _add_factory(self, group: str, factory: Definition, settings: Mapping[str, Any]) -> list[Problem]:
         if isinstance(factory, type) and group == "objective" and issubclass(factory, nn.Module):
             return [_misfit(group, factory)]
+        needed = [name for name, key in signature_of(factory).keys.items() if key.required and name not in settings]
+        missing = [name for name in needed if name not in INJECTED.get(group, ())]
+        if missing:
+            call = ", ".join([factory.__name__, *(f"{name}=VALUE" for name in missing)])
+            rule = f"{factory.__qualname__} needs {', '.join(missing)}. Give functools.partial({call})."
+            return [Problem(key=group, rule=rule)]
         path = _path_of(factory)
         if path is None or not all(map(_is_plain, settings.values())):
             self.unnamed[group] = factory, dict(settings)
@@ -238,11 +245,25 @@ def _misfit(group: str, value: object) -> Problem:
 
 def _unwrapped(value: object) -> tuple[Definition | None, dict[str, Any]]:
     """Return the class or function in a value and its settings by name; None for an instance."""
-    if isinstance(value, functools.partial) and not value.args:
+    if isinstance(value, functools.partial) and (named := _by_name(value)) is not None:
         factory, settings = _unwrapped(value.func)
-        return factory, {**settings, **_plain(value.keywords)}
+        return factory, {**settings, **_plain({**named, **value.keywords})}
     is_factory = isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
     return (value, {}) if is_factory and callable(value) else (None, {})
+
+
+def _by_name(value: functools.partial[Any]) -> dict[str, Any] | None:
+    """Return the positional arguments of a `functools.partial` by name; None where they have no names."""
+    if not value.args:
+        return {}
+    try:
+        signature = inspect.signature(value.func)
+        named = signature.bind_partial(*value.args).arguments
+    except (TypeError, ValueError):
+        return None
+    can_be_named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    fits = all(signature.parameters[name].kind is can_be_named and name not in value.keywords for name in named)
+    return named if fits else None
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

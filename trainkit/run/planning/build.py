@@ -170,6 +170,9 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     if not isinstance(model, nn.Module):
         rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
+    if "_parameters" not in vars(model):
+        rule = f"{type(model).__name__}.__init__ does not call super().__init__(), as every torch.nn.Module must."
+        raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
     return model
 
 
