@@ -51,7 +51,7 @@ def test_a_class_is_imported_by_its_old_name(old: str) -> None:
 def test_a_module_below_an_old_package_and_a_renamed_class_in_it_are_imported() -> None:
     replica, loop = import_module("trainkit.strategies.replica"), import_module("trainkit.engine.loop")
     assert replica.Held is import_module("trainkit.strategies.core.replica").PlacedModel
-    assert loop.train is import_module("trainkit.trainer.loop").train
+    assert loop.Trigger is import_module("trainkit.trainer.loop").Trigger
 
 
 @pytest.mark.parametrize("module", ["worker", "evaluator"])

@@ -173,6 +173,10 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
 
 ALLOWED = {
     "trainer/ownership.py": "removes what carries the token, and renames what does not",
+    "api/evaluation.py": "the folder of an evaluation, which this call has made",
+    "api/prediction.py": "the parts of a prediction beside its file: by name, and below processes/",
+    "inference/parts.py": "parts of a prediction, by the names that it gives them",
+    "inference/writing.py": "a temporary file of this process",
     "exporting/folder.py": "an earlier export with the token of the run; other files in it are kept",
     "trainer/cleanup.py": "the same of checkpoints",
     "trainer/checkpoint/retention.py": "index.json and evaluated.json, set aside before the first save",
