@@ -25,6 +25,9 @@ from trainkit.trainer.manifest import FileRecord
 
 FORMATS: Final[Mapping[str, str]] = {
     "safetensors": "trainkit.exporting.whole_file",
+    "torch_export": "trainkit.exporting.torch_program",
+    "onnx": "trainkit.exporting.onnx_file",
+    "huggingface": "trainkit.exporting.hub_folder",
 }
 """Format, as given to `--to` -> its module."""
 

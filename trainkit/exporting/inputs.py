@@ -39,7 +39,7 @@ def model_inputs(objective: Objective, model: nn.Module, batch: Any) -> dict[str
         raise _CalledError
 
     try:
-        objective.loss(record, batch)
+        objective.predict(record, batch)
     except _CalledError:
         args, kwargs = recorded[0]
         found = _bound(model, args, kwargs)

@@ -6,10 +6,7 @@ the model from its node, quantizes it in the same way, and then copies the numbe
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, Protocol, cast
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from trainkit.config.grammar import refusal
 from trainkit.config.values import closest
 from trainkit.errors import MissingExtraError
+from trainkit.exporting.quiet import quiet
 
 FORMATS: Final[Mapping[str, str]] = {
     "int8_weight": "trainkit.quantizing.linear",
@@ -96,22 +94,9 @@ def format_named(name: str) -> Format:
         near = closest(name, FORMATS)
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
         raise refusal(f"--to {name}", f"is no format. {hint}")
-    with quiet_torchao():
+    with quiet():
         try:
             import_module("torchao")
         except ModuleNotFoundError as error:
             raise MissingExtraError(key=f"--to {name}", package="torchao", extra="quantize") from error
         return cast("Format", import_module(FORMATS[name]))
-
-
-@contextmanager
-def quiet_torchao() -> Iterator[None]:
-    """Hide what torchao logs of kernels for other devices, and warnings about torch's own future."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -20,7 +20,8 @@ from torchao.quantization import (
 from torchao.quantization.granularity import PerGroup
 
 from trainkit.config.grammar import refusal
-from trainkit.quantizing.formats import Inputs, Quantized, Read, quiet_torchao
+from trainkit.exporting.quiet import quiet
+from trainkit.quantizing.formats import Inputs, Quantized, Read
 from trainkit.trainer.checkpoint.saving import untied
 
 _GROUP: Final = 32
@@ -74,7 +75,7 @@ def _quantize(model: nn.Module, to: str, layers: Sequence[str]) -> None:
     """Quantize linear layers of a model, each with a weight of its own from now on."""
     for name in layers:
         _linear(model, name)
-    with quiet_torchao():
+    with quiet():
         quantize_(model, _CONFIGS[to](), filter_fn=lambda _module, name: name in layers)
 
 

@@ -23,8 +23,9 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 
 from trainkit.config.grammar import refusal
+from trainkit.exporting.quiet import quiet
 from trainkit.numerics.generators import Untouched
-from trainkit.quantizing.formats import Inputs, Quantized, Read, quiet_torchao
+from trainkit.quantizing.formats import Inputs, Quantized, Read
 from trainkit.trainer.checkpoint.saving import untied
 
 _MAX_BATCH: Final = 1 << 20
@@ -100,7 +101,7 @@ def restore(model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> 
 def _converted(model: nn.Module, to: str, calibration: Sequence[Inputs]) -> fx.GraphModule:
     """Export, observe and convert; weights that the graph no longer uses are left out."""
     batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH)
-    with Untouched(seed=0), torch.no_grad(), quiet_torchao():
+    with Untouched(seed=0), quiet(), torch.no_grad():
         try:
             example = {name: _two(value) for name, value in calibration[0].items()}
             exported = torch.export.export(model, (), example, dynamic_shapes={name: {0: batch} for name in example})

@@ -77,7 +77,8 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
     if to == "safetensors" and checkpoint is not None:
         rule = "has no effect: safetensors writes the last weights, and the best ones beside them."
         raise refusal("--checkpoint", rule)
-    folder, cfg = RunFolder(path), with_own_secrets(load_resolved(path / "resolved.yaml"), ("model",))
+    needed = ("model",) if to == "safetensors" else ("model", "data", "objective")
+    folder, cfg = RunFolder(path), with_own_secrets(load_resolved(path / "resolved.yaml"), needed)
     refuse_foreign(cfg.model)
     with folder.lock():
         result = folder.read_result() or {}

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 USAGE: Final = "RUN"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "to": Flag(help="the format; safetensors without: RUN/model, else RUN/exports/FORMAT", value="FORMAT"),
+    "to": Flag(
+        help="safetensors, without it; torch_export, onnx, huggingface: into RUN/exports/FORMAT", value="FORMAT"
+    ),
     "checkpoint": Flag(help="which weights: last, or best; last without. safetensors writes both", value="WHICH"),
 }
 

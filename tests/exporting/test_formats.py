@@ -1,0 +1,229 @@
+"""`trainkit export --to FORMAT`: what is written computes what the run does, or is refused with the wrong layer."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainkit
+from trainkit import cli
+from trainkit.errors import ConfigError, MissingExtraError
+from trainkit.exporting import fresh_process, hub_folder, onnx_file, torch_program
+from trainkit.exporting.checking import Check, Inputs, refuse_difference
+from trainkit.exporting.fresh_process import tensors_of
+from trainkit.exporting.inputs import model_inputs
+from trainkit.exporting.trained import NotExportableError
+from trainkit.models.convnet import ConvNet
+from trainkit.models.gpt import Gpt
+from trainkit.objectives.base import Loss, Model, Objective
+from trainkit.objectives.own_loss import ModelComputesLoss
+
+RUN = ("recipe=null", "steps=20", "callbacks=[]", "logger=[]", "quiet=true")
+absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+needs_onnx = pytest.mark.skipif(bool(absent), reason=f"not installed (extra onnx): {', '.join(absent)}")
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network on digits, trained for a moment."""
+    folder = tmp_path_factory.mktemp("formats") / "run"
+    trainkit.train(trainkit.compose([*RUN]), run_dir=folder)
+    return folder
+
+
+def gpt() -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    model = Gpt(vocab_size=64, context=16, num_layers=2, num_heads=2, width=32, bias=True).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model, {"tokens": torch.randint(0, 64, (8, 16))}
+
+
+def convnet() -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    return ConvNet(in_channels=1, image_size=8, widths=[4, 8], num_classes=3).eval(), {"images": torch.rand(8, 1, 8, 8)}
+
+
+def huggingface_gpt2() -> tuple[nn.Module, Inputs]:
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 64, (8, 16))}
+
+
+def written(form: str, model: nn.Module, samples: Inputs, folder: Path) -> Check:
+    """Write an export of a model without checking it; return how it is checked."""
+    example = {name: torch.zeros(2, *value.shape[1:], dtype=value.dtype) for name, value in samples.items()}
+    if form == "torch_export":
+        torch.export.save(torch_program.export(model, example), folder / "model.pt2")
+        return Check(form=form, exact=True, request={"positional": True})
+    if form == "onnx":
+        onnx_file.export(model, example, folder)
+        return Check(form=form, exact=False)
+    found = hub_folder.convert(model)
+    hub_folder.save(found, folder)
+    request = {"class": type(found.model).__name__, "names": dict(found.names), "inputs": dict(found.inputs)}
+    return Check(form=form, exact=found.exact, request=request)
+
+
+CASES = [
+    pytest.param(form, make, layer, marks=marks, id=f"{form}-{make.__name__}")
+    for form, make, layer, marks in [
+        ("torch_export", convnet, "blocks.1.norm", []),
+        ("torch_export", gpt, "blocks.1.mlp.expand", [pytest.mark.long]),
+        ("torch_export", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
+        ("onnx", convnet, "blocks.1.conv", [needs_onnx, pytest.mark.long]),
+        ("onnx", gpt, "blocks.1.mlp.expand", [needs_onnx]),
+        ("onnx", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_onnx, needs_transformers, pytest.mark.long]),
+        ("huggingface", gpt, "blocks.1.mlp.expand", [needs_transformers]),
+        ("huggingface", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
+    ]
+]
+
+
+@pytest.mark.parametrize(("form", "make", "layer"), CASES)
+def test_an_export_computes_what_the_run_does_and_a_wrong_one_is_refused_with_the_first_layer_that_differs(
+    form: str, make: Callable[[], tuple[nn.Module, Inputs]], layer: str, tmp_path: Path
+) -> None:
+    model, samples = make()
+    (tmp_path / "right").mkdir()
+    refuse_difference(written(form, model, samples, tmp_path / "right"), model, samples, tmp_path / "right")
+    wrong = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = wrong.get_submodule(layer).weight
+        assert isinstance(weight, Tensor)
+        weight.view(-1)[0] += 0.1
+    (tmp_path / "wrong").mkdir()
+    check = written(form, wrong, samples, tmp_path / "wrong")
+    with pytest.raises(NotExportableError) as caught:
+        refuse_difference(check, model, samples, tmp_path / "wrong")
+    text = str(caught.value)
+    assert f"the {form} export is refused: for 8 real samples it computes other outputs than the run" in text
+    assert f"The first layer that differs is {layer} (the largest difference is" in text
+
+
+def test_an_exported_program_has_the_bits_of_the_run_at_any_batch_size_and_no_sample_of_the_data(run: Path) -> None:
+    assert cli.main(["export", str(run), "--to", "torch_export"]) == 0
+    file = run / "exports/torch_export/model.pt2"
+    program = torch.export.load(file)
+    model = trainkit.load(run)
+    for size in (1, 5, 70):
+        images = torch.rand(size, 1, 8, 8)
+        with torch.no_grad():
+            assert torch.equal(program.module()(images), model(images))
+    assert program.example_inputs is not None
+    assert all(not tensor.any() for tensor in tensors_of(program.example_inputs[0]))
+    card = (run / "exports/torch_export/README.md").read_text()
+    assert "torch.export.load" in card
+    assert "safetensors" not in card.split("## Training")[0]
+
+
+def test_a_planted_wrong_export_ends_the_command_with_exit_code_4_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = torch_program.export
+
+    def planted(model: nn.Module, example: Inputs) -> Any:
+        wrong = copy.deepcopy(model)
+        nn.init.zeros_(wrong.get_submodule("layers.2").weight)  # type: ignore[arg-type]
+        return right(wrong, example)
+
+    (run / "exports/torch_export").rename(tmp_path / "aside") if (run / "exports/torch_export").exists() else None
+    monkeypatch.setattr(torch_program, "export", planted)
+    assert cli.main(["export", str(run), "--to", "torch_export"]) == 4
+    assert "The first layer that differs is layers.2" in capsys.readouterr().err
+    assert [*(run / "exports").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--to", "onnxx"), 2, "--to onnxx: is no format. Did you mean onnx?"),
+        (("--to", "huggingface"), 4, "transformers has no class for Mlp: huggingface takes models of transformers"),
+    ],
+)
+def test_a_format_that_does_not_suit_is_refused_with_those_that_do(
+    arguments: tuple[str, ...], code: int, text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "huggingface" in arguments and find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    assert cli.main(["export", str(run), *arguments]) == code
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("form", "kind", "code"), [("onnx", "missing", 2), ("torch_export", "half-written", 4)])
+def test_folders_that_are_no_whole_runs_are_refused(
+    form: str, kind: str, code: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "half-written":
+        (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
+    assert cli.main(["export", str(tmp_path), "--to", form]) == code
+    told = capsys.readouterr().err
+    assert ("is no folder of a run" if code == 2 else "has no checkpoint named last") in told
+
+
+def test_absent_packages_of_onnx_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxscript" else name)
+    wanted = (
+        'needs the package onnxscript. Install it: pip install "onnx>=1.19" "onnxruntime>=1.23" "onnxscript>=0.5.4"'
+    )
+    with pytest.raises(MissingExtraError) as caught:
+        onnx_file.write(None, Path())  # type: ignore[arg-type]
+    assert wanted in str(caught.value)
+
+
+def test_a_model_that_depends_on_its_numbers_is_refused_with_the_first_line_of_the_error() -> None:
+    class Branches(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs if inputs.sum() > 0 else -inputs
+
+    with pytest.raises(NotExportableError, match="cannot be exported to torch_export with a dynamic batch"):
+        torch_program.export(Branches(), {"inputs": torch.zeros(2, 3)})
+
+
+def test_an_objective_says_which_tensors_are_inputs_and_one_that_reads_more_is_refused() -> None:
+    class Reads(Objective):
+        def loss(self, model: Model, batch: Any) -> Loss:
+            raise NotImplementedError
+
+        def predict(self, model: Model, batch: Any) -> Any:
+            return model(model)
+
+    class Net(nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **more: Tensor) -> Tensor:
+            return input_ids
+
+    ids, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    batch = {"attention_mask": mask, "input_ids": ids, "labels": ids}
+    assert [*model_inputs(ModelComputesLoss(), Net(), batch)] == ["input_ids", "attention_mask"]
+    with pytest.raises(ConfigError, match="objective=Reads: does not call the model with tensors alone"):
+        model_inputs(Reads(), nn.Linear(2, 2), batch)
+
+
+def test_the_process_that_checks_cannot_import_trainkit(tmp_path: Path) -> None:
+    code = f"""
+import runpy, sys
+sys.argv = ["fresh_process.py", "absent.json"]
+try:
+    runpy.run_path({str(fresh_process.__file__)!r}, run_name="__main__")
+except FileNotFoundError:
+    pass
+assert not [name for name in sys.modules if name.startswith("trainkit.")]
+import trainkit
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "import of trainkit halted" in done.stderr

@@ -1,0 +1,199 @@
+"""Check an export on real samples: a process without trainkit runs it, and its outputs must be those of the run.
+
+Where a format performs the same operations in the same order, the outputs must have the same bits. Otherwise they may
+differ by 16 times the rounding error of the run's own outputs, which is measured against the same model in float64, and
+which is taken to be at least one unit in the last place of the largest output.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import build
+from trainkit.data.evaluation import EvalBatches
+from trainkit.data.hooks import DataHooks
+from trainkit.data.splits import build_splits, folded, validation_splits
+from trainkit.exporting import fresh_process
+from trainkit.exporting.fresh_process import layers_of, tensors_of
+from trainkit.exporting.inputs import model_inputs
+from trainkit.exporting.trained import NotExportableError
+
+_NUM_SAMPLES: Final = 8
+_BATCHES: Final = (_NUM_SAMPLES, 3, 1)
+"""Samples of each call: the size of a batch is free."""
+_MARGIN: Final = 16.0
+"""Allowed multiple of the rounding error of the run's own outputs."""
+
+Inputs = Mapping[str, Tensor]
+"""Argument of the model's `forward` -> its value for a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What is checked of an export, and how strictly."""
+
+    form: str
+    """The format, as given to `--to`."""
+    exact: bool
+    """Whether the outputs must have the same bits."""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """What else the fresh process needs."""
+
+
+def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
+    """Return the model's inputs for the first samples of the validation split, else of the training split.
+
+    Floating inputs have the dtype of the model.
+
+    Raises:
+        ConfigError: the objective passes the model more than tensors.
+        DataError: the data of the run is missing or damaged.
+    """
+    splits = folded(build_splits(cfg.data), cfg.cv)
+    split = next(iter(validation_splits(splits)), "train")
+    batches = EvalBatches(
+        splits[split],
+        batch_size=_NUM_SAMPLES,
+        rank=0,
+        num_ranks=1,
+        device=torch.device("cpu"),
+        settings=cfg.loader,
+        hooks=DataHooks.of(cfg.data),
+    )
+    inputs = model_inputs(build(cfg.objective, "objective"), model, next(iter(batches)))
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+def example_of(samples: Inputs) -> dict[str, Tensor]:
+    """Return zeros in the shapes of two samples: the file of an export holds its example, and no sample of the data."""
+    return {name: torch.zeros(2, *value.shape[1:], dtype=value.dtype) for name, value in samples.items()}
+
+
+def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: Path) -> None:
+    """Run an export in a fresh process without trainkit, and compare its outputs with those of the run.
+
+    Args:
+        check: the format and its bound.
+        model: the run's own, on the CPU, in evaluation mode.
+        samples: real ones, with a first dimension of the batch.
+        folder: of the export.
+
+    Raises:
+        NotExportableError: the export cannot be run, or computes something else; the text names the first layer.
+    """
+    sizes = sorted({min(size, _length(samples)) for size in _BATCHES}, reverse=True)
+    batches = [{name: value[:size].contiguous() for name, value in samples.items()} for size in sizes]
+    theirs = _run(check, batches, folder, layers=False)
+    exact_model = None if check.exact else _in_float64(model)
+    for inputs, found in zip(batches, theirs, strict=True):
+        own = _outputs(model, inputs)
+        exact = own if exact_model is None else _outputs(exact_model, _doubled(inputs))
+        others = [found[name] for name in sorted(found, key=int)]
+        if len(own) != len(others):
+            raise NotExportableError(f"the {check.form} export has {len(others)} outputs, and the run {len(own)}.")
+        worst = next(filter(None, map(_difference, own, others, exact, [check.exact] * len(own))), None)
+        if worst is not None:
+            layer = _first_layer(check, model, exact_model, inputs, folder)
+            raise NotExportableError(
+                f"the {check.form} export is refused: for {_length(inputs)} real samples it computes other outputs "
+                f"than the run ({worst}). {layer}"
+            )
+
+
+def _first_layer(check: Check, model: nn.Module, exact_model: nn.Module | None, inputs: Inputs, folder: Path) -> str:
+    own = layers_of(model, inputs)
+    exact = own if exact_model is None else layers_of(exact_model, _doubled(inputs))
+    (theirs,) = _run(check, [inputs], folder, layers=True)
+    for name, value in own.items():
+        other = theirs.get(name)
+        if other is None or other.shape != value.shape:
+            continue
+        if (found := _difference(value, other, exact.get(name, value), check.exact)) is not None:
+            return f"The first layer that differs is {name} ({found})."
+    return "No layer alone differs: the difference arises between them, or after the last."
+
+
+def _difference(own: Tensor, other: Tensor, exact: Tensor, same_bits: bool) -> str | None:
+    """Return how two outputs differ by more than is allowed; None if they do not."""
+    if own.shape != other.shape:
+        return f"the shape is {tuple(other.shape)}, not {tuple(own.shape)}"
+    same_places = torch.equal(own.isnan(), other.isnan())
+    if same_places and torch.equal(own.nan_to_num(), other.nan_to_num()):
+        return None
+    error = (own.double() - other.double()).abs().max().item()
+    if same_bits or not own.is_floating_point():
+        return f"the largest difference is {error:.3g}, and the bits must be the same"
+    bound = _bound(own, exact)
+    return None if error <= bound else f"the largest difference is {error:.3g}, and {bound:.3g} is allowed"
+
+
+def _bound(own: Tensor, exact: Tensor) -> float:
+    rounding = (own.double() - exact.double()).abs().max().item()
+    last_place = torch.finfo(own.dtype).eps * exact.double().abs().max().item()
+    return _MARGIN * max(rounding, last_place)
+
+
+def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    with torch.no_grad():
+        return tensors_of(model(**inputs))
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
+
+
+def _doubled(inputs: Inputs) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+def _length(inputs: Inputs) -> int:
+    return len(next(iter(inputs.values())))
+
+
+def _run(check: Check, batches: Sequence[Inputs], folder: Path, *, layers: bool) -> list[dict[str, Tensor]]:
+    """Return the outputs of the export, or of its layers, for each batch."""
+    with tempfile.TemporaryDirectory() as place, _files(Path(place), batches) as files:
+        request = {
+            "format": check.form,
+            "folder": str(folder.absolute()),
+            "batches": files,
+            "order": [*batches[0]],
+            "layers": layers,
+            "threads": torch.get_num_threads(),
+            **check.request,
+        }
+        file = Path(place) / "request.json"
+        file.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-P", "-W", "ignore", str(fresh_process.__file__), str(file)]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)  # noqa: S603 - our own file
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise NotExportableError(f"the {check.form} export cannot be run without trainkit: {reason}")
+        return [_named(load_file(f"{name}.out")) for name in files]
+
+
+@contextmanager
+def _files(place: Path, batches: Sequence[Inputs]) -> Iterator[list[str]]:
+    names = [str(place / f"batch_{number}") for number in range(len(batches))]
+    for name, inputs in zip(names, batches, strict=True):
+        save_file(dict(inputs), name)
+    yield names
+
+
+def _named(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.partition(":")[2]: found[name] for name in sorted(found)}

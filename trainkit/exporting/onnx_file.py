@@ -1,0 +1,72 @@
+"""The format `onnx`: a file for ONNX Runtime and other programs, in any language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from trainkit.errors import MissingExtraError
+from trainkit.exporting import torch_program
+from trainkit.exporting.checking import Check, Inputs, example_of, real_samples, refuse_difference
+from trainkit.exporting.quiet import quiet
+from trainkit.exporting.trained import TrainedModel
+from trainkit.numerics.generators import Untouched
+from trainkit.trainer.manifest import FileRecord
+
+FILE: Final = "model.onnx"
+LOADING: Final = """\
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+outputs = session.run(None, {session.get_inputs()[0].name: inputs})  # NumPy arrays; any batch size
+```
+"""
+_LARGE: Final = 1 << 30
+"""Bytes of weights from which on they are in a file of their own: one of ONNX holds 2 GiB."""
+_PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
+
+
+def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+    """Write `model.onnx`, and check that ONNX Runtime computes what the run does, to rounding.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+        NotExportableError: the exporter does not take the model, or the file computes something else.
+    """
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise MissingExtraError(key="--to onnx", package=package, extra="onnx")
+    model = trained.model()
+    samples = real_samples(trained.cfg, model)
+    trained.working()
+    export(model, example_of(samples), draft)
+    trained.working()
+    refuse_difference(Check(form="onnx", exact=False), model, samples, draft)
+    return {}
+
+
+def export(model: nn.Module, example: Inputs, draft: Path) -> None:
+    """Write a model with a dynamic batch size; a large one has its weights in `model.onnx.data`.
+
+    Raises:
+        NotExportableError: the exporter does not take it; the text has the first line of its error.
+    """
+    program = torch_program.export(model, example, form="onnx")
+    try:
+        with Untouched(seed=0), quiet(), torch.no_grad():
+            torch.onnx.export(
+                program,
+                f=str(draft / FILE),
+                input_names=[*example],
+                dynamo=True,
+                external_data=sum(one.nbytes for one in model.parameters()) > _LARGE,
+                verbose=False,
+            )
+    except Exception as error:
+        raise torch_program.refused("onnx", error) from error
