@@ -17,6 +17,7 @@ from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.folder.metadata import write_environment, write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import StatusFile, read_status
+from trainkit.run.planning.averages import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.heartbeat import read_heartbeat
@@ -45,7 +46,9 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
     kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
     where = folder.path if folder is not None else run_dir or Path("outputs") / plan.cfg.name
     ends = settings.export and plan.last_step == plan.num_steps
-    exported = model_bytes(plan, model) * (1 + bool(settings.keep_best)) if ends else 0
+    average = average_of(plan.cfg)
+    copies = 1 + bool(settings.keep_best) + (average is not None and average.export)
+    exported = model_bytes(plan, model) * copies if ends else 0
     size = checkpoint_bytes(plan, model)
     refuse_small_disk(where, size=size, kept=kept, steps_left=plan.last_step, exported=exported)
 
