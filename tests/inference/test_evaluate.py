@@ -139,7 +139,11 @@ def test_other_data_and_another_split_are_scored(run: Path, capsys: pytest.Captu
 
 def test_a_written_model_is_scored_like_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = metrics(run, capsys)["metrics"]
-    assert metrics(run / "model", capsys)["metrics"] == expected
+    before = hashes(run / "model")
+    content = metrics(run / "model", capsys)
+    assert content["metrics"] == expected
+    assert Path(content["folder"]) == run / "evaluations" / "val_model"
+    assert hashes(run / "model") == before
     assert metrics(run / "model" / "model.safetensors", capsys)["metrics"] == expected
 
 

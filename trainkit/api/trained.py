@@ -38,12 +38,12 @@ class Trained:
     """A trained model that the user named."""
 
     folder: Path
-    """Where an evaluation is written: the run, or the folder of the written model."""
+    """Where an evaluation is written: the run, or the folder of a written model that is in none."""
     source: Source
     run: Path | None
     """The run whose data and objective the job has by default; None: the command names them."""
     label: str
-    """Name of the weights, `last`, `best`, or that of the checkpoint."""
+    """Name of the weights: `last`, `best`, that of the checkpoint, or the place of the written model in its run."""
     step: int | None = None
     """Updates of the weights, where they are those of a checkpoint."""
 
@@ -73,14 +73,16 @@ def find_trained(path: Path, which: Which) -> Trained:
         )
         raise ConfigError([_problem(path, rule)])
     source = Source(path=str(folder), which=which)
-    return Trained(folder=folder, source=source, run=_run_of(folder), label=which)
+    run = next((one for one in folder.absolute().parents[:3] if (one / "resolved.yaml").is_file()), None)
+    if run is None:
+        return Trained(folder=folder, source=source, run=_first_member(folder), label=which)
+    # An export is replaced as a whole: nothing else is written into its folder.
+    label = "_".join([*folder.absolute().relative_to(run).parts, *(["best"] if which == "best" else [])])
+    return Trained(folder=run, source=source, run=run, label=label)
 
 
-def _run_of(folder: Path) -> Path | None:
-    """Return the run that a written model is of: the folder above it, or the best member of an ensemble."""
-    for above in folder.absolute().parents[:3]:
-        if (above / "resolved.yaml").is_file():
-            return above
+def _first_member(folder: Path) -> Path | None:
+    """Return the best member of an ensemble, whose data and objective all members share."""
     try:
         described = parse_yaml(read_text(folder / "model.yaml", limit=MAX_BYTES))
         members = expect_map(described, {"made_of": list})["made_of"]
