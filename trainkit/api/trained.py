@@ -73,12 +73,12 @@ def find_trained(path: Path, which: Which) -> Trained:
         )
         raise ConfigError([_problem(path, rule)])
     source = Source(path=str(folder), which=which)
-    run = next((one for one in folder.absolute().parents[:3] if (one / "resolved.yaml").is_file()), None)
-    if run is None:
+    above = next((one for one in folder.absolute().parents[:3] if (one / "resolved.yaml").is_file()), None)
+    if above is None:
         return Trained(folder=folder, source=source, run=_first_member(folder), label=which)
     # An export is replaced as a whole: nothing else is written into its folder.
-    label = "_".join([*folder.absolute().relative_to(run).parts, *(["best"] if which == "best" else [])])
-    return Trained(folder=run, source=source, run=run, label=label)
+    label = "_".join([*folder.absolute().relative_to(above).parts, *(["best"] if which == "best" else [])])
+    return Trained(folder=above, source=source, run=above, label=label)
 
 
 def _first_member(folder: Path) -> Path | None:
