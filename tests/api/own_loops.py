@@ -8,6 +8,7 @@ from unittest import mock
 import trainkit
 from tests.launchers.joining import variables
 from tests.support.pool import Place
+from trainkit.errors import TrainkitError
 
 
 def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tuple[str | None, str | None]:
@@ -24,3 +25,17 @@ def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tu
         assert session.result is not None
         assert session.result["status"] == "finished"
         return wanted, session.result.get("weights_sha256")
+
+
+def failure_of_a_loop(place: Place, folder: str, port: int, *overrides: str) -> str:
+    """Let the loop of rank 1 fail after two steps; return what ends this rank."""
+    with mock.patch.dict(os.environ, variables(place, port)), contextlib.chdir(folder):
+        try:
+            with trainkit.session(overrides, run_dir="loop") as session:
+                for _ in session.batches():
+                    session.step()
+                    if session.rank == 1 and session.steps == 2:
+                        raise ValueError("enough")
+        except TrainkitError as error:
+            return f"{type(error).__name__}: {error}"
+    return "finished"

@@ -79,6 +79,13 @@ def test_two_ranks_end_in_the_weights_of_the_trainer(strategy: str, pool: Pool, 
     assert other == (None, None)
 
 
+def test_a_rank_whose_loop_fails_ends_the_others_and_is_named(pool: Pool, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), free_port(), *RUN, "strategy=mirrored", "numerics.reproducible=true")
+    ends = pool.run("tests.api.own_loops.failure_of_a_loop", *arguments, num_ranks=2)
+    assert all("failed in step 2" in end and "ValueError: enough" in end for end in ends)
+    assert [end.partition(":")[0] for end in ends] == ["TrainingError", "PeerError"]
+
+
 def test_a_loop_that_is_left_is_continued_to_the_same_bits(tmp_path: Path) -> None:
     wanted = trainkit.train([*RUN, *HARD], run_dir=tmp_path / "whole")["weights_sha256"]
     for name in ("loop", "trainer"):
@@ -282,6 +289,17 @@ def test_a_strategy_refuses_the_call_that_it_cannot_serve(tmp_path: Path) -> Non
     said = r"strategy=central_storage: refuses forward_backward\(\) and update\(\): its threads"
     with pytest.raises(ConfigError, match=said):
         run(step_then_apart, tmp_path / "run", "strategy=central_storage")
+
+
+@pytest.mark.parametrize("call", [Session.forward_backward, lambda one: one.step(lambda model, _: model(1))])
+def test_steps_in_phases_are_taken_whole_with_the_losses_of_the_objective(
+    call: Callable[[Session], object], tmp_path: Path
+) -> None:
+    given = trainkit.session(["recipe=gan", "steps=2", "quiet=true"], run_dir=tmp_path / "run")
+    with given as one:
+        one.step()
+        with pytest.raises(ConfigError, match=r"Use step\(\)"):
+            call(one)
 
 
 def test_the_table_of_the_page_is_what_the_strategies_declare() -> None:

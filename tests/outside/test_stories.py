@@ -45,8 +45,8 @@ def tell(installed: Path, cwd: Path, clean_environ: dict[str, str]) -> Callable[
     """Runs a story as a user does, and returns what it prints."""
     shutil.copytree(HERE / "stories", cwd / "stories", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def run(*arguments: str) -> list[str]:
-        command = [str(installed / "python"), "-m", "stories", *arguments]
+    def run(*arguments: str, module: str = "stories") -> list[str]:
+        command = [str(installed / "python"), "-m", module, *arguments]
         done = subprocess.run(command, cwd=cwd, env=clean_environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()
@@ -73,6 +73,11 @@ def test_a_story_is_proved_and_resumed_by_each_strategy_or_refused_by_name(
     for strategy, usual in EVERYWHERE.items():
         start = EXCEPTIONS.get((name, strategy), usual)
         assert outcomes[strategy].startswith(start), f"{strategy}: {outcomes[strategy]}"
+
+
+@pytest.mark.long
+def test_a_loop_of_ones_own_ends_alike_on_one_device_and_on_two_ranks(tell: Callable[..., list[str]]) -> None:
+    assert tell(module="stories._own_loop") == ["mirrored: as one_device", "fsdp: as one_device"]
 
 
 def test_there_are_twenty_five() -> None:
