@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,7 +95,9 @@ def test_only_layers_whose_inputs_fill_groups_of_32_get_four_bits_and_the_share_
 
 
 @needs_torchao
-def test_convolutions_in_eight_bits_are_small_as_good_and_loaded_as_they_were_measured(conv: Path) -> None:
+def test_convolutions_in_eight_bits_are_small_as_good_and_loaded_as_they_were_measured(
+    conv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = quantize_run(conv, to="int8_static", calibrate=100)
     assert done.layers == ("blocks.0.conv", "blocks.1.conv", "head.2")
     config = yaml.safe_load((done.folder / "config.yaml").read_text())
@@ -106,6 +109,9 @@ def test_convolutions_in_eight_bits_are_small_as_good_and_loaded_as_they_were_me
     images, labels = (torch.stack([torch.as_tensor(split[i][place]) for i in range(len(split))]) for place in (0, 1))
     right = (trainkit.load(done.folder)(images).argmax(-1) == labels).double().mean()
     assert right.item() == pytest.approx(result["metrics"]["val/accuracy"], abs=1e-12)
+    assert cli.main(["evaluate", str(done.folder), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["metrics"]
+    assert {name: evaluated[name] for name in result["metrics"]} == result["metrics"]
     assert [*result["latency_s"]] == ["1", "64"]
     assert "int8_static" in (done.folder / "README.md").read_text()
 

@@ -31,18 +31,16 @@ def run(call: Call) -> int:
         raise refusal("--to", f"is missing: {FLAGS['to'].help}.")
     if calibrate is not None and not (calibrate.isascii() and calibrate.isdigit() and int(calibrate) > 0):
         raise refusal(f"--calibrate {calibrate}", "must be a whole number of samples, 1 or more.")
-    from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - not for --help
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
     from trainkit.run.folder.quantize import quantize_run  # noqa: PLC0415 - imports torch
 
-    with allow_packages(call.packages):
-        done = quantize_run(
-            Path(call.arguments[0]).expanduser(),
-            to=call.flags["to"],
-            calibrate=None if calibrate is None else int(calibrate),
-            checkpoint=cast("Which", which),
-            report=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201 - meant for the terminal
-        )
+    done = quantize_run(
+        Path(call.arguments[0]).expanduser(),
+        to=call.flags["to"],
+        calibrate=None if calibrate is None else int(calibrate),
+        checkpoint=cast("Which", which),
+        report=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201 - meant for the terminal
+    )
     (header, *rows), count = done.rows, len(done.layers)
     print_rows(header, rows)
     sys.stdout.write(
