@@ -251,6 +251,9 @@ class Session:
         if plan.backend is not None:
             rule = "starts the processes itself, and a loop runs in each. Use torchrun, SLURM or MPI."
             raise ConfigError([Problem(key="cluster", value=plan.backend.name.lower(), rule=rule)])
+        if plan.cfg.eval.beside:
+            rule = "starts a process beside those whose loop is the script's own. Use false: the session evaluates."
+            raise ConfigError([Problem(key="eval.beside", value=True, rule=rule)])
         if plan.auxiliary_ranks:
             role = str(plan.tasks[plan.auxiliary_ranks[0]])
             raise ConfigError([Problem(key="cluster", rule=f"has the task {role}, which runs no loop. Leave it out.")])
