@@ -63,5 +63,8 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def _refusal(objective: Objective) -> ConfigError:
-    rule = "does not call the model with tensors alone, by which the inputs of the model would be known."
+    rule = (
+        "does not call the model with tensors alone, by which the inputs of the model would be known. Formats "
+        "that need no inputs: export --to safetensors; quantize --to int8_weight, int8_dynamic or int4_weight."
+    )
     return ConfigError([Problem(key="objective", value=type(objective).__name__, rule=rule)])

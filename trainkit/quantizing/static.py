@@ -31,7 +31,7 @@ from trainkit.trainer.checkpoint.saving import untied
 _MAX_BATCH: Final = 1 << 20
 _ACTIVATION: Final = ("quantize_per_tensor.default", "dequantize_per_tensor.default")
 """Operations whose scale and zero point are numbers in the graph."""
-_MAX_SAMPLE: Final = 1 << 28
+_MAX_SAMPLE: Final = 1 << 25
 """Elements of an input of one sample that a description may ask for."""
 
 
