@@ -205,9 +205,8 @@ def test_a_model_without_linear_layers_is_refused_with_the_format_that_takes_it(
 
 def test_an_absent_torchao_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(
-        MissingExtraError, match=r'needs the package torchao\. Install it: pip install "torchao>=0\.18"'
-    ):
+    install = r'Install it: pip install "torch>=2\.12" "torchao>=0\.18"'
+    with pytest.raises(MissingExtraError, match=rf"needs the package torchao\. {install}"):
         format_named("int8_weight")
 
 

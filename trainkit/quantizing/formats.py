@@ -88,7 +88,7 @@ def format_named(name: str) -> Format:
     """Import the module of a format, and torchao with it.
 
     Raises:
-        ConfigError: there is no such format, or torchao is not installed.
+        ConfigError: there is no such format, or torchao is not installed, or not for this torch.
     """
     if name not in FORMATS:
         near = closest(name, FORMATS)
@@ -97,6 +97,6 @@ def format_named(name: str) -> Format:
     with quiet():
         try:
             import_module("torchao")
-        except ModuleNotFoundError as error:
+        except ImportError as error:  # absent, or made for another torch
             raise MissingExtraError(key=f"--to {name}", package="torchao", extra="quantize") from error
         return cast("Format", import_module(FORMATS[name]))
