@@ -16,4 +16,10 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_docstring_run(name: str) -> None:
     flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
-    assert doctest.testmod(importlib.import_module(name), optionflags=flags).failed == 0
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("trainkit"):
+            raise
+        pytest.skip(f"{error.name} is not installed")
+    assert doctest.testmod(module, optionflags=flags).failed == 0
