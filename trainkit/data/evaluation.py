@@ -79,7 +79,8 @@ class EvalBatches:
         stream = isinstance(dataset, Stream)
         by_sample = settings.cache is False or hooks.collate is not None
         self._arrays = None if stream or by_sample else whole_arrays(dataset)
-        self._gather = None if by_sample else getattr(dataset, "gather", None)
+        # The method of a tensor by this name is another.
+        self._gather = None if by_sample or isinstance(dataset, torch.Tensor) else getattr(dataset, "gather", None)
         if self._arrays is None and self._gather is None and settings.cache is True and not stream:
             self._arrays = collated(dataset)
 
