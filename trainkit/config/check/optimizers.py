@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from trainkit.config.composition import Composition, KeyPath, dotted
+from trainkit.config.optimizers import OWN_KEYS, RATIO_RULE, optimizer_node, passes_of
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, name_problem, targets_in
 from trainkit.config.targets.checks import OtherChoices, target_problems
 from trainkit.config.targets.kinds import PLACES
@@ -108,38 +108,3 @@ def named_optimizer_targets(composition: Composition, alternatives: OtherChoices
         if isinstance(entry.get("schedule"), Mapping) and TARGET in entry["schedule"]:
             place = (*path, "schedule")
             yield from target_problems(composition, place, entry["schedule"], alternatives, PLACES["schedule"])
-
-
-OWN_KEYS: Final = ("match", "ratio", "schedule")
-"""Keys of an entry that are not those of its optimizer's class."""
-RATIO_RULE: Final = "must be the passes in a step, 1 or more, or 1/N for one in every N steps."
-_MOST_PASSES: Final = 10_000
-
-
-def optimizer_node(base: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the complete node of an entry's optimizer.
-
-    Args:
-        base: the node `optimizer`, whose keys the entry takes over unless it has a class of its own.
-        entry: an entry of `optimizers`.
-
-    Example:
-        >>> optimizer_node({"_target_": "torch.optim.Adam", "lr": 0.1}, {"match": ["head.*"], "lr": 0.2})
-        {'_target_': 'torch.optim.Adam', 'lr': 0.2}
-    """
-    own = {key: value for key, value in entry.items() if key not in OWN_KEYS}
-    return own if TARGET in own else {**base, **own}
-
-
-def passes_of(ratio: object) -> tuple[int, int] | None:
-    """Return (passes in a step in which the phase runs, it runs in every so-many-th step); None: no such ratio.
-
-    Example:
-        >>> passes_of(5), passes_of("1/5"), passes_of("2/5")
-        ((5, 1), (1, 5), None)
-    """
-    found = re.fullmatch(r"(?:1/)?([1-9][0-9]{0,4})", str(ratio)) if isinstance(ratio, int | str) else None
-    if isinstance(ratio, bool) or found is None or int(found[1]) > _MOST_PASSES:
-        return None
-    count = int(found[1])
-    return (1, count) if "/" in str(ratio) else (count, 1)

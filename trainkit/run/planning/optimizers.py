@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.config.check.optimizers import optimizer_node, passes_of
+from trainkit.config.optimizers import optimizer_node, passes_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build, resolve_target

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.check.optimizers import optimizer_node
+from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, resolve_target

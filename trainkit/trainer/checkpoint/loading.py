@@ -79,11 +79,14 @@ def load_below(root: Path, name: str) -> Loaded:
     Raises:
         CheckpointError: it is incomplete, damaged, or a symbolic link.
     """
-    for folder in (root, root / name):
-        try:
-            refuse_link(folder)
-        except UnreadableError as error:
-            raise damaged(root / name, f"{folder.name}: {error.reason}") from None
+    try:
+        refuse_link(root)
+    except UnreadableError as error:
+        raise CheckpointError(f"the checkpoints in {root} cannot be read: {error.reason}.") from None
+    try:
+        refuse_link(root / name)
+    except UnreadableError as error:
+        raise damaged(root / name, f"{name}: {error.reason}") from None
     return load(root / name)
 
 
