@@ -1,0 +1,43 @@
+"""Several optimizers of a run: what an entry of `optimizers` means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trainkit.config.targets.allowed import TARGET
+
+OWN_KEYS: Final = ("match", "ratio", "schedule")
+"""Keys of an entry that are not those of its optimizer's class."""
+RATIO_RULE: Final = "must be the passes in a step, 1 or more, or 1/N for one in every N steps."
+_MOST_PASSES: Final = 10_000
+
+
+def optimizer_node(base: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the complete node of an entry's optimizer.
+
+    Args:
+        base: the node `optimizer`, whose keys the entry takes over unless it has a class of its own.
+        entry: an entry of `optimizers`.
+
+    Example:
+        >>> optimizer_node({"_target_": "torch.optim.Adam", "lr": 0.1}, {"match": ["head.*"], "lr": 0.2})
+        {'_target_': 'torch.optim.Adam', 'lr': 0.2}
+    """
+    own = {key: value for key, value in entry.items() if key not in OWN_KEYS}
+    return own if TARGET in own else {**base, **own}
+
+
+def passes_of(ratio: object) -> tuple[int, int] | None:
+    """Return (passes in a step in which the phase runs, it runs in every so-many-th step); None: no such ratio.
+
+    Example:
+        >>> passes_of(5), passes_of("1/5"), passes_of("2/5")
+        ((5, 1), (1, 5), None)
+    """
+    found = re.fullmatch(r"(?:1/)?([1-9][0-9]{0,4})", str(ratio)) if isinstance(ratio, int | str) else None
+    if isinstance(ratio, bool) or found is None or int(found[1]) > _MOST_PASSES:
+        return None
+    count = int(found[1])
+    return (1, count) if "/" in str(ratio) else (count, 1)
