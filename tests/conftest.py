@@ -111,8 +111,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Thin the matrices; skip what needs a GPU where there is none, with the reason."""
+    """Thin the matrices; skip what needs a GPU where there is none, with the reason.
+
+    A test with a time limit of its own is among the longest: it comes first, so that none is left alone at the end.
+    """
     thin(items)
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
