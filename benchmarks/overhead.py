@@ -32,7 +32,7 @@ import torch
 from benchmarks import peers, report, workload
 
 BASE = (
-    "recipe=null", "model=mlp", "data=digits", "optimizer=adamw", "optimizer.lr=0.001", "optimizer.groups={}",
+    "recipe=null", "model=mlp", "optimizer=adamw", "optimizer.lr=0.001", "optimizer.groups={}",
     "schedule=constant", "batch.global_size=64", "eval.every_epochs=null", "checkpoint.keep_best=0",
 )  # fmt: skip
 OURS: Mapping[str, tuple[str, ...]] = {
