@@ -1,0 +1,266 @@
+"""Follow the tensors of one forward and backward pass on fake tensors: which are alive when, and where.
+
+Fake tensors have shapes, dtypes and devices, and no data: the pass needs neither the memory nor the time of a real one.
+The kernels are those of the CPU, whose autograd formulas store what those of other devices store.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Loss, Model
+from trainkit.run.estimates.workspace import workspace_of
+from trainkit.strategies.memory_capabilities import RankPass
+
+Moment = Literal["forward", "backward", "exchange", "optimizer step"]
+"""The part of a step at which a device holds the most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most bytes of a timeline, in addition to what is always there."""
+
+    num_bytes: int
+    """Bytes."""
+    moment: Moment
+    """When."""
+    activations: int
+    """Those of `num_bytes` that belong to no gradient of a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The tensors of a pass, in the order in which they are allocated and freed.
+
+    Example:
+        >>> line = Timeline(events=[(0, 0, 8), (1, 0, 4), (0, 0, -8)], backward_at=1, gradients=frozenset({1}))
+        >>> line.peak()
+        Peak(num_bytes=12, moment='backward', activations=8)
+    """
+
+    events: Sequence[tuple[int, int, int]]
+    """(number of the storage, place, bytes; negative when it is freed)."""
+    backward_at: int
+    """The first event of the backward pass."""
+    gradients: frozenset[int]
+    """The storages that are the gradients of parameters in the end."""
+    received: int = 0
+    """Bytes that receive the tensors of other ranks."""
+    once: int = 0
+    """Bytes before the backward pass that are not held anew for each shard in flight."""
+
+    def peak(self, *, gradient_share: float = 1.0, place: int | None = None) -> Peak:
+        """Return the moment with the most bytes.
+
+        Args:
+            gradient_share: the share of each gradient that the device keeps.
+            place: count the tensors of one place alone; None: of all.
+        """
+        held, kept, best = 0, 0.0, Peak(num_bytes=0, moment="forward", activations=0)
+        for number, (storage, where, size) in enumerate(self.events):
+            if place not in (None, where):
+                continue
+            if storage in self.gradients:
+                kept += size * gradient_share
+            else:
+                held += size
+            if held + kept > best.num_bytes:
+                moment: Moment = "forward" if number < self.backward_at else "backward"
+                best = Peak(num_bytes=int(held + kept), moment=moment, activations=held)
+        return best
+
+    def gradient_bytes(self, place: int | None = None) -> int:
+        """Return the bytes of all gradients, of one place or of all."""
+        return sum(size for storage, where, size in self.events if storage in self.gradients and place in (None, where))
+
+    def stored(self, place: int | None = None) -> int:
+        """Return the bytes that wait for the backward pass, of one place or of all."""
+        return sum(size for _, where, size in self.events[: self.backward_at] if place in (None, where))
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records when the storage of each tensor appears and when it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[tuple[int, int, int]] = []
+        self.place = 0
+        """Where what is allocated now belongs."""
+        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and record the storages that it returns."""
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(found):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        size = workspace_of(func, args, found)
+        if size:
+            self._note_workspace(size)
+        return found
+
+    def _note_workspace(self, size: int) -> None:
+        """Record memory that an operation takes while it runs."""
+        self.events += [(self._count, self.place, size), (self._count, self.place, -size)]
+        self._count += 1
+
+    def note(self, tensor: Tensor) -> None:
+        """Record the storage of a tensor, unless it is known."""
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        number, size, place = self._count, storage.nbytes(), self.place
+        self._count += 1
+
+        def freed(_: object) -> None:
+            del self._known[key]
+            self.events.append((number, place, -size))
+
+        self._known[key] = number, weakref.ref(storage, freed)
+        self.events.append((number, place, size))
+
+    def ignore(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Do not record these tensors; return their storages, which must stay alive meanwhile."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._known.update({id(storage): (-1, weakref.ref(storage)) for storage in storages})
+        return storages
+
+    def forget(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Remove tensors that were recorded; return their storages, which must stay alive meanwhile."""
+        numbers = {self.number_of(tensor) for tensor in tensors}
+        self.events[:] = [event for event in self.events if event[0] not in numbers]
+        return self.ignore(tensors)
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of the storage of a tensor that is alive."""
+        return self._known[id(tensor.untyped_storage())][0]
+
+
+@dataclass(kw_only=True)
+class TracedPass:
+    """One forward and backward pass of a model on a batch.
+
+    Args:
+        model: with or without data; unchanged.
+        batch: with data, or on any device; the first dim of each tensor is the sample.
+        loss: runs a model on a batch.
+        precision: the number formats.
+        recomputed: names of the modules that are recomputed in backward.
+        places: name of a module -> the number of the place that it and what it computes belong to.
+        updated: names of the parameters that get gradients; None: all that are trained.
+        accumulates: whether a backward pass of another shard has come before, so that gradients exist.
+        rank: what a rank does otherwise than one device with a whole replica; used once.
+        beside: entered around the pass, for example a counter of its operations.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Model, Any], Loss]
+    precision: Precision
+    recomputed: Sequence[str] = ()
+    places: Mapping[str, int] = field(default_factory=dict)
+    updated: frozenset[str] | None = None
+    accumulates: bool = False
+    rank: RankPass = field(default_factory=RankPass)
+    beside: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def run(self) -> Timeline:
+        """Return what is alive when.
+
+        Raises:
+            Exception: the model or the objective reads the data of a tensor, or fails in a way of its own.
+        """
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with fakes, Untouched(seed=0):
+            model = self._without_data()
+            self.rank.prepare(model)
+            live = LiveStorages()
+            kept = live.ignore([*model.parameters(), *model.buffers()])
+            batch = tree_map(_fake, self.batch)
+            with live:
+                if self.accumulates:
+                    kept += live.forget(self.rank.keep_gradients(model))
+                for leaf in tree_iter(batch):
+                    if isinstance(leaf, Tensor):
+                        live.note(leaf)
+                with self.beside:
+                    timeline = self._pass(model, batch, live)
+            del kept
+        return timeline
+
+    def _pass(self, model: nn.Module, batch: Any, live: LiveStorages) -> Timeline:
+        num_bytes = sum(size for _, _, size in live.events)
+        with ExitStack() as stack:
+            for name, place in self.places.items():
+                _follow(model.get_submodule(name), place, live, stack)
+            with torch.enable_grad(), self.precision.autocast(["cpu"]):
+                loss = self.rank.loss(model, batch, self.loss)
+            total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra
+            backward_at = len(live.events)
+            torch.autograd.backward(total)
+        grads = self.rank.gradients(model)
+        return Timeline(
+            events=tuple(live.events),
+            backward_at=backward_at,
+            gradients=frozenset() if self.accumulates else frozenset(map(live.number_of, grads)),
+            received=self.rank.received_bytes,
+            once=num_bytes + self.rank.once_bytes,
+        )
+
+    def _without_data(self) -> nn.Module:
+        """Return a copy of the model whose parameters and buffers have no data; the data is not copied."""
+        dtype, fakes = self.precision.model_dtype, dict[int, Any]()
+        for name, param in self.model.named_parameters():
+            trained = param.requires_grad and (self.updated is None or name in self.updated)
+            fakes[id(param)] = nn.Parameter(_fake(param, dtype), requires_grad=trained)
+        fakes.update({id(buffer): _fake(buffer, dtype) for buffer in self.model.buffers()})
+        model = copy.deepcopy(self.model, fakes)
+        self.precision.accept_floats(model)
+        for name in self.recomputed:
+            module = model.get_submodule(name)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+        return model
+
+
+def _fake(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor without data on the CPU, with the shape and strides of another; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    chosen = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return torch.empty_like(value, device="cpu", dtype=chosen).detach()
+
+
+def _follow(module: nn.Module, place: int, live: LiveStorages, stack: ExitStack) -> None:
+    """Let `live` know when a module computes, forward or backward."""
+
+    def here(*_: object) -> None:
+        live.place = place
+
+    def left(_module: nn.Module, _args: object, outputs: object) -> None:
+        for leaf in tree_iter(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(here)  # type: ignore[no-untyped-call]
+
+    for handle in (module.register_forward_pre_hook(here), module.register_forward_hook(left)):
+        stack.callback(handle.remove)

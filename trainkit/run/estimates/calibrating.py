@@ -1,0 +1,213 @@
+"""Measure this machine: matrix products by number format, memory, single operations, a link, and the input.
+
+Each figure is the best of several rounds, since other work on the machine only makes a round longer. That of the link
+is the median, because two processes wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from trainkit.data.reading.collate import collate
+from trainkit.run.estimates.hardware import Link
+from trainkit.run.estimates.this_machine import Calibration, Machine, calibration_file
+
+_ROUND_S: Final = 0.3
+"""Seconds of a round, at least."""
+_ROUNDS: Final = 5
+_SAMPLES: Final = 64
+"""Samples of a collated batch."""
+_PRODUCTS: Final = 30
+"""Products of 256 x 256 matrices between two exchanges: some milliseconds, as a step of a small training takes."""
+
+Progress = Callable[[str], None]
+"""Receives a line for each figure."""
+
+
+def calibrate(progress: Progress) -> tuple[Machine, Calibration]:
+    """Measure this machine, in about a minute.
+
+    Args:
+        progress: receives a line for each figure.
+
+    Returns:
+        The machine, and its figures.
+    """
+    machine = Machine.here()
+    device = torch.device("cuda" if machine.gpus else "cpu")
+    tflops = dict(_matmul_rates(device, progress))
+    memory_gb_s = _copy_rate(device)
+    progress(f"memory: {memory_gb_s:.1f} GB/s read and written by a copy")
+    operation_us = _operation_us(device)
+    progress(f"one operation: {operation_us:.1f} us")
+    input_mb_s = _input_rate()
+    progress(f"input: {input_mb_s:,.0f} MB/s collated by one process")
+    within_host = measured_link(num_gpus=len(machine.gpus))
+    progress(f"link: {within_host.gb_s:.2f} GB/s, {within_host.latency_us:.0f} us between two processes")
+    return machine, Calibration(
+        date=datetime.now(UTC).date().isoformat(),
+        tflops=tflops,
+        memory_gb_s=memory_gb_s,
+        operation_us=operation_us,
+        within_host=within_host,
+        input_mb_s=input_mb_s,
+    )
+
+
+def write(machine: Machine, found: Calibration) -> Path:
+    """Write a calibration into the cache folder of the user; return the file."""
+    path = calibration_file(machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
+        json.dump(found.document(machine), file, indent=1)
+    temporary = Path(file.name)
+    temporary.replace(path)
+    return path
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call, of the best round."""
+    work()
+    repeats, found = 1, float("inf")
+    while True:
+        seconds = _seconds(work, repeats, device)
+        if seconds >= _ROUND_S / 3 or repeats >= 10**6:
+            break
+        repeats *= 4
+    repeats = max(1, round(repeats * _ROUND_S / seconds))
+    for _ in range(_ROUNDS):
+        found = min(found, _seconds(work, repeats, device) / repeats)
+    return found
+
+
+def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    _wait(device)
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    _wait(device)
+    return time.perf_counter() - begun
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matmul_rates(device: torch.device, progress: Progress) -> Iterator[tuple[str, float]]:
+    """Yield number format -> 10^12 operations a second of square matrix products."""
+    formats = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+    if device.type == "cuda":
+        formats |= {"tf32": torch.float32, "fp16": torch.float16}
+    size = 8192 if device.type == "cuda" else 1024
+    for name, dtype in formats.items():
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        with _matmul_precision("high" if name == "tf32" else "highest"):
+            rate = 2 * size**3 / _best_s(lambda a=left, b=right: a @ b, device) / 1e12  # type: ignore[misc]
+        progress(f"{name}: {rate:.3g} TFLOP/s of a product of {size} x {size}")
+        yield name, rate
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Return 10^9 bytes a second, read and written, of a copy that no cache holds."""
+    numel = 2**28 if device.type == "cuda" else 2**25
+    source, target = (torch.ones(numel, device=device) for _ in range(2))
+    return 2 * numel * 4 / _best_s(lambda: target.copy_(source), device) / 1e9
+
+
+def _operation_us(device: torch.device) -> float:
+    """Return microseconds of an operation on few numbers, with autograd as in a training."""
+    few = torch.ones(16, device=device, requires_grad=True)
+    return _best_s(lambda: few * 2.0, device) * 1e6
+
+
+def _input_rate() -> float:
+    """Return 10^6 bytes a second of samples that are taken one by one and collated."""
+    data = torch.ones(1024, 3, 32, 32)
+    places = [list(range(first, first + _SAMPLES)) for first in range(0, len(data), _SAMPLES)]
+    turn = iter(range(10**9))
+
+    def read() -> Tensor:
+        chosen: Sequence[int] = places[next(turn) % len(places)]
+        found: Tensor = collate([data[place] for place in chosen], chosen)
+        return found
+
+    return _SAMPLES * data[0].numel() * 4 / _best_s(read, torch.device("cpu")) / 1e6
+
+
+def measured_link(*, num_gpus: int) -> Link:
+    """Measure an all-reduce between two processes: NCCL between two GPUs, else gloo over the loopback device.
+
+    Processes on CPUs compute for some milliseconds between two exchanges, as a training does: the system then takes
+    many times longer to continue a process that waits for a message than between two exchanges in a row.
+    """
+    from torch.multiprocessing.spawn import spawn  # noqa: PLC0415 - for this figure alone
+
+    backend = "nccl" if num_gpus > 1 else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_one_end, args=(backend, folder), nprocs=2)  # type: ignore[no-untyped-call]
+        values = json.loads((Path(folder) / "found").read_text(encoding="utf-8"))
+    return Link(gb_s=values["gb_s"], latency_us=values["latency_us"])
+
+
+def _one_end(rank: int, backend: str, folder: str) -> None:
+    """Sum vectors with the other process; rank 0 writes what it measured."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device(f"cuda:{rank}" if backend == "nccl" else "cpu")
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    large, small = torch.ones(2**22, device=device), torch.ones(1024, device=device)
+    matrix = torch.ones(256, 256)
+
+    def compute() -> None:
+        for _ in range(_PRODUCTS if backend == "gloo" else 0):
+            torch.mm(matrix, matrix)
+
+    def summed_s(tensor: Tensor, repeats: int) -> float:
+        def step() -> None:
+            compute()
+            dist.all_reduce(tensor)
+
+        rounds = []
+        for _ in range(_ROUNDS):
+            dist.barrier()
+            alone_s = _seconds(compute, repeats, device) if rank == 0 else 0.0
+            dist.barrier()
+            rounds.append((_seconds(step, repeats, device) / repeats) - alone_s / repeats)
+        return median(rounds)
+
+    try:
+        summed_s(large, 1)
+        small_s, large_s = max(summed_s(small, 50), 1e-6), summed_s(large, 10)
+        if rank == 0:
+            num_bytes = (large.numel() - small.numel()) * large.element_size()
+            # Two messages follow each other in the sum of a small vector.
+            values = {"gb_s": num_bytes / max(large_s - small_s, 1e-9) / 1e9, "latency_us": small_s / 2 * 1e6}
+            (Path(folder) / "found").write_text(json.dumps(values), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()

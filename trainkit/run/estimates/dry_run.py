@@ -1,0 +1,111 @@
+"""Run a shard and an update without data, for what a strategy has to know of them before the run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.objectives.base import Loss, Model, Objective
+from trainkit.objectives.from_hidden.output_layer import Scored
+from trainkit.run.estimates.activations import TracedPass
+from trainkit.run.estimates.memory import example_batch
+from trainkit.run.planning.build import frozen_models, model_transforms_of
+from trainkit.run.planning.memory import stepped_optimizers
+from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.model_transforms import recomputed_modules
+from trainkit.strategies.traffic import ModuleCall, TensorFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedDryRun:
+    """The dry run of a plan (`trainkit.strategies.traffic.DryRun`)."""
+
+    plan: RunPlan
+    model: nn.Module
+    """Without data, or with it; unchanged."""
+
+    def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
+        """Return the calls of modules in forward and backward of the largest shard; None if it cannot run so."""
+        recorder = _Recorder()
+        try:
+            with ExitStack() as stack:
+                for name in names:
+                    recorder.watch(name, self.model.get_submodule(name), stack)
+                self._run(recorder)
+        except Exception:  # noqa: BLE001 - the user's model and objective may fail in any way without data
+            return None
+        return recorder.calls
+
+    def _run(self, recorder: _Recorder) -> None:
+        """Run forward and backward.
+
+        Raises:
+            Exception: no sample is known, or model or objective cannot run without data.
+        """
+        plan = self.plan
+        objective = _own_copy(plan.components.objective)
+
+        def loss(model: Model, batch: Any) -> Loss:
+            found = objective.loss(model, batch)
+            recorder.is_again = True
+            return found
+
+        chosen = {id(module) for module in recomputed_modules(self.model, model_transforms_of(plan.cfg))}
+        TracedPass(
+            model=self.model,
+            batch=example_batch(plan),
+            loss=loss,
+            precision=plan.components.precision,
+            recomputed=[name for name, module in self.model.named_modules() if id(module) in chosen],
+            accumulates=True,  # into dense gradients: sparse ones have no storage to follow
+        ).run()
+
+    def state_elements(self) -> int | None:
+        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run so."""
+        sizes = {name: param.numel() for name, param in self.model.named_parameters()}
+        optimizers = stepped_optimizers(self.plan, self.model, sizes, fused=False, foreach=False)
+        if optimizers is None:
+            return None
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        return sum(value.numel() for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+@dataclass(kw_only=True)
+class _Recorder:
+    """Records the calls of watched modules, also those of copies of a model."""
+
+    calls: list[ModuleCall] = field(default_factory=list)
+    is_again: bool = False
+    """Whether forward has ended, so that a call is a recomputation."""
+
+    def watch(self, name: str, module: nn.Module, stack: ExitStack) -> None:
+        """Record the calls of a module until the stack closes."""
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = next(iter((*args, *kwargs.values())), None)
+            self.calls.append(ModuleCall(name=name, given=_facts(given), is_again=self.is_again))
+
+        def end(_module: nn.Module, _args: object, outputs: object) -> None:
+            open_calls = (call for call in reversed(self.calls) if call.name == name and call.returned is None)
+            call = next(open_calls)
+            call.returned, call.has_loss = _facts(outputs), isinstance(outputs, Scored)
+
+        # Functions: a copy of the module has the same ones, and with them the same recorder.
+        stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(end).remove)
+
+
+def _facts(value: object) -> TensorFacts | None:
+    if not isinstance(value, Tensor):
+        return None
+    return TensorFacts(numel=value.numel(), width=value.element_size(), requires_grad=value.requires_grad)
+
+
+def _own_copy(objective: Objective) -> Objective:
+    """Return a copy whose state a pass without data may change; the models that it reads are shared."""
+    return copy.deepcopy(objective, {id(model): model for _, model in frozen_models(objective)})

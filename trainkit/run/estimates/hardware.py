@@ -1,0 +1,163 @@
+"""The group `hardware`: what one device can do and what it costs, for the plan alone.
+
+Each figure has its source and date. A training does not read the group: it changes neither numbers nor fingerprints.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Final
+
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import build
+from trainkit.config.values import above, at_least
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import cosmetic
+
+FORMATS: Final = ("fp64", "fp32", "tf32", "bf16", "fp16")
+"""The number formats of `tflops`."""
+_COMPUTED_IN: Final = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
+"""Precision -> the format of its matrix products, if the two have different names."""
+_INSTEAD: Final = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": None, "fp32": None}
+"""Format -> the one that a device without it computes in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A lower and an upper bound."""
+
+    low: Annotated[float, above(0), cosmetic]
+    """The lower bound."""
+    high: Annotated[float, above(0), cosmetic]
+    """The upper bound."""
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            rule = f"is above high={self.high:g}. Exchange the two."
+            raise ConfigError([Problem(key="low", value=self.low, rule=rule)])
+
+    def times(self, factor: float) -> Band:
+        """Return both bounds multiplied by a number."""
+        return Band(low=self.low * factor, high=self.high * factor)
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean of the bounds.
+
+        Example:
+            >>> Band(low=1.0, high=4.0).middle
+            2.0
+        """
+        return math.sqrt(self.low * self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects two devices."""
+
+    gb_s: Annotated[float, above(0), cosmetic]
+    """10^9 bytes a second that a device sends, while it receives as many."""
+    latency_us: Annotated[float, at_least(0), cosmetic] = 10.0
+    """Microseconds of the smallest message."""
+
+
+class HardwareChoice(ABC):
+    """A choice of the group `hardware`."""
+
+    @abstractmethod
+    def here(self) -> Hardware:
+        """Return its figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware(HardwareChoice):
+    """One kind of device, its links and its price.
+
+    Example:
+        >>> link = Link(gb_s=450.0)
+        >>> one = Hardware(name="x", memory_gib=80.0, memory_gb_s=3350.0, tflops={"fp32": 67.0}, within_host=link,
+        ...     between_hosts=link)
+        >>> one.peak_flops("bf16_mixed"), one.memory_bytes
+        (67000000000000.0, 85899345920)
+    """
+
+    name: Annotated[str, cosmetic]
+    """What it is, for the plan."""
+    memory_gib: Annotated[float, above(0), cosmetic]
+    """GiB of memory of a device."""
+    memory_gb_s: Annotated[float, above(0), cosmetic]
+    """10^9 bytes a second of that memory."""
+    tflops: Annotated[Mapping[str, Annotated[float, above(0)]], cosmetic]
+    """10^12 operations a second of dense matrix products, by number format: fp64, fp32, tf32, bf16, fp16."""
+    within_host: Annotated[Link, cosmetic]
+    """The link between two devices of a host."""
+    between_hosts: Annotated[Link, cosmetic]
+    """The link between two devices on different hosts."""
+    reached: Annotated[Band, cosmetic] = field(default_factory=lambda: Band(low=0.3, high=0.75))
+    """Shares of the rates above that a training reaches: the band of the plan's times."""
+    operation_us: Annotated[float, at_least(0), cosmetic] = 5.0
+    """Microseconds that the host needs to start an operation on the device."""
+    input_mb_s: Annotated[float | None, above(0), cosmetic] = None
+    """10^6 bytes a second that one process of the loader reads and collates; null: unknown."""
+    price_usd_h: Annotated[float | None, at_least(0), cosmetic] = None
+    """US dollars for an hour of one device; null: unknown."""
+    whole_host: Annotated[bool, cosmetic] = False
+    """Whether memory and rates are those of a host, whose tasks share them, as on the CPU; false: of each device."""
+    source: Annotated[Mapping[str, str], cosmetic] = field(default_factory=dict)
+    """Where each figure is from: key -> name of the document."""
+    date: Annotated[Mapping[str, str], cosmetic] = field(default_factory=dict)
+    """When each document was published or read: key -> date."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(key=f"tflops.{name}", rule=f"no such number format. Use one of {', '.join(FORMATS)}.")
+            for name in self.tflops
+            if name not in FORMATS
+        ]
+        known = {one.name for one in fields(self)} - {"source", "date"}
+        for where in ("source", "date"):
+            problems += [
+                Problem(key=f"{where}.{name}", rule="names no figure. Use a key of hardware.")
+                for name in getattr(self, where)
+                if name not in known
+            ]
+        if not self.tflops:
+            problems.append(Problem(key="tflops", rule="names no number format. Give at least fp32."))
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory of a device."""
+        return int(self.memory_gib * 2**30)
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Return operations a second of matrix products in a precision; None if they are not known.
+
+        A device without tf32, bf16 or fp16 computes them at its rate of fp32.
+        """
+        wanted: str | None = _COMPUTED_IN.get(precision, precision)
+        while wanted is not None and wanted not in self.tflops:
+            wanted = _INSTEAD[wanted]
+        return None if wanted is None else self.tflops[wanted] * 1e12
+
+    def here(self) -> Hardware:
+        """Return itself."""
+        return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the plan says of these figures."""
+        parts = [f"{text} ({self.date[key]})" if key in self.date else text for key, text in self.source.items()]
+        return (f"hardware: {self.name}; {'; '.join(dict.fromkeys(parts))}",) if parts else ()
+
+
+def hardware_of(cfg: RunConfig) -> Hardware | None:
+    """Return the hardware that a run is planned for; None if the config names none."""
+    if not cfg.hardware:
+        return None
+    chosen: HardwareChoice = build(cfg.hardware, "hardware")
+    return chosen.here()

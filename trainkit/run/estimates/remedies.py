@@ -1,0 +1,189 @@
+"""Changes of a config that make a run fit into the memory of its devices, each planned, with its price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError
+from trainkit.run.estimates.hardware import Hardware
+from trainkit.run.estimates.memory import device_memory
+from trainkit.run.estimates.verdict import verdict_of
+from trainkit.run.planning.build import model_transforms_of
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.out_of_memory import sharding_choices
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.strategies.capabilities import traits_here, validate_model
+from trainkit.strategies.model_transforms import shaping_problems
+
+MOST: Final = 3
+"""Number of remedies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change of a config, or several, with which a run fits."""
+
+    overrides: str
+    """What to add to the command line."""
+    price: str
+    """What it costs."""
+    needs: int
+    """Bytes that the fullest device then needs."""
+    fits: bool
+    """Whether that is enough; if no change is enough, the remedies are the closest changes."""
+
+    def document(self) -> dict[str, object]:
+        """Return an element of `remedies` in `trainkit plan --json`."""
+        return {"overrides": self.overrides, "price": self.price, "needs": self.needs, "fits": self.fits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A change that is legal for a config."""
+
+    overrides: str
+    price: str
+    cfg: RunConfig
+
+
+_Kind = Callable[[RunPlan, nn.Module], Iterator[_Change]]
+"""Yields the changes of one kind, the cheapest first."""
+
+
+def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]:
+    """Return the cheapest changes with which a run fits, at most three.
+
+    Each kind of change is tried alone, in the order of its price; if fewer than three fit, the kinds are also combined,
+    from the cheapest on. Every one is planned as the run itself is. If none fits, the closest one is returned.
+
+    Args:
+        plan: a run that does not fit.
+        model: without data, or with it; unchanged.
+        hardware: what it is to fit.
+    """
+    found: list[Remedy] = []
+    for kind in _KINDS:
+        alone = _cheapest(kind, plan, model, hardware)
+        if alone is not None:
+            found.append(alone[0])
+    fitting = [one for one in found if one.fits]
+    if len(fitting) < MOST:
+        joined = _joined(plan, model, hardware)
+        known = {one.overrides for one in found}
+        found += [one for one in joined if one.overrides not in known]
+        fitting = [one for one in found if one.fits]
+    return fitting[:MOST] or sorted(found, key=lambda one: one.needs)[:1]
+
+
+def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]:
+    """Return combinations of changes: each kind on top of those before it that help."""
+    found: list[Remedy] = []
+    overrides, prices, current = "", "", plan
+    needs = verdict_of(plan, device_memory(plan, model), hardware).needs
+    for kind in _KINDS:
+        step = _cheapest(kind, current, model, hardware)
+        if step is None or step[0].needs >= needs:
+            continue
+        one, current = step
+        needs = one.needs
+        overrides, prices = f"{overrides} {one.overrides}".strip(), f"{prices}; {one.price}".strip("; ")
+        found.append(replace(one, overrides=_last_of_each(overrides), price=prices))
+        if one.fits:
+            break
+    return found
+
+
+def _last_of_each(overrides: str) -> str:
+    """Return overrides in which each key is given once, as it was given last."""
+    return " ".join({word.partition("=")[0]: word for word in overrides.split()}.values())
+
+
+def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) -> tuple[Remedy, RunPlan] | None:
+    """Return the first change of a kind with which the run fits, else the one that needs the least; None if none."""
+    best: tuple[Remedy, RunPlan] | None = None
+    for change in kind(plan, model):
+        other = _planned(change.cfg, plan)
+        if other is None:
+            continue
+        verdict = verdict_of(other, device_memory(other, model), hardware)
+        fits = verdict.fits is True
+        one = Remedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
+        if best is None or one.needs < best[0].needs:
+            best = one, other
+        if fits:
+            break
+    return best
+
+
+def _planned(cfg: RunConfig, plan: RunPlan) -> RunPlan | None:
+    """Return the plan of another config on the same devices; None if it is not legal."""
+    try:
+        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=plan.facts.launch, splits=plan.components.datasets)
+        model = meta_model(other)
+        if validate_model(other.components.strategy, model, other.facts):
+            return None
+        return other.resolved(lambda: model)
+    except ConfigError:
+        return None
+
+
+def _smaller_shards(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    size = plan.batch.micro_size
+    while size > 1:
+        size = (size + 1) // 2
+        count = -(-plan.batch.global_size // size)
+        cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size, accumulation=None))
+        price = f"{count} shards a step, each of less work for the device"
+        yield _Change(overrides=f"batch.micro_size={size}", price=price, cfg=cfg)
+
+
+def _without_copy(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    if plan.cfg.checkpoint.background:
+        cfg = replace(plan.cfg, checkpoint=replace(plan.cfg.checkpoint, background=False))
+        yield _Change(overrides="checkpoint.background=false", price="steps wait for each checkpoint", cfg=cfg)
+
+
+def _recomputed(plan: RunPlan, model: nn.Module) -> Iterator[_Change]:
+    cfg = replace(plan.cfg, activation_checkpointing="full")
+    compiles = traits_here(plan.components.strategy).compiles
+    problems = shaping_problems(model, model_transforms_of(cfg), compiles=compiles, strategy="")
+    if plan.cfg.activation_checkpointing != "full" and not problems:
+        price = "each block is computed twice: a third more work"
+        yield _Change(overrides="activation_checkpointing=full", price=price, cfg=cfg)
+
+
+def _sharded(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    for count in (2, 4, 8, 16, 32, 64):
+        if count > max(plan.facts.num_gpus, 4):
+            return
+        for overrides, cfg in sharding_choices(plan, count):
+            price = f"{count} devices, which exchange parameters or activations in every step"
+            yield _Change(overrides=overrides, price=price, cfg=cfg)
+
+
+def _narrower(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    names = {"fp64": ("fp32",), "fp32": ("bf16_mixed",), "tf32": ("bf16_mixed",)}
+    for name in names.get(plan.components.precision.value, ()):
+        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": name})
+        price = "other rounding: compare the results"
+        yield _Change(overrides=f"precision={name}", price=price, cfg=cfg)
+
+
+def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    if plan.optimizers or plan.cfg.optimizer.get("momentum") == 0.0:
+        return
+    node: dict[str, Any] = {
+        "_target_": "torch.optim.SGD", "lr": plan.cfg.optimizer["lr"], "momentum": 0.0, "fused": True,
+    }  # fmt: skip
+    cfg = replace(plan.cfg, optimizer=node)
+    price = "another training, without momentum: its learning rate is another"
+    yield _Change(overrides="optimizer=sgd", price=price, cfg=cfg)
+
+
+_KINDS: Final[tuple[_Kind, ...]] = (_smaller_shards, _without_copy, _recomputed, _sharded, _narrower, _leaner_optimizer)
+"""From the cheapest: the same training in other pieces, more work, more devices, other rounding, another training."""

@@ -1,0 +1,76 @@
+"""Whether a run fits into the memory of its devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from trainkit.run.estimates.hardware import Hardware
+from trainkit.run.estimates.memory import DeviceMemory
+from trainkit.run.planning.plan import RunPlan
+from trainkit.storage import num_bytes
+
+PROCESS_BYTES: Final = 320 * 2**20
+"""Bytes of a process of trainkit without tensors, on the host. Source: benchmarks/results/memory.md, 2026-11."""
+CONTEXT_BYTES: Final = 768 * 2**20
+"""Bytes that a process takes of a GPU before its first tensor: the CUDA context, kernels, and workspaces of cuBLAS."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Whether the fullest device holds what it must.
+
+    Example:
+        >>> Verdict(needs=3 * 2**30, has=2 * 2**30, name="laptop", is_complete=True).fits
+        False
+    """
+
+    needs: int
+    """Bytes at the peak of a step or at a checkpoint, of all processes that share the memory."""
+    has: int
+    """Bytes of memory."""
+    name: str
+    """The device, for the user."""
+    is_complete: bool
+    """Whether `needs` contains the activations."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether there is enough memory; None if there is for the rest, and the activations are unknown."""
+        if self.needs > self.has:
+            return False
+        return True if self.is_complete else None
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the line of `trainkit plan`: label, text."""
+        words = {True: "yes", False: "no", None: "unknown, as the activations are"}
+        more = "" if self.is_complete else " and activations"
+        yield "fits", f"{words[self.fits]}: needs {num_bytes(self.needs)}{more}, {self.name} has {num_bytes(self.has)}"
+
+
+def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware) -> Verdict:
+    """Return whether a run fits.
+
+    The memory of a host is shared by all tasks on it, and that of a device by the tasks on that device.
+    """
+    apiece = memory.most if hardware.whole_host else memory.peak or memory.held.total_bytes
+    apiece += PROCESS_BYTES if hardware.whole_host else CONTEXT_BYTES
+    return Verdict(
+        needs=apiece * _sharers(plan, hardware),
+        has=hardware.memory_bytes,
+        name=hardware.name,
+        is_complete=memory.peak is not None,
+    )
+
+
+def _sharers(plan: RunPlan, hardware: Hardware) -> int:
+    """Return the most tasks that share a memory."""
+    launch = plan.facts.launch
+    if hardware.whole_host:
+        return -(-len(plan.tasks) // (1 if launch is None else launch.num_hosts))
+    if launch is not None:
+        return 1
+    counts = Counter(task.device for task in plan.tasks if task.device != "cpu")
+    return max(counts.values(), default=1)

@@ -1,0 +1,67 @@
+"""Refuse tasks that a run cannot have beside those of its strategy, or cannot go on without."""
+
+from __future__ import annotations
+
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import class_built_by
+from trainkit.data.splits import validation_splits
+from trainkit.errors import Problem
+from trainkit.run.backends.base import ProcessBackend
+from trainkit.run.planning.build import Components
+from trainkit.strategies.base import PlanContext
+
+
+def elastic_problems(
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+) -> list[Problem]:
+    """Return why the run cannot go on with fewer tasks, as `elastic.min_replicas` asks."""
+    fewest = cfg.elastic.min_replicas
+    count = len(parts.strategy.tasks(facts))
+    if fewest is None or count == 1:  # the config check has already reported that a single process ignores the key
+        return []
+    if facts.launch is not None:
+        rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
+    elif backend is not None and not backend.elastic:
+        rule = f"has no effect: {backend.name} starts all processes or none."
+    elif not parts.strategy.traits.elastic:
+        rule = "has no effect: this strategy goes on with all its processes or not at all."
+    elif fewest > count:
+        rule = f"more than the {count} replicas of this run. Use {count} or fewer."
+    else:
+        return []
+    return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
+
+
+def with_evaluator(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """Add the evaluator of `eval.beside` to the tasks of a strategy, as the last one."""
+    return (*tasks, Task(role="evaluator", index=0, rank=len(tasks)))
+
+
+def evaluator_problems(
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+) -> list[Problem]:
+    """Return why the run cannot have an evaluator: that of the strategy, or the one of `eval.beside`."""
+    own = any(task.is_evaluator for task in parts.strategy.tasks(facts))
+    key = "eval.beside" if not own else "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
+    problems = []
+    if cfg.eval.beside:
+        started = facts.launch.kind if facts.launch is not None else backend.name if backend is not None else None
+        rules = []
+        if own:
+            rules.append("the strategy has an evaluator of its own. Leave one of them out.")
+        if started is not None:
+            by_hand = "Start the evaluator by hand: python -m trainkit.run.session.evaluator_main RUN"
+            rules.append(f"{started} starts the processes. {by_hand}")
+        if cfg.elastic.min_replicas is not None:
+            rules.append("the run may go on with fewer tasks (elastic.min_replicas). Leave one of them out.")
+        problems += [Problem(key="eval.beside", value=True, rule=rule) for rule in rules]
+    if not validation_splits(parts.datasets):
+        problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
+    for name, node in cfg.callbacks.items():
+        if getattr(class_built_by(node), "decides_by_figures", False):
+            rule = (
+                f"goes by evaluations during the training, which {key} leaves to a process of its own. Leave one out."
+            )
+            problems.append(Problem(key=f"callbacks.{name}", rule=rule))
+    return problems
