@@ -1,0 +1,86 @@
+"""The transfers of a model whose parameters are sharded over ranks: gathered by units, gradients summed in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainkit.strategies.traffic.flows import all_gather, all_reduce, joined, reduce_scatter, times
+from trainkit.strategies.traffic.transfers import Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathers:
+    """How often the units are gathered and summed in a step, and in which widths."""
+
+    groups: int
+    """Groups of ranks, each with a whole model."""
+    device_type: str
+    gathered_bytes: int
+    """Bytes of an element of a gathered parameter."""
+    summed_bytes: int
+    """Bytes of an element of a gradient."""
+    gathers: int
+    """Gathers of each unit."""
+    sums: int
+    """Sums of the gradients of each unit."""
+
+
+def sharded_traffic(
+    model: nn.Module, units: Sequence[nn.Module], ranks: Sequence[int], how: Gathers
+) -> tuple[Transfer, ...]:
+    """Return the transfers of FSDP2 in a step; ranks of a group are neighbours.
+
+    Each rank holds as many rows of a parameter as the first one, which may have more than the others: the rest is
+    padding, and is sent too.
+    """
+    size = len(ranks) // how.groups
+    if size == 1:
+        return ()
+    groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    padded = [tuple(_padded(unit, size)) for unit in _unit_params(model, units)]
+    whole = sum(numel for unit in padded for numel, _ in unit)
+    trained = sum(numel for unit in padded for numel, trains in unit if trains)
+    each, rounds = len(padded), size - 1
+    gathered = joined(*(all_gather(group, whole * how.gathered_bytes) for group in groups))
+    summed = joined(
+        *(reduce_scatter(group, trained * how.summed_bytes, device_type=how.device_type) for group in groups)
+    )
+    if how.groups > 1:
+        part = trained * how.summed_bytes / size
+        summed = joined(summed, *(all_reduce([group[at] for group in groups], part) for at in range(size)))
+    return (
+        Transfer(
+            what="parameters",
+            how="all-gather",
+            flows=times(gathered, how.gathers),
+            messages=how.gathers * each * rounds,
+            overlaps=True,
+        ),
+        Transfer(
+            what="gradients",
+            how="reduce-scatter" if how.groups == 1 else "reduce-scatter and all-reduce",
+            flows=times(summed, how.sums),
+            messages=how.sums * each * (rounds + (2 * (how.groups - 1) if how.groups > 1 else 0)),
+            overlaps=True,
+        ),
+    )
+
+
+def _unit_params(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters of each unit, and then those of the model that are in none."""
+    taken: set[int] = set()
+    for unit in [*units, model]:
+        found = [param for param in unit.parameters() if id(param) not in taken]
+        taken.update(map(id, found))
+        if found:
+            yield found
+
+
+def _padded(params: Sequence[nn.Parameter], size: int) -> Iterator[tuple[int, bool]]:
+    """Yield the elements of each parameter with its padding, and whether it is trained."""
+    for param in params:
+        rows = param.shape[0] if param.dim() else 1
+        yield -(-rows // size) * size * (param.numel() // max(rows, 1)), param.requires_grad
