@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from trainkit.errors import ConfigError, Problem
@@ -18,6 +16,7 @@ VERBS: Final[Mapping[str, str]] = {
     "train": "train; what no verb means. -m runs every combination of comma lists",
     "plan": "print the whole run before anything starts: tasks, batch, rates, memory",
     "prove": "compare strategies step by step with one device: prove strategy=mirrored",
+    "bench": "the same training under several choices, measured in turns: bench strategy=one_device,mirrored",
     "resume": "continue a run: resume RUN [strategy=... and other placement]",
     "explain": "a key's value, where it was set, and what changing it may change: explain KEY",
     "diff": "which differences of two runs can matter: diff RUN RUN",
@@ -28,28 +27,27 @@ VERBS: Final[Mapping[str, str]] = {
     "export": "write the trained model into files that need no trainkit: export RUN",
     "generate": "continue a text with a trained language model: generate RUN --prompt TEXT",
     "quantize": "the trained model in 8 or 4 bits, beside the original: quantize RUN --to int8_static",
+    "scale": "what more replicas bring, and where they stop to pay: scale strategy=mirrored --to-replicas 64",
+    "advise": "the best legal way to train on some devices, by plans: advise --devices 8 --hardware h100_sxm",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
+    "calibrate": "measure this machine for plans with hardware=this, in about a minute",
     "init": "write a package of your own that trains at once: init NAME",
+    "schema": "the JSON schema of your YAML files, for editors, or of a JSON output: schema config",
     "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
 }
 """Verb -> what it does, in the order of the help."""
-_ROOMS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("train", "resume", "prove"), "running"),
-    **dict.fromkeys(("plan", "explain", "diff", "top", "ls"), "looking"),
-    **dict.fromkeys(("ensemble", "evaluate", "export", "generate", "predict", "quantize"), "using"),
-    **dict.fromkeys(("emit", "init"), "starting"),
+MODULES: Final[Mapping[str, str]] = {
+    verb: f"trainkit.verbs.{room}.{verb}"
+    for room, verbs in {
+        "running": ("train", "resume", "prove"),
+        "looking": ("plan", "explain", "diff", "schema", "top", "ls", "calibrate"),
+        "using": ("ensemble", "evaluate", "export", "generate", "predict", "quantize"),
+        "starting": ("emit", "init"),
+        "measuring": ("advise", "bench", "scale"),
+    }.items()
+    for verb in verbs
 }
-"""Verb -> the package of its module."""
-
-
-def verb_module(verb: str) -> ModuleType:
-    """Import the module of a verb.
-
-    Example:
-        >>> verb_module("ls").__name__
-        'trainkit.verbs.looking.ls'
-    """
-    return import_module(f"trainkit.verbs.{_ROOMS[verb]}.{verb}")
+"""Verb -> its module, imported where it is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +58,10 @@ class Flag:
     """One line."""
     value: str | None = None
     """The name of its value in the help; None for a flag without a value."""
+
+
+JSON_FLAG: Final = Flag(help="print one JSON document, whose schema trainkit schema prints")
+"""The flag `--json` of the verbs that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +79,21 @@ class Call:
     packages: tuple[str, ...] = ()
     multirun: bool = False
 
-    def compose(self) -> Composition:
+    def compose(self, *, may_lack: str | None = None) -> Composition:
         """Compose and check, both phases.
+
+        Args:
+            may_lack: a group whose required keys may be unset; each is then a note.
 
         Raises:
             ConfigError: every problem of the first phase that finds any.
         """
         from trainkit.config.check import checked  # noqa: PLC0415 - a verb that composes nothing needs neither
+        from trainkit.config.check.unset import checked_without  # noqa: PLC0415
         from trainkit.config.compose import compose  # noqa: PLC0415
 
         composition = compose(self.overrides, config_dirs=self.config_dirs, packages=self.packages)
-        return checked(composition)
+        return checked(composition) if may_lack is None else checked_without(composition, may_lack)
 
     def compose_points(self) -> list[Composition]:
         """Compose and check every combination of the comma lists; a group's keys apply to the choices that have them.

@@ -1,0 +1,201 @@
+"""What `trainkit bench --json` and bench.json hold, for `trainkit schema bench`."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+
+class SpreadOfTurns(TypedDict):
+    """A figure over the turns of a choice."""
+
+    median: float
+    """Its median."""
+    low: float
+    """Its least value."""
+    high: float
+    """Its greatest value."""
+
+
+class PartsOfRank(TypedDict):
+    """Seconds of the parts of all measured steps of a turn, on one rank."""
+
+    input: float
+    """Waiting for the batch."""
+    forward: float
+    """The forward passes."""
+    backward: float
+    """The backward passes."""
+    exchange: float
+    """Summing the gradients after backward, and waiting for other ranks."""
+    update: float
+    """Updating the parameters."""
+
+
+class PartsOfStep(TypedDict):
+    """Seconds of the parts of a step, the mean over the ranks."""
+
+    input: SpreadOfTurns | None
+    """Waiting for the batch."""
+    forward: SpreadOfTurns | None
+    """The forward passes."""
+    backward: SpreadOfTurns | None
+    """The backward passes."""
+    exchange: SpreadOfTurns | None
+    """Summing the gradients after backward, and waiting for other ranks."""
+    update: SpreadOfTurns | None
+    """Updating the parameters."""
+    rest: SpreadOfTurns | None
+    """What belongs to no part: the loop, the log, what ranks agree on."""
+
+
+class Reached(TypedDict):
+    """Where a training had the result of `--until`."""
+
+    seconds: float
+    """Seconds of training, without evaluations."""
+    steps: int
+    """Updates."""
+    samples: int
+    """Samples used."""
+    value: float
+    """The metric."""
+
+
+class MeasuredTurn(TypedDict):
+    """What one turn has measured."""
+
+    steps: int
+    """Measured steps."""
+    samples: int
+    """Samples of these steps, over all replicas."""
+    seconds: float
+    """Seconds of these steps."""
+    targets: float
+    """Targets of these steps (tokens of a language model), or their weight."""
+    joules: float | None
+    """Energy of the devices in these steps, in joules; null where no device reports it."""
+    ranks: list[PartsOfRank]
+    """The parts of these steps on each rank."""
+    peak_bytes: int
+    """The most memory of a process, in bytes."""
+    began_at: float
+    """When the first step began, in seconds since the epoch."""
+    first_step_s: float
+    """Seconds of the first step."""
+    step_spread: float
+    """Standard deviation of single steps by their median, on rank 0; 0 where there were too few steps."""
+    compile_s: float
+    """Seconds in which torch.compile worked."""
+    replicas: int
+    """Replicas with shards of their own."""
+    device: str
+    """cpu or cuda."""
+    until: Reached | None
+    """Where the result of `--until` was reached; null where it was not, or where none was asked for."""
+    metric: float | None
+    """The last value of the metric of `--until`."""
+    trained_s: float
+    """Seconds of training of the whole turn."""
+    trained_steps: int
+    """Updates of the whole turn."""
+
+
+class MeasuredChoice(TypedDict):
+    """One choice."""
+
+    label: str
+    """The arguments in which it differs from the other choices; with --data its number of workers."""
+    status: Literal["measured", "failed"]
+    """Whether a turn failed."""
+    failure: str | None
+    """Why."""
+    replicas: int | None
+    """Replicas with shards of their own."""
+    device: str | None
+    """cpu or cuda."""
+    steps: int | None
+    """Measured steps of a turn."""
+    samples_per_s: SpreadOfTurns | None
+    """Samples per second over all replicas."""
+    targets_per_s: SpreadOfTurns | None
+    """Targets per second; null where each sample is one target."""
+    step_s: SpreadOfTurns | None
+    """Seconds of a step."""
+    parts_s: PartsOfStep
+    """Seconds of the parts of a step."""
+    peak_bytes: int | None
+    """The most memory of a process, in bytes."""
+    start_s: SpreadOfTurns | None
+    """Seconds from the start of the process to the first step."""
+    first_step_s: SpreadOfTurns | None
+    """Seconds of the first step."""
+    compile_s: SpreadOfTurns | None
+    """Seconds in which torch.compile worked."""
+    cold_start_s: float | None
+    """Seconds to the first step in the turn before the first round; null where there was none."""
+    joules_per_sample: SpreadOfTurns | None
+    """Energy of the devices per sample, in joules; null where no device reports it."""
+    until_s: SpreadOfTurns | None
+    """Seconds of training to the result of --until; null where a turn has not reached it, or none was asked for."""
+    turns: list[MeasuredTurn]
+    """The turns that count."""
+
+
+class Machine(TypedDict):
+    """The machine that measured."""
+
+    system: str
+    """The operating system."""
+    processor: str
+    """The kind of its processor."""
+    cores: int
+    """Cores that trainkit may use."""
+    gpus: list[str]
+    """The names of its GPUs."""
+    packages: dict[str, str]
+    """Versions of packages, by name."""
+
+
+class Until(TypedDict):
+    """The result of --until."""
+
+    metric: str
+    """The name of the metric."""
+    value: float
+    """The value that ends a training."""
+    mode: str
+    """Whether higher or lower values are better: max or min."""
+
+
+class DataVerdict(TypedDict):
+    """The verdict of --data."""
+
+    bound_by: Literal["loader", "model"]
+    """What binds the training."""
+    num_workers: int
+    """The loader.num_workers to use."""
+    reason: str
+    """The number, and why, in words."""
+
+
+class BenchDocument(TypedDict):
+    """What `trainkit bench` has measured."""
+
+    version: int
+    """The version of this document."""
+    command: str
+    """The command, without secrets."""
+    date: str
+    """When the measurement ended, with the time zone."""
+    machine: Machine
+    """The machine that measured."""
+    rounds: int
+    """Turns of each choice."""
+    until: Until | None
+    """The result that was asked for; null without --until."""
+    choices: list[MeasuredChoice]
+    """The choices, in the order of the command."""
+    notes: list[str]
+    """Notes for the user."""
+    data: DataVerdict | None
+    """The verdict of --data; null without."""

@@ -1,0 +1,337 @@
+"""Measure one replica with shares of a step, and a few numbers of replicas; make the model of scaling of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median_low
+from typing import Final
+
+from torch import nn
+
+from trainkit.cluster.host import num_cores
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError, Problem
+from trainkit.measuring.bench import Candidate, StartTurn, bench
+from trainkit.measuring.figures import Choice
+from trainkit.measuring.turns import Turn, run_turn
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.scaling.answers import Remediable
+from trainkit.scaling.fit import Point
+from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
+from trainkit.strategies.base import Strategy
+from trainkit.strategies.scaling import Scaled, scaled
+from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
+
+SHARES: Final = (1, 2, 4, 16, 64, 256)
+"""Numbers of replicas whose shares of a step one replica computes."""
+MEASURED: Final = (2, 4)
+"""Numbers of replicas that are measured."""
+_STEPS: Final = 100_000
+_ONE_DEVICE: Final = {"_target_": "trainkit.strategies.one_device.OneDevice", "device": "auto"}
+_THREADS: Final = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalable:
+    """A training whose strategy can have any number of replicas."""
+
+    cfg: RunConfig
+    plan: RunPlan
+    model: nn.Module
+    """On the meta device."""
+    cores: int
+    """Cores of this host."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the replicas share the cores of this host."""
+        return not self.plan.facts.num_gpus
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that get a part of each step: a sample, or a shard where the config fixes the cut of a step. In
+        `async` each computes whole steps, and there is no limit.
+        """
+        if not self.at(2).waits:
+            return _STEPS
+        return self.plan.batch.global_size if self.cut_is_free else self.plan.batch.num_shards(0)
+
+    @property
+    def cut_is_free(self) -> bool:
+        """Whether the shards of a step become smaller with more replicas."""
+        return self.plan.micro_size_depends_on_replicas
+
+    def share(self, count: int) -> int:
+        """Return the samples of a step that one of `count` replicas computes, the one with the most."""
+        if not self.at(2).waits:
+            return self.plan.batch.global_size
+        if self.cut_is_free:
+            return -(-self.plan.batch.global_size // count)
+        return -(-self.plan.batch.num_shards(0) // count) * self.plan.batch.micro_size
+
+    def at(self, replicas: int) -> Scaled:
+        """Return the strategy with so many replicas."""
+        found = scaled(self.plan.components.strategy, replicas, self.plan.facts)
+        assert found is not None, "checked by scalable()"
+        return found
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the model has tables (embeddings) with dense gradients."""
+        tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        return any(not table.sparse for table in tables)
+
+    def transfers(self, replicas: int) -> tuple[Transfer, ...] | None:
+        """Return the transfers of a late step with so many replicas; None if they are not known."""
+        # A strategy of a config is a frozen dataclass, as each component is.
+        strategy: Strategy = replace(self.plan.components.strategy, **self.at(replicas).keys)  # type: ignore[type-var]
+        gpus = max(self.plan.facts.num_gpus, replicas) if self.plan.facts.num_gpus else 0
+        shards = replicas if self.cut_is_free else self.plan.batch.num_shards(0)
+        cut = StepCut(num_shards=max(shards, replicas), num_replicas=replicas)
+        found = traffic_of(strategy, self.model, replace(self.plan.facts, num_gpus=gpus), cut)
+        return None if found is None else tuple(one for one in found if one.occurs_at(_STEPS))
+
+    def measured_counts(self, target: int) -> list[int]:
+        """Return the numbers of replicas above 1 that this machine can measure."""
+        most = target if self.on_cpu else min(target, self.plan.facts.num_gpus)
+        return [count for count in MEASURED if count <= min(most, self.most_replicas)]
+
+    def shares(self, target: int) -> list[int]:
+        """Return the numbers of replicas whose shares one replica computes.
+
+        In `async` all shares are whole steps, and differ by the threads on the CPU alone.
+        """
+        if not self.at(2).waits:
+            return [count for count in SHARES if count <= min(target, self.cores if self.on_cpu else 1)]
+        return sorted({*(count for count in SHARES if count < target), target})
+
+
+def scalable(cfg: RunConfig) -> Scalable:
+    """Plan a training for `scale`.
+
+    Raises:
+        ConfigError: the config has problems, or its strategy cannot have other numbers of replicas.
+    """
+    plan = make_plan(cfg, launch=None)
+    if scaled(plan.components.strategy, 2, plan.facts) is None:
+        name = cfg.strategy["_target_"].rpartition(".")[2]
+        rule = (
+            f"{name} has one replica, or an exchange that scale has no figures for. Use mirrored, "
+            "multi_worker_mirrored, fsdp or parameter_server; --simulate needs none of them."
+        )
+        raise ConfigError([Problem(key="strategy", rule=rule)])
+    what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan), cores=num_cores())
+    if what.transfers(2) is None:
+        rule = "what this strategy and model exchange is not known before the run; --simulate needs none of it."
+        raise ConfigError([Problem(key="strategy", rule=rule)])
+    return what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured."""
+
+    shares: Mapping[int, Choice]
+    """Number of replicas -> one replica, alone, with its share of a step."""
+    replicas: Mapping[int, Choice]
+    """Number of replicas -> these replicas together."""
+
+    @property
+    def failures(self) -> list[str]:
+        """Why measurements failed."""
+        found = [*self.shares.values(), *self.replicas.values()]
+        return [f"{one.label}: {one.failure}" for one in found if not one.is_measured]
+
+    def points(self, *, grows: bool) -> list[Point]:
+        """Return the measured numbers of replicas.
+
+        Args:
+            grows: whether each replica computes whole steps, so that n updates are one step of the model.
+        """
+        found = [(count, count if grows else 1, one.step_s) for count, one in self.replicas.items() if one.is_measured]
+        return [
+            Point(replicas=count, step_s=times * one.median, low_s=times * one.low, high_s=times * one.high)
+            for count, times, one in found
+            if one is not None
+        ]
+
+
+def measure(
+    what: Scalable,
+    target: int,
+    *,
+    rounds: int,
+    steps: int | None = None,
+    counts: Sequence[int] | None = None,
+    log: Callable[[str], None] = lambda _: None,
+    start: StartTurn = run_turn,
+) -> Measured:
+    """Measure the shares of one replica, then `counts` replicas; without, 2 and 4 where there are devices for them."""
+    shares, replicas = {}, {}
+    for count in what.shares(target):
+        threads = max(1, what.cores // count) if what.on_cpu else None
+        one = Candidate(label=_share_label(what, count, threads), cfg=_share(what, count), num_steps=_STEPS)
+        shares[count] = bench([one], rounds=rounds, steps=steps, log=log, start=_with_threads(threads, start))[0]
+    for count in what.measured_counts(target) if counts is None else counts:
+        cfg = replace(what.cfg, steps=_STEPS, strategy={**what.cfg.strategy, **what.at(count).keys})
+        one = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
+        replicas[count] = bench([one], rounds=rounds, steps=steps, log=log, start=start)[0]
+    return Measured(shares=shares, replicas=replicas)
+
+
+def _share_label(what: Scalable, count: int, threads: int | None) -> str:
+    size = what.share(count)
+    beside = "" if threads is None else f", {threads} thread{'' if threads == 1 else 's'}"
+    return f"one replica, {size} sample{'' if size == 1 else 's'} a step{beside}"
+
+
+def _share(what: Scalable, count: int) -> RunConfig:
+    """Return the config of one device with the samples of one of `count` replicas."""
+    micro = None if what.cut_is_free else what.plan.batch.micro_size
+    batch = replace(what.cfg.batch, global_size=what.share(count), micro_size=micro, accumulation=None)
+    return replace(what.cfg, steps=_STEPS, strategy=_ONE_DEVICE, batch=batch)
+
+
+def _with_threads(threads: int | None, start: StartTurn) -> StartTurn:
+    """Return `start` with this number of threads for the processes that it starts."""
+
+    def started(cfg: RunConfig, folder: Path) -> Turn:
+        with _environment({} if threads is None else {_THREADS: str(threads)}):
+            return start(cfg, folder)
+
+    return started
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, and restore them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
+    """Return the model of a training on this host, as far as one replica fixes it.
+
+    A sum through memory of the host is assumed four times as fast as one over `within`.
+    """
+    first = measured.shares[1]
+    step = first.step_s
+    assert step is not None, "the caller has refused a measurement that failed"
+    waiting = first.part_s("input")
+    seconds = {count: found.median for count, one in measured.shares.items() if (found := one.step_s) is not None}
+    spread = first.step_spread
+    in_memory = all(one.by == "memory" for one in what.transfers(2) or ())
+    return Workload(
+        share_s=seconds,
+        samples=what.plan.batch.global_size,
+        grows=not what.at(2).waits,
+        exchange=_exchanges(what),
+        within=replace(within, bandwidth=4 * within.bandwidth) if in_memory else within,
+        cores=what.cores if what.on_cpu else None,
+        spread=min(spread.median if spread is not None else 0.0, 1.0),
+        input_share=min(waiting.median / step.median, 1.0) if waiting is not None else 0.0,
+    )
+
+
+def _exchanges(what: Scalable) -> Exchanges:
+    """Return the exchanges of a training, by the bytes that its strategy gives."""
+
+    @cache
+    def of(replicas: int) -> Exchange:
+        found = what.transfers(replicas) or ()
+        return exchange_of(found, waits=what.at(replicas).waits) if replicas > 1 else Exchange()
+
+    return of
+
+
+def exchange_of(transfers: Sequence[Transfer], *, waits: bool) -> Exchange:
+    """Return what a replica and the fullest link have to send, of transfers that follow each other.
+
+    The two directions of a link are used at the same time. Where steps wait for all replicas, the transfers follow each
+    other on every link; otherwise those of several replicas overlap.
+
+    Example:
+        >>> ring = Transfer(what="gradients", how="ring", flows={(0, 1): 8.0, (1, 0): 8.0}, messages=2)
+        >>> exchange_of([ring], waits=True).own_bytes
+        8.0
+    """
+    by_rank = [_through_links(one) for one in transfers]
+    own = math.fsum(median_low(found.values()) for found in by_rank)
+    if waits:
+        wall = math.fsum(max(found.values()) for found in by_rank)
+    else:
+        wall = max(_directions(transfers).values(), default=0.0)
+    return Exchange(
+        own_bytes=own,
+        wall_bytes=wall,
+        messages=sum(one.messages for one in transfers),
+        overlaps=any(one.overlaps for one in transfers),
+        waits=waits,
+    )
+
+
+def _directions(transfers: Sequence[Transfer]) -> dict[tuple[int, bool], float]:
+    """Return the bytes of each rank's link in each direction: (rank, whether it sends) -> bytes."""
+    total: dict[tuple[int, bool], float] = {}
+    for one in transfers:
+        for (sender, receiver), size in one.flows.items():
+            total[sender, True] = total.get((sender, True), 0.0) + size
+            total[receiver, False] = total.get((receiver, False), 0.0) + size
+    return total
+
+
+def _through_links(one: Transfer) -> dict[int, float]:
+    """Return the bytes of the busier direction of each rank's link."""
+    found: dict[int, float] = {}
+    for (rank, _), size in _directions([one]).items():
+        found[rank] = max(found.get(rank, 0.0), size)
+    return found or {0: 0.0}
+
+
+def remediable(what: Scalable) -> Remediable:
+    """Return the remedies of the strategy of a training."""
+    found = what.at(2).remedies
+    return Remediable(
+        compression=found.compression,
+        shared_memory=found.shared_memory,
+        num_servers=found.num_servers,
+        spares=found.spares,
+        has_tables=what.has_tables,
+    )
+
+
+def known_counts(target: int, measured: Sequence[int]) -> list[int]:
+    """Return the numbers of replicas of the table: powers of two, the measured ones, and the target."""
+    powers = [2**power for power in range(target.bit_length())]
+    return sorted({1, target, *(count for count in (*powers, *measured) if count <= target)})
+
+
+def measured_shares(measured: Measured) -> list[tuple[str, Interval]]:
+    """Return the label of each measurement of one replica, and its seconds of a step."""
+    found = [(one.label, one.step_s) for one in measured.shares.values()]
+    return [
+        (label, Interval(low=seconds.low, middle=seconds.median, high=seconds.high))
+        for label, seconds in found
+        if seconds is not None
+    ]
+
+
+def computing_error(measured: Measured) -> float:
+    """Return the relative uncertainty of the shares: half of the widest range of turns, and 3 % at least."""
+    ranges = [math.log(seconds.high / seconds.low) / 2 for _, seconds in measured_shares(measured)]
+    return max(0.03, *ranges)

@@ -1,0 +1,41 @@
+"""Run one turn of a measurement: `python -m trainkit.measuring.turn_main GIVEN/resolved.yaml FOLDER`.
+
+The training runs as `trainkit train` runs it, in this process or in the processes that its strategy needs. Hydra is not
+imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets import in_environment, restored
+from trainkit.config.targets.allowed import allow_packages, packages_from
+from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
+from trainkit.errors import TrainkitError
+from trainkit.redaction import masked_output
+from trainkit.run.process.worker_group import watch_parent
+from trainkit.run.signals import exit_without_teardown
+
+
+def main(arguments: list[str]) -> int:
+    """Train what the first argument describes, in the folder of the second; return the exit code."""
+    watch_parent(os.environ)
+    resolved, folder = map(Path, arguments)
+    values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
+    from trainkit.run.runner import train  # noqa: PLC0415 - imports torch; the parent is watched first
+
+    packages, dirs = packages_from(os.environ), config_dirs_from(os.environ)
+    with masked_output(), allow_packages(packages), with_config_dirs(dirs):
+        try:
+            train(RunConfig.from_dict(values), run_dir=folder)
+        except TrainkitError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the turn
+            return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    exit_without_teardown(main(sys.argv[1:]))

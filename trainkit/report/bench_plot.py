@@ -1,0 +1,73 @@
+"""The plot of a measurement: the speed of each choice with its spread, and the parts of its step.
+
+Imports matplotlib: for the drawing process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from trainkit.report.curves import BLUE, GREY, INK, ORANGE, STYLE, save
+from trainkit.report.numbers import figure
+
+_COLOURS: Final = ("#d9a441", BLUE, "#17356b", ORANGE, "#5aa469", "#c2c6cc")
+"""A colour for each part of a step, in their order."""
+_MOST: Final = 44
+"""Characters of a label."""
+
+Row = Mapping[str, Any]
+"""An entry of `choices` in bench.json."""
+
+
+def draw_bench(path: Path, *, title: str, choices: Sequence[Row]) -> None:
+    """Draw the choices of a measurement, in their order, into a PNG."""
+    shown = [one for one in choices if one["samples_per_s"] is not None]
+    height = 1.9 + 0.55 * max(len(shown), 1)
+    with mpl.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.4 / height))
+        chart = Figure(figsize=(10.0, height), dpi=140, layout=layout)
+        chart.text(0.012, 1 - 0.1 / height, _short(title, 100), va="top", fontweight="bold", fontsize=11)
+        left, right = chart.subplots(1, 2, sharey=True)
+        _draw_speed(left, shown)
+        _draw_parts(right, shown)
+        left.set_yticks(range(len(shown)), [_short(one["label"]) for one in shown])
+        left.tick_params(axis="y", length=0, labelcolor=INK)
+        left.invert_yaxis()
+        chart.legend(loc="outside lower center", ncols=len(_COLOURS), fontsize=8.5, labelcolor=GREY)
+        for axes in (left, right):
+            axes.grid(visible=False, axis="y")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+        save(chart, path)
+
+
+def _draw_speed(axes: Axes, shown: Sequence[Row]) -> None:
+    """Draw the median speed of each choice, and its range over the turns."""
+    for place, one in enumerate(shown):
+        speed = one["samples_per_s"]
+        axes.barh(place, speed["median"], height=0.55, color=BLUE, alpha=0.9)
+        axes.plot([speed["low"], speed["high"]], [place, place], color=INK, linewidth=1.6)
+    axes.set_xlabel("samples/s, and its range")
+
+
+def _draw_parts(axes: Axes, shown: Sequence[Row]) -> None:
+    """Draw the parts of the step of each choice, one after the other."""
+    names = list(shown[0]["parts_s"]) if shown else []
+    ends = [0.0] * len(shown)
+    for name, colour in zip(names, _COLOURS, strict=True):
+        widths = [1e3 * one["parts_s"][name]["median"] for one in shown]
+        axes.barh(range(len(shown)), widths, left=ends, height=0.55, color=colour, label=name)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.set_xlabel("milliseconds a step")
+
+
+def _short(text: str, most: int = _MOST) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,1 @@
+"""Verbs that measure trainings, and predict what others would take."""

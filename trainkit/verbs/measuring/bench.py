@@ -1,0 +1,262 @@
+"""`trainkit bench strategy=a,b OVERRIDES`: the same training under several choices, measured in turns."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from trainkit.config.composition import Level
+from trainkit.config.grammar import replacing
+from trainkit.config.values import whole_number
+from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import redacted_argument
+from trainkit.report.json_output import print_json
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.measured import (
+    launch_problems,
+    line_printer,
+    out_problems,
+    problem_of,
+    result_folder,
+    training_problems,
+)
+from trainkit.verbs.support.pasted import pasted
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
+    from trainkit.config.schema import RunConfig
+    from trainkit.measuring.bench import Candidate
+    from trainkit.measuring.figures import Choice
+    from trainkit.measuring.turns import Target
+
+USAGE: Final = "KEY=A,B[,C...] OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "rounds": Flag(help="turns of each choice; 3 without, 1 with --until", value="N"),
+    "steps": Flag(help="measured steps of a turn; without, as many as take two seconds", value="N"),
+    "until": Flag(help="measure the time to a result instead: --until val/accuracy=0.9", value="METRIC=VALUE"),
+    "data": Flag(help="is the training bound by its loader or its model, and which loader.num_workers to use"),
+    "json": JSON_FLAG,
+    "out": Flag(help="folder of the results; without, a new one below outputs/bench", value="FOLDER"),
+}
+_MOST_ROUNDS: Final = 1_000
+_DRAWING_S: Final = 60.0
+_print_line: Final = line_printer("bench")
+
+
+def run(call: Call) -> int:
+    """Measure and print; 0 where every choice was measured, 1 where one failed."""
+    call.check_arity()
+    problems = [*_flag_problems(call), *launch_problems("bench", "measure every choice")]
+    points = _points(call, problems)
+    problems += [] if points is None else dict.fromkeys(_choice_problems(call, points))
+    if problems or points is None:
+        raise ConfigError(problems)
+    return _measure_data(call, points[0]) if "data" in call.flags else _measure(call, points)
+
+
+def _measure(call: Call, points: Sequence[Composition]) -> int:
+    """Measure the choices, and print them."""
+    from trainkit.measuring.bench import bench  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.showing import document, table_lines  # noqa: PLC0415 - the same
+
+    candidates, target = _candidates(points), _target(call, points)
+    rounds = int(call.flags.get("rounds", "3" if target is None else "1"))
+    steps = int(call.flags["steps"]) if "steps" in call.flags else None
+    with result_folder("bench", call.flags.get("out")) as folder:
+        found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
+        notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
+        content = document(found, command=_command(call), rounds=rounds, target=target, notes=notes)
+        _show(call, folder, content, table_lines(found, target=target))
+    return int(not all(one.is_measured for one in found))
+
+
+def _measure_data(call: Call, point: Composition) -> int:
+    """Measure numbers of data loading processes, and print which to use."""
+    from trainkit.measuring.showing import data_lines, document  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.workers import FEWEST_STEPS, search_workers  # noqa: PLC0415 - the same
+    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
+
+    cfg = _candidates([point], fewest=FEWEST_STEPS)[0].cfg
+    plan = make_plan(cfg)
+    rounds, ranks = int(call.flags.get("rounds", "1")), len(plan.tasks)
+    with result_folder("bench", call.flags.get("out")) as folder:
+        found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
+        content = document(found.choices, command=_command(call), rounds=rounds, notes=point.notes)
+        _show(call, folder, {**content, "data": found.to_json()}, data_lines(found))
+    return int(not found.choices[0].is_measured)
+
+
+def _show(call: Call, folder: Path, content: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Write the results, and print them."""
+    _write(folder, content)
+    failure = _draw(folder, content)
+    if "json" in call.flags:
+        print_json(content)
+        return
+    notes = [f"  note: {note}" for note in [*content["notes"], *([failure] if failure else [])]]
+    sys.stdout.write("\n".join([*lines, "", *notes, f"  folder  {folder}"]) + "\n")
+
+
+def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:
+    """Compose the choices; None where that adds problems."""
+    if "until" in call.flags:
+        metric = call.flags["until"].partition("=")[0]
+        call = replace(call, overrides=replacing(call.overrides, f"eval.metric={metric}"))
+    try:
+        return _distinct(call.compose_points())
+    except ConfigError as error:
+        problems += [_of_until(one) for one in error.problems] if "until" in call.flags else error.problems
+        return None
+
+
+def _distinct(points: Sequence[Composition]) -> list[Composition]:
+    """Return each choice once: a key that a choice does not have is dropped for it, which can make two choices one."""
+    counts = Counter(_labels(points))
+    for label, count in counts.items():
+        if count > 1 and len(counts) > 1:
+            _print_line(f"the lists make {label} {count} times; it is measured once")
+    return list({tuple(point.overrides): point for point in points}.values())
+
+
+def _of_until(one: Problem) -> Problem:
+    return replace(one, key="--until") if one.key == "eval.metric" else one
+
+
+def _flag_problems(call: Call) -> Iterator[Problem]:
+    """Yield the problems of the flags alone."""
+    for name, most in (("rounds", _MOST_ROUNDS), ("steps", 100_000)):
+        text = call.flags.get(name)
+        if text is not None and whole_number(text, low=1, high=most) is None:
+            yield problem_of(f"--{name}", f"must be 1 or more, {most:,} at most.", text)
+    until = call.flags.get("until")
+    if until is not None:
+        if _number(until) is None:
+            yield problem_of("--until", "must be a metric and its value: --until val/accuracy=0.9.", until)
+        if "steps" in call.flags:
+            yield problem_of("--steps", "has no effect with --until: a training takes the steps to its result.")
+    if "data" in call.flags:
+        for name in call.flags.keys() & {"steps", "until"}:
+            yield problem_of(f"--{name}", "has no effect with --data.")
+    yield from out_problems(call)
+
+
+def _number(until: str) -> float | None:
+    metric, _, text = until.partition("=")
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if metric and abs(value) < float("inf") else None
+
+
+def _choice_problems(call: Call, points: Sequence[Composition]) -> Iterator[Problem]:
+    """Yield the problems of the choices together, and of each choice that cannot be measured."""
+    if "data" in call.flags:
+        if len(points) > 1:
+            rule = f"measures one training, and the lists make {len(points)}. Give each key one value."
+            yield problem_of("--data", rule)
+        if points[0].origin("loader.num_workers").level is Level.command_line:
+            rule = "has no effect with --data, which finds it. Leave it out."
+            yield points[0].problem("loader.num_workers", rule, value=points[0].values["loader"]["num_workers"])
+    elif len(points) == 1:
+        rule = "compares choices, and no key has several. Give one a list: strategy=one_device,mirrored."
+        yield problem_of("bench", rule)
+    for point in points:
+        yield from _point_problems(call, point)
+
+
+def _point_problems(call: Call, point: Composition) -> Iterator[Problem]:
+    values = point.values
+    yield from training_problems("bench", point)
+    if values["strategy"].get("evaluator"):
+        rule = "has no effect: bench measures a training without its evaluator. Leave it out."
+        yield point.problem("strategy.evaluator", rule, value=True)
+    if "until" in call.flags and (values["eval"]["every_steps"], values["eval"]["every_epochs"]) == (None, None):
+        rule = "no evaluation comes before the end of the training. Give eval.every_steps or eval.every_epochs."
+        yield problem_of("--until", rule, call.flags["until"])
+
+
+def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> list[Candidate]:
+    """Plan every choice; none has begun. `fewest` is the number of steps that each must have.
+
+    Raises:
+        ConfigError: the problems of all plans.
+    """
+    from trainkit.measuring.bench import WARMUP_STEPS, Candidate  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - the same
+
+    lengths, fewest = plan_all_points(points), fewest or WARMUP_STEPS + 1
+    if min(lengths) < fewest:
+        rule = f"the training has {min(lengths)}, and bench needs {fewest} or more. Give steps=100, or more epochs."
+        raise ConfigError([problem_of("steps", rule)])
+    return [
+        Candidate(label=label, cfg=_with_workers(point), num_steps=length)
+        for label, point, length in zip(_labels(points), points, lengths, strict=True)
+    ]
+
+
+def _with_workers(point: Composition) -> RunConfig:
+    """Return the config of a choice, with a number in the place of `loader.num_workers=auto`."""
+    from trainkit.measuring.workers import workers_of_plan  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
+    from trainkit.run.planning.workers import with_workers  # noqa: PLC0415 - the same
+
+    cfg = point.cfg
+    if cfg.loader.num_workers != "auto":
+        return cfg
+    plan, note = with_workers(make_plan(cfg), workers_of_plan)
+    _print_line(note)
+    return replace(cfg, loader=plan.cfg.loader)
+
+
+def _labels(points: Sequence[Composition]) -> list[str]:
+    """Return the arguments in which each choice differs from the others."""
+    common = set.intersection(*(set(point.overrides) for point in points))
+    labels = (" ".join(redacted_argument(line) for line in point.overrides if line not in common) for point in points)
+    return [label or "the training" for label in labels]
+
+
+def _target(call: Call, points: Sequence[Composition]) -> Target | None:
+    if "until" not in call.flags:
+        return None
+    from trainkit.measuring.turns import Target  # noqa: PLC0415 - imports torch
+
+    metric, _, text = call.flags["until"].partition("=")
+    return Target.of(metric, float(text), points[0].cfg)
+
+
+def _energy_notes(found: Sequence[Choice]) -> Iterator[str]:
+    """Yield why there is no figure of energy."""
+    if not any(one.joules_per_sample for one in found):
+        on_gpu = any(turn.figures.get("device") == "cuda" for one in found for turn in one.turns)
+        missing = "NVML reports none here: pip install nvidia-ml-py" if on_gpu else "no device here reports it"
+        yield f"energy is not measured: {missing}."
+
+
+def _write(folder: Path, content: Mapping[str, object]) -> None:
+    from trainkit.run.folder.run_folder import write_json_atomically  # noqa: PLC0415 - imports torch
+    from trainkit.storage import reporting  # noqa: PLC0415 - the same
+
+    with reporting(folder):
+        write_json_atomically(folder / "bench.json", content)
+
+
+def _draw(folder: Path, content: Mapping[str, Any]) -> str:
+    """Draw bench.png; return why there is none, or an empty text."""
+    from trainkit.report.drawing import Drawing, bench_request  # noqa: PLC0415 - not for --help
+
+    choices = [one for one in content["choices"] if one["samples_per_s"] is not None]
+    if not choices:
+        return ""
+    shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in choices]
+    failure = Drawing(bench_request(folder / "bench.png", title=content["command"], choices=shown)).wait(_DRAWING_S)
+    return f"bench.png is not drawn: {failure}" if failure else ""
+
+
+def _command(call: Call) -> str:
+    flags = [f"--{name}" + (f"={text}" if text else "") for name, text in call.flags.items()]
+    return pasted(call, "bench", [*map(redacted_argument, call.overrides), *flags])
