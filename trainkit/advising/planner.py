@@ -1,0 +1,105 @@
+"""Plan a config with other overrides, and take the figures of the plan that advice needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Final
+
+from trainkit.advising.advice import Figures, Goal, Tried, try_way
+from trainkit.advising.ways import Family, Way, families
+from trainkit.config.composition import Composition
+from trainkit.errors import ConfigError
+from trainkit.run.estimates.hardware import Hardware
+from trainkit.run.estimates.outlook import outlook_of
+from trainkit.run.estimates.verdict import verdict_of
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.misfits import refuse_misfits
+from trainkit.run.planning.plan import RunPlan, make_plan
+
+_SMALLER: Final = (2, 8, 32)
+"""Divisors of the size of a shard that are tried where a run does not fit."""
+
+
+@dataclass(kw_only=True)
+class Planner:
+    """Plans one config in other ways; the splits of its data are made once for all of them."""
+
+    compose: Callable[[Sequence[str]], Composition]
+    """Composes and checks the config with overrides more. Raises ConfigError."""
+    hardware: Hardware
+    devices: int
+    """The most devices."""
+    splits: Mapping[str, Any] | None = None
+    """The splits that the class of the data declares; None: the data is opened."""
+    knows_length: bool = True
+    """Whether the length of the training split is known: without it there is no cost to the end."""
+
+    def families(self, base: Composition) -> list[Family]:
+        """Return the ways to try: what the user has chosen stays."""
+        return list(
+            families(
+                devices=self.devices,
+                strategy_given=base.is_given("strategy"),
+                precisions=() if base.is_given("precision") else self._precisions(base),
+            )
+        )
+
+    def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
+        """Plan a way, with less memory where it does not fit."""
+        savers = [] if base.is_given("activation_checkpointing") else [("activation_checkpointing=full",)]
+        smaller = () if base.is_given("batch.micro_size") else self._smaller_shards(way)
+        last = savers[-1] if savers else ()
+        return try_way(way, self.figures, savers=chain(savers, ((*last, size) for size in smaller)), goal=goal)
+
+    def figures(self, overrides: Sequence[str]) -> Figures:
+        """Return what the plan with these overrides says.
+
+        Raises:
+            ConfigError: its problems.
+        """
+        plan = self._planned(overrides)
+        model = meta_model(plan)
+        refuse_misfits(plan, model)
+        plan = plan.resolved(lambda: model)
+        outlook = outlook_of(plan, model, ends=self.knows_length or plan.cfg.steps is not None)
+        verdict = verdict_of(plan, outlook.memory, self.hardware)
+        found = Figures(
+            needs=verdict.needs,
+            has=verdict.has,
+            fits=verdict.fits,
+            step_s=None if outlook.time is None else outlook.time.step_s,
+            devices=1 if outlook.work is None else outlook.work.num_devices,
+            cost_usd=outlook.cost_usd,
+        )
+        if outlook.traffic is None:
+            return replace(found, step_s=None, unknown="what its ranks exchange, and so its time")
+        return found
+
+    def _planned(self, overrides: Sequence[str]) -> RunPlan:
+        composition = self.compose(overrides)
+        try:
+            plan = make_plan(composition.cfg, num_gpus=self.num_gpus, splits=self.splits)
+        except ConfigError as error:
+            raise composition.with_origins(error) from error
+        self.splits = plan.components.datasets
+        return plan
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that are planned for; 0 where the hardware is a host without any."""
+        return 0 if self.hardware.whole_host else self.devices
+
+    def _smaller_shards(self, way: Way) -> Iterator[str]:
+        """Yield overrides for smaller shards than those of a way; it is planned when the first is asked for."""
+        try:
+            size = self._planned(way.overrides).batch.micro_size
+        except ConfigError:
+            return
+        sizes = dict.fromkeys(max(size // divisor, 1) for divisor in _SMALLER)
+        yield from (f"batch.micro_size={one}" for one in sizes if one < size)
+
+    def _precisions(self, base: Composition) -> tuple[str, ...]:
+        is_full = base.cfg.precision.get("value") in {"fp32", "tf32"}
+        return ("bf16_mixed",) if is_full and "bf16" in self.hardware.tflops else ()

@@ -1,0 +1,92 @@
+"""The ways to train a config on up to so many devices: strategy, number of devices, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+_STRATEGIES: Final[Mapping[str, Callable[[int], tuple[str, ...]]]] = {
+    "one_device": lambda _: ("strategy=one_device",),
+    "mirrored": lambda count: ("strategy=mirrored", f"strategy.replicas={count}"),
+    "fsdp": lambda count: ("strategy=fsdp", f"strategy.replicas={count}"),
+    "tensor_parallel": lambda count: ("strategy=tensor_parallel", "strategy.replicas=1", f"strategy.degree={count}"),
+    "pipeline": lambda count: ("strategy=pipeline", "strategy.replicas=1", f"strategy.stages={count}"),
+}
+"""Strategy -> its overrides on so many devices, from the simplest strategy on."""
+NOT_TRIED: Final = (
+    "central_storage, parameter_server, local_sgd and device_map are not tried: they serve servers, slow links and "
+    "models that one process cuts (docs/which-strategy.md)."
+)
+"""Why other strategies are absent."""
+
+
+_FEW: Final = 8
+_MOST_COUNTS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train: what is added to the command line."""
+
+    strategy: str
+    """The choice of `strategy`; empty where the user has chosen it."""
+    devices: int
+    """Number of devices; 0 where the user's strategy decides it."""
+    precision: str
+    """The choice of `precision` that is added; empty for that of the config."""
+    overrides: tuple[str, ...]
+    """What is added."""
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """The place from the simplest way on: fewer devices, a simpler strategy, the precision of the config."""
+        places = list(_STRATEGIES)
+        return self.devices, places.index(self.strategy) if self.strategy else 0, bool(self.precision)
+
+
+Family = tuple[Way, ...]
+"""Ways of one strategy and precision, from few devices on."""
+
+
+def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...]) -> Iterator[Family]:
+    """Yield the ways, the simplest family first.
+
+    Args:
+        devices: the most devices.
+        strategy_given: whether the user has chosen the strategy, which then stays.
+        precisions: choices of `precision` to try beside that of the config.
+
+    Example:
+        >>> found = list(families(devices=4, strategy_given=False, precisions=()))
+        >>> [" ".join(way.overrides) for way in found[1]]
+        ['strategy=mirrored strategy.replicas=2', 'strategy=mirrored strategy.replicas=4']
+    """
+    for precision, name in product(("", *precisions), ("",) if strategy_given else _STRATEGIES):
+        added = (f"precision={precision}",) if precision else ()
+        if strategy_given:
+            yield (Way(strategy="", devices=0, precision=precision, overrides=added),)
+            continue
+        counts = [1] if name == "one_device" else _counts(devices)
+        found = tuple(
+            Way(strategy=name, devices=count, precision=precision, overrides=(*_STRATEGIES[name](count), *added))
+            for count in counts
+        )
+        if found:
+            yield found
+
+
+def _counts(devices: int) -> list[int]:
+    """Return at most three numbers of devices: the most, and each a half of the one before, of many a quarter.
+
+    Example:
+        >>> _counts(8), _counts(64), _counts(6), _counts(1)
+        ([2, 4, 8], [4, 16, 64], [3, 6], [])
+    """
+    factor = 2 if devices <= _FEW else 4
+    found: list[int] = []
+    while devices > 1 and len(found) < _MOST_COUNTS:
+        found.insert(0, devices)
+        devices //= factor
+    return found

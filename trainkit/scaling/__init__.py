@@ -1,0 +1,1 @@
+"""What more replicas bring: an event simulator, a model of a step's time, and its fit to measurements. Pure."""
