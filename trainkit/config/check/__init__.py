@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
-from trainkit.config.check.optimizers import named_optimizer_problems, named_optimizer_targets, optimizer_limits
+from trainkit.config.check.optimizers import named_optimizer_problems, named_optimizer_targets
 from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup
@@ -19,7 +19,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
-from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
+from trainkit.config.targets.checks import OtherChoices, optimizer_limits, target_problems, unchecked_keys
 from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
 from trainkit.errors import ConfigError, Problem
 
@@ -34,9 +34,11 @@ __all__ = [
     "paths_too_long",
 ]
 
-_UNNAMED: Final = ("cluster", "average")
+_UNNAMED: Final = ("cluster", "average", "hardware")
 """Groups whose choice may name no class."""
 _OPTIONAL: Final = (*_UNNAMED, *LIST_GROUPS)
+NEEDS_VALUE: Final = "needs a value:"
+"""The beginning of the rule about a key without a value."""
 
 
 def checked(composition: Composition) -> Composition:
@@ -49,13 +51,14 @@ def checked(composition: Composition) -> Composition:
     Raises:
         ConfigError: every problem of the first phase; if there are none, those of the second.
     """
-    composition, problems = fitted(composition, check_both)
-    if problems:
-        raise ConfigError(problems)
-    return composition.with_notes(_notes(composition))
+    if check_both(composition):
+        composition, problems = fitted(composition, check_both)
+        if problems:
+            raise ConfigError(problems)
+    return composition.with_notes(notes_about_keys(composition))
 
 
-def _notes(composition: Composition) -> tuple[str, ...]:
+def notes_about_keys(composition: Composition) -> tuple[str, ...]:
     """Return notes about keys that have no effect, and about keys that are not checked."""
     with allow_packages(composition.packages):
         unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
@@ -115,7 +118,8 @@ def check_values(composition: Composition, *, own_only: bool = False) -> list[Pr
                 problems += target_problems(composition, path, node, alternatives)
         if own_only:
             return _deduplicated(composition.without_secrets(problems))
-        problems += named_optimizer_targets(composition, alternatives)
+        if composition.values["optimizers"]:
+            problems += named_optimizer_targets(composition, alternatives)
         problems = problems or [*_unknown_metric(composition), *unused_keys_in_launch(composition)]
         return _deduplicated(composition.without_secrets(problems))
 
@@ -163,7 +167,16 @@ def _run_level(composition: Composition, kind: Any, values: Mapping[str, Any], p
             yield composition.problem(inner, rule, value=value)
 
 
+_MEANT: Final = {
+    "device_map": "no such key. Did you mean strategy.map? It is a key of strategy=device_map (one replica over "
+    "several devices) and of strategy=mirrored (several replicas)."
+}
+"""Word that other libraries use -> the rule that names the key of this one."""
+
+
 def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Composition) -> str:
+    if not path and name in _MEANT:
+        return _MEANT[name]
     near = closest(name, hints)
     if near is None and not path:
         sections = {key: hint for key, hint in hints.items() if is_dataclass(plain(hint))}
@@ -250,7 +263,7 @@ def _file_of(composition: Composition, path: KeyPath) -> ConfigFile | None:
 def _missing_values(composition: Composition) -> Iterator[Problem]:
     for path, value in leaves(composition.values):
         if value == "???":
-            yield composition.problem(path, f"needs a value: {dotted(path)}=VALUE.", show_value=False)
+            yield composition.problem(path, f"{NEEDS_VALUE} {dotted(path)}=VALUE.", show_value=False)
 
 
 def _hydra_problems(composition: Composition) -> list[Problem]:
@@ -314,7 +327,8 @@ def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
         rule = "is missing: the base learning rate. Give optimizer.lr=VALUE."
         yield composition.problem("optimizer.lr", rule, show_value=False)
     yield from optimizer_limits(composition, ("optimizer",), node)
-    yield from named_optimizer_problems(composition)
+    if composition.values["optimizers"] != {}:
+        yield from named_optimizer_problems(composition)
 
 
 def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iterator[Problem]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-from trainkit.config.composition import Composition, KeyPath, dotted
+from trainkit.config.composition import Composition, dotted
 from trainkit.config.optimizers import OWN_KEYS, RATIO_RULE, optimizer_node, passes_of
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, name_problem, targets_in
-from trainkit.config.targets.checks import OtherChoices, target_problems
+from trainkit.config.targets.checks import OtherChoices, optimizer_limits, target_problems
 from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import closest, misfit
 from trainkit.errors import Problem
@@ -61,34 +61,6 @@ def _entry_problems(
     own = tuple(dotted((*path, key)) for key in entry)
     limits = optimizer_limits(composition, path, optimizer_node(base, entry))
     yield from (problem for problem in limits if problem.key in own)
-
-
-_NOT_NEGATIVE: Final = ("lr", "weight_decay", "eps", "momentum")
-
-
-def optimizer_limits(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield values beyond the limits that all optimizers of torch share.
-
-    Args:
-        composition: the composition, for the origins of the keys.
-        path: the path of the node.
-        node: the optimizer.
-    """
-    for name in _NOT_NEGATIVE:
-        value = node.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-            yield composition.problem((*path, name), "must not be negative.", value=value)
-    betas = node.get("betas")
-    for value in betas if isinstance(betas, list) else ():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:
-            yield composition.problem((*path, "betas"), "each must be at least 0 and less than 1.", value=betas)
-    if node.get("nesterov") is True and (not node.get("momentum") or node.get("dampening")):
-        prefix = dotted(path)
-        rule = f"needs {prefix}.momentum above 0 and {prefix}.dampening=0."
-        yield composition.problem((*path, "nesterov"), rule, value=True)
-    if node.get("foreach") is True and node.get("fused") is True:
-        rule = f"fused and foreach are two ways of doing the same. Add {dotted(path)}.fused=false."
-        yield composition.problem((*path, "foreach"), rule, value=True)
 
 
 def named_optimizer_targets(composition: Composition, alternatives: OtherChoices) -> Iterator[Problem]:

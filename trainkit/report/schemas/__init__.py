@@ -1,0 +1,65 @@
+"""The JSON documents that trainkit writes: one dataclass or TypedDict each, from which `trainkit schema NAME` is made.
+
+To add one, describe it in a class (a docstring under each field, a field `version`) and add a line to `DOCUMENTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One JSON document."""
+
+    about: str
+    """One line for the list of `trainkit schema`."""
+    kind: str
+    """The class that describes it, package.module.Name; imported when its schema is asked for."""
+    version: int = 1
+    """Raised when a key goes away or changes its meaning; a new key does not raise it."""
+    is_open: bool = False
+    """Whether the document may hold further keys at its top, as a file to which later versions add keys."""
+
+
+DOCUMENTS: Final[Mapping[str, Document]] = {
+    "explain": Document(about="trainkit explain KEY --json", kind="trainkit.report.schemas.looking.Explanation"),
+    "plan": Document(about="trainkit plan --json", kind="trainkit.report.schemas.planning.Plan"),
+    "ls": Document(about="trainkit ls --json", kind="trainkit.report.schemas.looking.Listing"),
+    "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
+    "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
+    "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.documents.BenchDocument"),
+    "scale": Document(about="trainkit scale --json, and scale.json", kind="trainkit.scaling.documents.ScaleDocument"),
+    "scale_simulate": Document(
+        about="trainkit scale --simulate --json", kind="trainkit.scaling.documents.SimulationDocument"
+    ),
+    "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.advice.AdviceDocument"),
+    "generate": Document(about="trainkit generate RUN --json", kind="trainkit.report.schemas.files.Generation"),
+    "result": Document(about="RUN/result.json", kind="trainkit.report.schemas.files.Result", is_open=True),
+    "status": Document(about="RUN/status.json", kind="trainkit.report.schemas.files.Status"),
+    "environment": Document(
+        about="RUN/environment.json", kind="trainkit.report.schemas.files.Environment", is_open=True
+    ),
+    "evaluation": Document(
+        about="RUN/evaluations/NAME/evaluation.json", kind="trainkit.report.schemas.files.Evaluation"
+    ),
+    "run_plan": Document(about="RUN/plan.json", kind="trainkit.report.schemas.planning.RunPlan", is_open=True),
+    "checkpoint_manifest": Document(
+        about="RUN/checkpoints/STEP/manifest.json", kind="trainkit.report.schemas.checkpoints.Manifest"
+    ),
+    "checkpoint_index": Document(
+        about="RUN/checkpoints/STEP/index.json", kind="trainkit.report.schemas.checkpoints.TensorIndex"
+    ),
+    "checkpoint_meta": Document(
+        about="RUN/checkpoints/STEP/meta.json", kind="trainkit.report.schemas.checkpoints.Meta", is_open=True
+    ),
+    "checkpoints": Document(about="RUN/checkpoints/index.json", kind="trainkit.report.schemas.checkpoints.Names"),
+    "evaluated": Document(about="RUN/checkpoints/evaluated.json", kind="trainkit.report.schemas.checkpoints.Evaluated"),
+    "sweep": Document(about="SWEEP/sweep.json", kind="trainkit.report.schemas.files.Sweep", is_open=True),
+    "prediction": Document(
+        about="OUT.parts/prediction.json of trainkit predict", kind="trainkit.report.schemas.files.Prediction"
+    ),
+}
+"""Name of a document -> what describes it."""

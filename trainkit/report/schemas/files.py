@@ -1,0 +1,224 @@
+"""JSON files of a run, of a sweep and of a prediction, and what `generate` writes with `--json`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+
+class Result(TypedDict):
+    """`RUN/result.json`: how a run ended. Later versions add keys and remove none."""
+
+    status: str
+    """`finished`, `stopped`, `preempted`, `hangup`, `failed` ..."""
+    reason: str
+    """Why it ended, in words."""
+    steps: NotRequired[int]
+    """Updates of the whole training."""
+    samples: NotRequired[int]
+    """Samples of the whole training."""
+    seconds: NotRequired[float]
+    """Seconds of training, without start and end."""
+    seconds_total: NotRequired[float]
+    """Seconds from start to end."""
+    skipped_steps: NotRequired[list[dict[str, Any]]]
+    """The steps that were left out because a loss or gradient was not finite."""
+    metrics: NotRequired[dict[str, float | None]]
+    """The last value of each metric; null for one that is not finite."""
+    fingerprint: NotRequired[str]
+    """Hash of the keys that decide the result."""
+    weights_sha256: NotRequired[str | None]
+    """Hash of the final weights."""
+    best: NotRequired[str | None]
+    """Folder of the best checkpoint by `eval.metric`."""
+    last: NotRequired[str | None]
+    """Folder of the newest checkpoint."""
+    resume: NotRequired[str | None]
+    """The command that continues the run."""
+    model: NotRequired[str | None]
+    """Folder of the exported model."""
+    plan: NotRequired[dict[str, float | None] | None]
+    """What was planned: `memory` and `bytes_a_step` in bytes, `step_s` with its band `low_s` to `high_s` in seconds."""
+    measured: NotRequired[dict[str, Any] | None]
+    """The same figures as measured after `steps` steps, and `at_end`, each with its difference `per_cent`."""
+    plan_error: NotRequired[str]
+    """Why the run could not be compared with its plan."""
+    restarts: NotRequired[list[dict[str, Any]]]
+    """Restarts of the run: kind, cause, step, rank, task, checkpoint."""
+
+
+class Status(TypedDict):
+    """`RUN/status.json`: what a run does at the moment."""
+
+    version: Literal[1]
+    """Version of this document."""
+    state: str
+    """`starting`, `running`, or the status with which it ended."""
+    step: int | None
+    """Updates done; null before the first."""
+    resumable: bool
+    """Whether there is a complete checkpoint."""
+    updated: float
+    """Seconds since 1970 of this file."""
+    updated_at: str
+    """The same as a date, UTC, ISO 8601."""
+    pid: int
+    """The process that writes the file."""
+    process_start: int
+    """When that process began, in clock ticks after the boot: a later process may have the same number."""
+    host: str
+    """Its host."""
+    boot_id: str
+    """The boot of that host; empty if unknown."""
+    boot_time: float
+    """Seconds since 1970 of that boot."""
+    processes: str
+    """The namespace of processes that `pid` belongs to."""
+
+
+class Environment(TypedDict):
+    """`RUN/environment.json`: where a run was started. Later versions add keys and remove none."""
+
+    started: str
+    """Local time with its offset, ISO 8601."""
+    argv: list[str]
+    """The command; secrets are redacted."""
+    cwd: str
+    """The current folder."""
+    host: str
+    """The host that started it."""
+    pid: int
+    """The process that started it."""
+    system: str
+    """The operating system."""
+    python: str
+    """Version of Python."""
+    git: dict[str, Any] | None
+    """Commit, branch, and whether tracked files are changed; null outside a repository."""
+    packages: dict[str, str]
+    """Package -> version."""
+    devices: dict[str, Any]
+    """Cores, CUDA and GPUs of the host."""
+    seed: int
+    """The seed of the run."""
+    fingerprint: str
+    """Hash of the keys that decide the result."""
+    notes: list[str]
+    """Notes of the summary."""
+
+
+class Evaluation(TypedDict):
+    """`evaluation.json` of `trainkit evaluate`, which `--json` prints with `folder`."""
+
+    version: Literal[1]
+    """Version of this document."""
+    model: str
+    """The run, checkpoint or file with the weights."""
+    checkpoint: str
+    """Which checkpoint: best, last, or its name."""
+    step: int | None
+    """The step of the checkpoint; null for a file without one."""
+    split: str
+    """The split that was evaluated."""
+    num_samples: int
+    """Samples of the split, each counted once."""
+    strategy: str
+    """The class of the strategy."""
+    num_processes: int
+    """Processes that evaluated."""
+    batch_size: int
+    """Samples of a forward pass."""
+    precision: str
+    """The number formats."""
+    metrics: dict[str, float | None]
+    """Name -> value; null for one that is not finite."""
+    tables: dict[str, Any]
+    """Name -> table of a metric that has one, such as a confusion matrix."""
+    notes: list[str]
+    """Remarks."""
+    folder: NotRequired[str]
+    """The folder of the evaluation; with `--json`."""
+
+
+class GeneratedText(TypedDict):
+    """One continued text."""
+
+    prompt: str
+    """The beginning."""
+    text: str
+    """The continuation."""
+
+
+class Generation(TypedDict):
+    """What `trainkit generate RUN --json` writes."""
+
+    format: Literal[1]
+    """Version of this document."""
+    texts: list[GeneratedText]
+    """A text for each prompt, in their order."""
+
+
+class SweepJobEntry(TypedDict):
+    """One job of a sweep."""
+
+    job: str
+    """Its name: its number in the sweep."""
+    folder: str
+    """Its run folder, relative to that of the sweep."""
+    overrides: list[str]
+    """The arguments of its run; secrets are masked."""
+    exit_code: int | None
+    """Exit code of its process, -9 if signal 9 ended it; null if it has not ended."""
+    config: str
+    """Hash of its config, by which a resumed sweep knows it again; empty if unknown."""
+    slots: int
+    """Devices, or shares of the CPU cores, that it takes."""
+    tries: int
+    """Processes that were started for it, over all commands that continued the sweep."""
+    pruned: bool
+    """Whether a search stopped it early."""
+
+
+class Sweep(TypedDict):
+    """`sweep.json` of a sweep's folder: its jobs. Later versions add keys and remove none."""
+
+    version: NotRequired[Literal[1]]
+    """Version of this document; files of earlier versions of trainkit have none."""
+    command: list[str]
+    """The command of the sweep; secrets are masked."""
+    jobs: list[SweepJobEntry]
+    """The jobs, in their order."""
+
+
+class Prediction(TypedDict):
+    """`OUT.parts/prediction.json` of an unfinished `trainkit predict`: what decides the numbers of its parts."""
+
+    version: Literal[1]
+    """Version of this document."""
+    weights: str
+    """SHA-256 of the weights: of the manifest of a checkpoint, or of the files of a written model."""
+    data: dict[str, Any]
+    """The section `data` of the config; secrets are masked."""
+    cv: list[int] | None
+    """`folds`, `fold` and `seed` of a cross-validation; null without."""
+    split: str
+    """The split."""
+    num_rows: int
+    """Samples of the split."""
+    objective: dict[str, Any]
+    """The section `objective` of the config; secrets are masked."""
+    outputs: str
+    """What is predicted (`predict.outputs`)."""
+    batch_size: int
+    """Samples of a forward pass."""
+    threads: int
+    """Threads of a process (`predict.threads`)."""
+    precision: str
+    """The number formats."""
+    compile: str
+    """`compile.mode`."""
+    device: list[str]
+    """Kinds of the devices: `cpu`, `cuda`."""
+    strategy: dict[str, Any] | None
+    """The strategy, where several ranks compute one forward pass together; otherwise null."""
+    torch: str
+    """Version of torch."""

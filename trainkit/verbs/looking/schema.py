@@ -1,0 +1,60 @@
+"""`trainkit schema NAME`: the JSON schema of the config, of a JSON output, or of a JSON file of a run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trainkit.config.grammar import refusal
+from trainkit.config.values import closest
+from trainkit.report.json_output import print_json
+from trainkit.report.schemas import DOCUMENTS
+from trainkit.verbs.support.call import Call, Flag
+
+USAGE: Final = "[config | NAME]"
+FLAGS: Final[Mapping[str, Flag]] = {}
+_CONFIG: Final = "config"
+_ABOUT: Final = "your YAML files: an editor completes and checks them with it"
+
+
+def run(call: Call) -> int:
+    """Print a schema, or without a name the list of them."""
+    call.check_arity(arguments=min(len(call.arguments), 1), overrides=False)
+    names = {_CONFIG: _ABOUT, **{name: document.about for name, document in DOCUMENTS.items()}}
+    if not call.arguments:
+        width = max(map(len, names))
+        sys.stdout.writelines(f"{name:<{width}}  {about}\n" for name, about in names.items())
+        return 0
+    name = call.arguments[0]
+    if name not in names:
+        near = closest(name, names)
+        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(names)}."
+        raise refusal(name, f"no such schema. {hint}")
+    print_json(_config(call) if name == _CONFIG else schema_of(name))
+    return 0
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a document.
+
+    Args:
+        name: its name in `trainkit.report.schemas.DOCUMENTS`.
+
+    Example:
+        >>> schema_of("diff")["properties"]["can_change_result"]
+        {'type': 'integer', 'description': 'How many of them can change the result.'}
+    """
+    from trainkit.config.described.json_types import document_schema  # noqa: PLC0415 - to print one only
+
+    document = DOCUMENTS[name]
+    module, _, kind = document.kind.rpartition(".")
+    described = getattr(importlib.import_module(module), kind)
+    return document_schema(described, title=document.about, version=document.version, is_open=document.is_open)
+
+
+def _config(call: Call) -> dict[str, Any]:
+    from trainkit.config.described.run_schema import config_schema  # noqa: PLC0415 - imports the class of every choice
+
+    return config_schema(call.config_dirs)
