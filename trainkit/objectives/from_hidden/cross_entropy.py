@@ -1,0 +1,245 @@
+"""Cross entropy of a linear layer, chunk by chunk of rows, so that the scores of all rows never exist at once.
+
+The gradients of the hidden states and of the layer are computed with the loss, while the scores of a chunk exist; the
+backward pass only scales them. `torch.nn.functional.linear_cross_entropy` with `options` does the same since torch
+2.13; it moves three times the bytes in bfloat16, rounds the sum of the loss to it, and knows no cut vocabulary.
+
+Source: the chunks are those of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+__all__ = ["CutVocabulary", "ScoreRows", "linear_cross_entropy", "score_rows"]
+
+FEW_SCORES: Final = 2**20
+"""So many scores are made at once, as the plain loss does, and its numbers are the same to the bit."""
+CHUNK_BYTES: Final = 256 * 2**20
+"""Bytes of the scores of a chunk, where that is no fewer rows than the layer has input features."""
+
+
+class CutVocabulary(Protocol):
+    """The part of the vocabulary that one rank holds, and its exchange with the ranks that hold the others."""
+
+    @property
+    def start(self) -> int:
+        """The first token of this part."""
+
+    def largest(self, tensor: Tensor, /) -> Tensor:
+        """Return the elementwise maximum over the parts; collective. The tensor may be overwritten."""
+
+    def total(self, tensor: Tensor, /) -> Tensor:
+        """Return the elementwise sum over the parts; collective. The tensor may be overwritten."""
+
+
+ScoreRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(scores, targets) -> (losses, gradient of the scores); see `score_rows`."""
+
+
+def score_rows(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy of each row, and its gradient by the scores.
+
+    The probability of every token but the target is rounded to the dtype of the scores, as their gradient is in any
+    case. What remains for the target is their sum, in float32 at least, so that it is exact where the target is nearly
+    certain. In bfloat16 it reads a score four times and writes a gradient once.
+
+    Args:
+        scores: (rows, vocabulary).
+        targets: (rows,) int64, each within the vocabulary.
+
+    Returns:
+        (rows,) losses in float32, float64 for such scores; (rows, vocabulary) gradients in the dtype of the scores.
+
+    Example:
+        >>> losses, gradient = score_rows(torch.zeros(1, 4), torch.tensor([2]))
+        >>> round(losses.item(), 4), gradient.tolist()
+        (1.3863, [[0.25, 0.25, -0.75, 0.25]])
+    """
+    wide, places = _sum_dtype(scores.dtype), targets.unsqueeze(1)
+    largest, top = scores.max(dim=1, keepdim=True)
+    margin = largest.to(wide) - scores.gather(1, places).to(wide)
+    shares = scores.softmax(dim=1)
+    peak = shares.gather(1, top).to(wide)
+    shares = shares.scatter_(1, places, 0.0)
+    rest = shares.sum(dim=1, keepdim=True, dtype=wide)
+    shares = shares.scatter_(1, places, -rest.to(shares.dtype))
+    # The share of the largest score is never zero; that of an unlikely target may be.
+    losses = torch.where(rest < 0.5, -torch.log1p(-rest), margin - peak.log())
+    return losses.squeeze(1), shares
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    score: ScoreRows = score_rows,
+    part: CutVocabulary | None = None,
+    few: int = FEW_SCORES,
+) -> Tensor:
+    """Return the sum of the cross entropies of `hidden @ weight.T + bias`; differentiable once.
+
+    The products are in the dtype of `hidden`, inside autocast in that of autocast; sums are in float32 at least.
+
+    Args:
+        hidden: (rows, features).
+        weight: (vocabulary, features).
+        targets: (rows,) int64.
+        bias: (vocabulary,).
+        ignore_index: rows with this target do not count.
+        score: computes a chunk; a compiled `score_rows`, for example. Not used with `part`.
+        part: the part of the vocabulary that `weight` holds; None: all.
+        few: the most scores that are computed at once by the plain loss, which is faster for so few.
+
+    Example:
+        >>> hidden, weight = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
+        >>> round(linear_cross_entropy(hidden, weight, torch.tensor([1, -100])).item(), 4)
+        1.3863
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if _autocasts(device) else hidden.dtype
+    targets = targets.to(hidden.device)
+    if part is None and hidden.shape[0] * weight.shape[0] <= few:
+        scores = functional.linear(hidden, weight, bias)
+        exact = scores.to(_sum_dtype(scores.dtype))
+        return functional.cross_entropy(exact, targets, reduction="sum", ignore_index=ignore_index)
+    work = _Work(targets, ignore_index=ignore_index, dtype=dtype, score=score, part=part)
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is computed, besides the tensors with gradients."""
+
+    targets: Tensor
+    _: KW_ONLY
+    ignore_index: int
+    dtype: torch.dtype
+    """The dtype of the products."""
+    score: ScoreRows
+    part: CutVocabulary | None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss, and with it its gradients, which `backward` scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        work: _Work,
+    ) -> Tensor:
+        """Compute chunk by chunk."""
+        dtype, targets, part = work.dtype, work.targets, work.part
+        wide = _sum_dtype(dtype)
+        needed = ctx.needs_input_grad
+        rows, layer = hidden.detach(), weight.detach()
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        by_hidden = torch.empty_like(rows) if needed[0] else None
+        by_weight = torch.zeros_like(layer, dtype=wide) if needed[1] else None
+        by_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+        counts = targets != work.ignore_index
+        with _without_autocast(hidden.device.type):
+            layer, shift = layer.to(dtype), None if bias is None else bias.detach().to(dtype)
+            for chunk in _chunks(rows.shape[0], layer):
+                given, counted = rows[chunk].to(dtype), counts[chunk]
+                own = targets[chunk].where(counted, 0)
+                scores = functional.linear(given, layer, shift)
+                losses, gradient = work.score(scores, own) if part is None else _score_part(scores, own, part)
+                del scores
+                total += losses.where(counted, 0.0).sum()
+                factor = counted.unsqueeze(1).to(dtype)
+                if by_hidden is not None:
+                    by_hidden[chunk] = (gradient @ layer) * factor
+                if by_weight is not None:
+                    _add_product(by_weight, gradient.t(), given * factor)
+                if by_bias is not None:
+                    by_bias += (factor.t() @ gradient).squeeze(0)
+                del gradient  # before the next chunk
+        if by_hidden is not None and part is not None:
+            by_hidden = part.total(by_hidden)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(by_hidden, by_weight, by_bias)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients in place: a second backward pass is an error of autograd's."""
+        by_hidden, by_weight, by_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if by_hidden is None else by_hidden.mul_(factor),
+            None if by_weight is None else by_weight.mul_(factor).to(weight_dtype),
+            None if by_bias is None else by_bias.mul_(factor).to(bias_dtype),
+            None,
+        )
+
+
+def _score_part(scores: Tensor, targets: Tensor, part: CutVocabulary) -> tuple[Tensor, Tensor]:
+    """Return what `score_rows` does, of the scores of one part of the vocabulary; collective.
+
+    Every rank gets the losses of all rows, and the gradient of its own scores.
+    """
+    wide, size = _sum_dtype(scores.dtype), scores.shape[1]
+    places = (targets - part.start).unsqueeze(1)
+    here = (places >= 0) & (places < size)
+    places = places.where(here, 0)
+    largest, top = scores.max(dim=1, keepdim=True)
+    shares = scores.softmax(dim=1)
+    own_log_sum = largest.to(wide) - shares.gather(1, top).to(wide).log()
+    highest = part.largest(own_log_sum.clone())
+    log_sum = highest + part.total((own_log_sum - highest).exp()).log()
+    shares = shares.mul_((own_log_sum - log_sum).exp())
+    shares = shares.scatter_(1, places, shares.gather(1, places).masked_fill(here, 0.0))
+    target = scores.gather(1, places).to(wide).where(here, 0.0)
+    both = part.total(torch.cat((shares.sum(dim=1, keepdim=True, dtype=wide), target), dim=1))
+    rest, target = both[:, :1], both[:, 1:]
+    shares = shares.scatter_(1, places, shares.gather(1, places).where(~here, -rest.to(shares.dtype)))
+    losses = torch.where(rest < 0.5, -torch.log1p(-rest), log_sum - target)
+    return losses.squeeze(1), shares
+
+
+def _chunks(rows: int, layer: Tensor) -> list[slice]:
+    """Return equal chunks of rows: of `CHUNK_BYTES`, but no fewer rows than features.
+
+    With fewer, adding up the gradient of the layer would move more bytes than the scores.
+    """
+    vocabulary, features = layer.shape
+    most = max(CHUNK_BYTES // max(vocabulary * layer.element_size(), 1), features, 1)
+    size = -(-rows // max(-(-rows // most), 1)) or 1
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add a matrix product to a sum, which may be in a wider dtype."""
+    if total.dtype is one.dtype:
+        total.addmm_(one, other)
+    else:
+        total += one @ other
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
