@@ -1,0 +1,70 @@
+"""What `compile.mode=step` cannot make graphs of, found before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from trainkit.errors import Problem
+from trainkit.numerics.randomness import draws_at_random
+from trainkit.objectives.base import Access, needs_of
+from trainkit.strategies.base import PlanContext, Traits
+from trainkit.strategies.core.graphs.formulas import FORMULAS
+from trainkit.strategies.model_transforms import ModelTransforms
+
+_DEFAULT = "Use compile.mode=default."
+
+
+def step_problems(
+    model: nn.Module, transforms: ModelTransforms, context: PlanContext, *, traits: Traits, strategy: str
+) -> list[Problem]:
+    """Return why the steps of a training cannot be graphs; none if `compile.mode` is not `step`.
+
+    Args:
+        model: the model, possibly without data.
+        transforms: the requested transforms.
+        context: optimizer, objective and numbers settings.
+        traits: of the strategy.
+        strategy: the name of the strategy, for the message.
+    """
+    if transforms.compile_mode != "step":
+        return []
+    rules = [*_of_strategy(traits, strategy), *_of_settings(context), *_of_model(model)]
+    return [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
+
+
+def _of_strategy(traits: Traits, strategy: str) -> Iterator[str]:
+    if not traits.compiles_step:
+        other = "Leave it out" if traits.compiles == "nothing" else "Use compile.mode=default"
+        yield f"{strategy} takes no step as a graph. {other}, or use strategy=mirrored."
+    from torch._dynamo import config  # noqa: PLC0415 - slow to import, and most runs compile nothing
+
+    if not hasattr(config, "trace_autograd_ops"):
+        yield f"needs a torch that compiles torch.autograd.grad, and this one does not. {_DEFAULT}"
+
+
+def _of_settings(context: PlanContext) -> Iterator[str]:
+    if context.numerics.reproducible:
+        yield f"cannot be had with numerics.reproducible=true, whose order of summation is fixed. {_DEFAULT}"
+    if context.optimizers:
+        yield f"is for one update a step, and with optimizers there may be several. {_DEFAULT}"
+    elif context.optimizer is not None and context.optimizer not in FORMULAS:
+        known = ", ".join(one.__name__ for one in FORMULAS)
+        yield (
+            f"has no graph of the update of {context.optimizer.__name__}. Use one of torch.optim ({known}), or "
+            "compile.mode=default."
+        )
+    objective = context.objective
+    if objective is not None and Access.derivatives in needs_of(objective):
+        yield f"has no graph of {type(objective).__name__}, which {Access.derivatives.value}. {_DEFAULT}"
+
+
+def _of_model(model: nn.Module) -> Iterator[str]:
+    drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
+    if drawing is not None:
+        kind = type(model.get_submodule(drawing)).__name__
+        yield f"the model draws random numbers ({drawing}: {kind}), which have no key inside of a graph. {_DEFAULT}"
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    if any(table.sparse for table in tables):
+        yield "has no graph of sparse gradients. Use sparse=False, or compile.mode=default."

@@ -1,0 +1,126 @@
+"""Clipping and the update of the optimizer, as a function that torch.compile traces whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainkit.strategies.base import UpdateParams
+from trainkit.strategies.core.graphs.formulas import Formula, formula_of
+from trainkit.strategies.core.optimizer import OptimizerStepper, joined_counts
+from trainkit.strategies.core.replica import Replica
+
+FIRST: int = 3
+"""Elements of a step's values before those of the formulas: start gradient, divisor of the loss, largest norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A parameter that the optimizer updates."""
+
+    place: int
+    """Its place among the trained parameters."""
+    formula: Formula
+    first: int
+    """The place of its formula's first value among the values of a step."""
+
+
+@dataclass(kw_only=True)
+class _Class:
+    """Parameters of one group that have seen equally many updates: they share the values of a step."""
+
+    formula: Formula
+    base_lr: float
+    count: int
+
+
+class Updates:
+    """Clips gradients and updates the parameters, their slots and their rounded copies, in place.
+
+    The slots must exist: the first step of an optimizer makes them.
+
+    Args:
+        replica: the parameters.
+        stepper: steps the optimizer; every group has a formula.
+        used: which parameters get a gradient.
+    """
+
+    def __init__(self, replica: Replica, stepper: OptimizerStepper, used: Sequence[bool]) -> None:
+        self._replica, self._stepper = replica, stepper
+        self._masters, self._params = list(replica.masters.values()), replica.trained
+        self._apart = replica.masters_apart
+        self.members: list[Member] = []
+        self.bind(used)
+
+    def bind(self, used: Sequence[bool]) -> None:
+        """Find the slots and the counts of the optimizer, which a restored checkpoint replaces."""
+        stepper = self._stepper
+        stepper.forget_kernels()
+        states = stepper.optimizer.state
+        place = {id(master): number for number, master in enumerate(self._masters)}
+        self._classes: list[_Class] = []
+        members: list[Member] = []
+        found: dict[tuple[int, int], int] = {}
+        for number, group in enumerate(stepper.optimizer.param_groups):
+            formula = formula_of(type(stepper.optimizer), group)
+            assert formula is not None
+            for param in group["params"]:
+                if not used[place[id(param)]]:
+                    continue
+                count = int(states[param]["step"]) if "step" in states[param] else 0
+                if (number, count) not in found:
+                    found[number, count] = FIRST + sum(one.formula.num_values for one in self._classes)
+                    self._classes.append(_Class(formula=formula, base_lr=stepper.base_lrs[number], count=count))
+                members.append(Member(place=place[id(param)], formula=formula, first=found[number, count]))
+        members.sort(key=lambda one: one.place)
+        self.members = members
+        updated = [self._masters[one.place] for one in self.members]
+        self.slots = [[states[p][slot] for slot in m.formula.slots] for p, m in zip(updated, self.members, strict=True)]
+        """The slots of each member, which a graph takes as inputs: a restored checkpoint replaces them."""
+        self._counters = joined_counts([states[param] for param in updated if "step" in states[param]])
+        self._updated = updated
+
+    def values(self, seed: float, divisor: float, update: UpdateParams) -> Tensor:
+        """Return the numbers of the next update that differ between steps, in the masters' dtype, on the device."""
+        numbers = [seed, divisor, 0.0 if update.max_norm is None else update.max_norm]
+        for one in self._classes:
+            numbers += one.formula.values(one.base_lr * update.lr_factor, one.count + 1)
+        replica = self._replica
+        return torch.tensor(numbers, dtype=replica.precision.master_dtype, device=replica.device)
+
+    def apply(
+        self, grads: Sequence[Tensor | None], values: Tensor, slots: Sequence[Sequence[Tensor]], *, clips: bool
+    ) -> Tensor | None:
+        """Update everything from mean gradients; return the global norm before clipping, if they are clipped. Traced.
+
+        Args:
+            grads: one a parameter.
+            values: as `values` returns them.
+            slots: `self.slots`.
+            clips: whether gradients are scaled down to the largest norm.
+        """
+        each, norm = values.unbind(), None
+        if clips:
+            present = [grad for grad in grads if grad is not None]
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
+            factor = torch.clamp(each[2] / (norm + 1e-6), max=1.0)
+            grads = [None if grad is None else grad * factor for grad in grads]
+        for member, own in zip(self.members, slots, strict=True):
+            grad, master = grads[member.place], self._masters[member.place]
+            if grad is None:
+                continue
+            member.formula.apply(master, grad, own, each[member.first : member.first + member.formula.num_values])
+            if self._apart:
+                self._params[member.place].copy_(master)
+        return norm
+
+    def count(self) -> None:
+        """Record that the update was made: advance the counts, and bring averages of the parameters up to date."""
+        for one in self._classes:
+            one.count += 1
+        for counter in self._counters:
+            counter.add_(1)
+        self._stepper.after_update(self._updated)
