@@ -1,0 +1,1 @@
+"""Measurements and checks on a machine with a GPU."""

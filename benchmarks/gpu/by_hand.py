@@ -1,0 +1,91 @@
+"""Train by a hand-written loop, for comparison: one process, one device, the whole step compiled on a GPU.
+
+    python benchmarks/gpu/by_hand.py gpt|resnet|mlp --device cuda --steps 60 [--small]
+
+The last line of the output is JSON: seconds a step of each window, and floating-point operations of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.gpu.workloads import WORKLOADS, Workload
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def step_of(model: nn.Module, workload: Workload, *, compiled: bool) -> Step:
+    """Return a function that computes loss and gradients of one part of a batch."""
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=workload.mixed):
+            outputs = model(inputs)
+        loss: Tensor = functional.cross_entropy(outputs.float().flatten(0, targets.dim() - 1), targets.flatten())
+        return loss
+
+    chosen = torch.compile(loss_of) if compiled else loss_of
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = chosen(inputs, targets)
+        (loss / workload.parts).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return step
+
+
+def train(workload: Workload, device: torch.device, *, steps: int, window: int) -> tuple[list[float], int]:
+    """Train; return the seconds a step of each window after the first third, and the operations of a step."""
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" and workload.mixed else "highest")
+    model = workload.make_model().to(device)
+    inputs, targets = (tensor.to(device) for tensor in workload.make_batch())
+    counter = FlopCounterMode(display=False)
+    with counter:
+        step_of(model, workload, compiled=False)(inputs[:2], targets[:2])  # two: batch norm takes no single sample
+    model.zero_grad(set_to_none=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    step = step_of(model, workload, compiled=device.type == "cuda")
+    stamps = []
+    for number in range(steps):
+        for place in range(workload.parts):
+            step(inputs[place :: workload.parts], targets[place :: workload.parts])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if number >= steps // 3 and (number - steps // 3) % window == 0:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            stamps.append(time.perf_counter())
+    found = [(later - stamp) / window for stamp, later in itertools.pairwise(stamps)]
+    return found, counter.get_total_flops() * len(inputs) // 2
+
+
+def main() -> None:
+    """Train, and print the result as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=list(WORKLOADS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--window", type=int, default=5)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    workload = WORKLOADS[options.workload](options.small)
+    found, flops = train(workload, torch.device(options.device), steps=options.steps, window=options.window)
+    print(json.dumps({"step_s": found, "flops": flops}))
+
+
+if __name__ == "__main__":
+    main()

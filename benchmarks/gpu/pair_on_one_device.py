@@ -1,0 +1,24 @@
+"""Two replicas on one device: NCCL refuses that, and gloo exchanges tensors of a GPU through the memory of the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainkit.errors import Problem
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.data_parallel import Mirrored
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOnOneDevice(Mirrored):
+    """Mirrored, with every replica on the first device: to try two ranks where there is one GPU."""
+
+    def backend(self, device_type: str, *, exchanges_on_cpu: bool = False) -> str:
+        """Return gloo."""
+        return "gloo"
+
+    def _devices(self, context: PlanContext, places: range) -> list[str]:
+        return ["cuda:0" if context.num_gpus else "cpu" for _ in places]
+
+    def _host_problems(self, context: PlanContext) -> list[Problem]:
+        return []
