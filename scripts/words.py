@@ -29,15 +29,15 @@ cluster.spec: _shown
 config.check.alternatives: Neighbours
 config.check.unused_keys: _idle_for_launcher _idle_numerics _idle_rates without_effect without_effect_here
     without_effect_in
-config.compose.builder: Composing
+config.compose.composer: Composing
 config.compose.layers: Layers.lay settle
-config.compose.loader: Loader
+config.compose.jobs: Loader
 config.composition: ChoiceFile Composition.located Composition.noting Layered
 config.identity: _idle _mildest
 config.schema: Watched
 config.sections: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
 config.targets.checks: _built_problems _judges_itself
-config.yaml_documents: Trap
+config.yaml_files: Trap
 data.folds: _Part _PartInMemory
 data.reading.collate: _only
 data.reading.in_process: Direct
@@ -76,8 +76,7 @@ run.planning.plan_all: rehearse
 run.process.error_report: ErrorReport.aftermath ErrorReport.brief ErrorReport.final ErrorReport.moment LastWords
     _shown last_words read_last_words words_from write_last_words
 run.process.exit: end_process
-run.process.fork_client: ForkServer ForkServerClient.tell
-run.process.fork_server: ForkServer._bury ForkServer._told Forks Order become warm_up
+run.process.fork_server: ForkServer._bury ForkServer._told ForkServerClient.tell Forks Order become warm_up
 run.process.heartbeat: Pulse pulse_of read_pulse
 run.process.worker_group: arm hold Exited WorkerGroup._tell _pass_on _signals_held
 run.process.setup: identity_in into_log prepare_process
@@ -111,11 +110,10 @@ run.supervisor.attempts: AttemptRunner._diagnose AttemptRunner._end_stragglers A
     AttemptRunner._make_room AttemptRunner._note_end AttemptRunner._say AttemptRunner._take AttemptRunner.has_begun
     Attempts _FAREWELL_S _LOOK_S
 run.supervisor.failure: Failure.final Failure.words _most_behind _silent _told culprit hung unanswering
-run.supervisor.membership: ReplicaMembership.blame ReplicaMembership.muster ReplicaMembership.settle Roster
-    _Member.strikes _Place
 run.supervisor.restart_policy: Raised RestartRule
 run.supervisor.save_grace: let_owner_save
-run.supervisor.supervisor: _say _until_done.say
+run.supervisor.supervisor: ReplicaMembership.blame ReplicaMembership.muster ReplicaMembership.settle Roster
+    _Member.strikes _Place _say _until_done.say
 run.supervisor.task_restarts: Replacing TaskRestarter._say TaskRestarter.concerns TaskRestarter.dismiss
     TaskRestarter.life TaskRestarter.mourn _Record _RestartHistory.fruitless _RestartHistory.stillborn
 strategies.base: Bench Facts Outcome Part Placed Placed.collective Placed.everyone Placed.figures Placed.is_owner
@@ -221,7 +219,6 @@ trainer.manifest: scan survey
 trainer.metrics_accumulator: Journal
 trainer.ownership: Owner
 verbs.looking.diff: _shown
-verbs.looking.explain: _shown
 verbs.support.call: Call.only
 verbs.running.train: with_folds
 verbs.support.points: _applying_nowhere

@@ -109,6 +109,12 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one more than there are cores: tests of processes wait for a quarter of their time, the fast lane not."""
+    return (os.cpu_count() or 1) + (not config.getoption("fast"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Thin the matrices; skip what needs a GPU where there is none, with the reason.

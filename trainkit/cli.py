@@ -11,16 +11,17 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from trainkit import __version__
-from trainkit.config.grammar import COMMAND_LINE, is_override
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.secrets import given_arguments
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import hide_from_process_list, knows_secrets, masked_output
-from trainkit.verbs.support.call import VERBS, Call, Flag, verb_module
+from trainkit.verbs.support.call import MODULES, VERBS, Call, Flag
 
 _GLOBAL: Final[Mapping[str, Flag]] = {
     "help": Flag(help="show this, or the help of the verb"),
@@ -58,6 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
         finally:
             _print_error("")
+
+
+def main_of_process() -> NoReturn:
+    """Run the command line and end the process with its exit code."""
+    code = main()
+    if "trainkit.run.rendezvous.join" in sys.modules:  # this process was one of several ranks
+        from trainkit.run.signals import exit_without_teardown  # noqa: PLC0415 - only for a rank
+
+        exit_without_teardown(code)
+    sys.exit(code)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -119,7 +130,7 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
         ('train', True, ('optimizer.lr=1,2',))
     """
     verb, rest = _verb_of(arguments)
-    known = {**_GLOBAL, **(verb_module(verb).FLAGS if verb in VERBS else {})}
+    known = {**_GLOBAL, **(import_module(MODULES[verb]).FLAGS if verb in VERBS else {})}
     found: dict[str, list[str]] = {}
     bare, overrides, problems = [], [], []
     words = iter(rest)
@@ -163,6 +174,18 @@ def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
         elif not is_override(word):
             return word, [*arguments[:place], *arguments[place + 1 :]]
     return "train", list(arguments)
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument is `key=value`, `+key=value` or `~key`.
+
+    Example:
+        >>> [is_override(text) for text in ("seed=1", "~recipe", "plan", "--k")]
+        [True, True, False, False]
+    """
+    if argument.startswith("-"):
+        return False
+    return "=" in argument or argument.startswith("~")
 
 
 def _take_flag(word: str, words: Any, known: Mapping[str, Flag], found: dict[str, list[str]]) -> list[Problem]:
@@ -218,12 +241,12 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return answer(flags["shell-completion"], call)
     if "cfg" in flags:
         return _show(call, flags["cfg"])
-    from trainkit.config.paths import with_config_dirs  # noqa: PLC0415 - the same
     from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
+    from trainkit.config.yaml_files import with_config_dirs  # noqa: PLC0415 - the same
 
     with allow_packages(call.packages), with_config_dirs(call.config_dirs):
         try:
-            code: int = verb_module(call.verb).run(call)
+            code: int = import_module(MODULES[call.verb]).run(call)
         except SystemExit as error:  # of the user's code: Python would end with its code, often 0
             from trainkit.run.session.outcome import unless_exit  # noqa: PLC0415 - for an error only
 
@@ -280,7 +303,7 @@ def _help() -> str:
 
 
 def _verb_help(verb: str) -> str:
-    module = verb_module(verb)
+    module = import_module(MODULES[verb])
     flags = _flag_lines(module.FLAGS)
     parts = [f"usage: trainkit {verb} {module.USAGE}", "", VERBS[verb]]
     return "\n".join([*parts, *(["", "flags:", *flags] if flags else []), ""])

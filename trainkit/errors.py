@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 from trainkit.extras import install_command
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
@@ -177,22 +177,23 @@ class StorageError(CheckpointError):
 class UnreadableError(TrainkitError):
     """A file cannot be read, or does not contain what trainkit wrote; the message names the file and the reason.
 
+    Args:
+        args: the path and the reason, which has no full stop; or the whole message.
+
     Example:
-        >>> print(UnreadableError.of("runs/0/result.json", "it is a named pipe"))
+        >>> print(UnreadableError("runs/0/result.json", "it is a named pipe"))
         runs/0/result.json cannot be read: it is a named pipe.
     """
 
     exit_code = 4
 
-    def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason or message
+    @property
+    def reason(self) -> str:
         """The reason, without the name of the file and without a full stop."""
+        return str(self.args[-1])
 
-    @classmethod
-    def of(cls, path: object, reason: str) -> Self:
-        """Return the error of a file."""
-        return cls(f"{path} cannot be read: {reason}.", reason=reason)
+    def __str__(self) -> str:
+        return "{} cannot be read: {}.".format(*self.args) if len(self.args) == 2 else self.reason
 
 
 class AbsentFileError(UnreadableError):

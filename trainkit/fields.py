@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 __all__ = [
     "Tag",
     "Tagged",
+    "Unit",
     "cosmetic",
     "maths",
     "placement",
@@ -29,6 +30,7 @@ __all__ = [
     "signature_hints",
     "speed",
     "tags_of",
+    "unit",
 ]
 
 
@@ -81,6 +83,23 @@ class _Secret:
         return "secret"
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit of a field's value, where neither its name nor its documentation begins with the unit."""
+
+    name: str
+
+
+def unit(name: str) -> Unit:
+    """Return a mark for an annotation that states the unit of its field.
+
+    Example:
+        >>> typing.Annotated[float, placement, unit("GiB")].__metadata__[1]
+        Unit(name='GiB')
+    """
+    return Unit(name)
+
+
 secret: Final = _Secret()
 """Marks a field whose value is neither written nor printed, in addition to its tag."""
 
@@ -111,12 +130,19 @@ def tags_of(target: Callable[..., Any]) -> Mapping[str, Tagged]:
         >>> {name: tagged.tag.value for name, tagged in tags_of(f).items()}
         {'replicas': 'placement', 'lr': 'maths'}
     """
+    return _tags_of_class(cast("Hashable", target)) if isinstance(target, type) else _tags(target)
+
+
+def _tags(target: Callable[..., Any]) -> Mapping[str, Tagged]:
     try:
         names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return {}
     hints = signature_hints(target)
-    return {name: _tag_in(hints.get(name)) for name in names}
+    return MappingProxyType({name: _tag_in(hints.get(name)) for name in names})
+
+
+_tags_of_class: Final = lru_cache(maxsize=512)(_tags)  # a fingerprint asks once for each key
 
 
 def signature_hints(target: Callable[..., Any]) -> Mapping[str, Any]:

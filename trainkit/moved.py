@@ -1,7 +1,8 @@
 """Names that have moved: configs, run folders and imports with old names keep working.
 
-`MODULES` and `NAMES` are the only table of old and new names. The old name of a module is an alias, which looks every
-name up in the new module. Fingerprints are computed on the old names, so that they do not change when a class moves.
+`MODULES`, `NAMES` and `CLASSES` are the only table of old and new names. The old name of a module is an alias, which
+looks every name up in the new module. Fingerprints are computed on the old names, so that they do not change when a
+class moves.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ NAMES: Final[Mapping[str, str]] = {
 }
 """New module and old name of a class -> its new name."""
 
+CLASSES: Final[Mapping[str, str]] = {
+    "trainkit.objectives.metrics.TopK": "trainkit.objectives.classification.TopK",
+}
+"""Old full name of a class that has moved alone -> its new full name."""
+
 _ORIGINAL_TARGETS: Final[Mapping[str, str]] = {
+    **{new: old for old, new in CLASSES.items()},
     "trainkit.objectives.own_loss.ModelComputesLoss": "trainkit.objectives.own_loss.OwnLoss",
     "trainkit.strategies.data_parallel.Mirrored": "trainkit.strategies.mirrored.Mirrored",
     "trainkit.strategies.data_parallel.MultiWorkerMirrored": (
@@ -72,7 +79,7 @@ def current_name(path: str) -> str:
         >>> current_name("trainkit.data.digits.Digits"), current_name("torch.optim.SGD")
         ('trainkit.data.sets.digits.Digits', 'torch.optim.SGD')
     """
-    moved = _replaced(path, MODULES)
+    moved = _replaced(path, {**MODULES, **CLASSES})
     return f"{moved.rpartition('.')[0]}.{NAMES[moved]}" if moved in NAMES else moved
 
 
@@ -115,16 +122,17 @@ def _replaced(path: str, table: Mapping[str, str]) -> str:
 
 
 def moved_attribute(module: str, name: str) -> Any:
-    """Return the attribute of a module by its old name; for the module's `__getattr__`.
+    """Return what a module once had by this name; for the module's `__getattr__`.
 
     Raises:
         AttributeError: the module never had such a name.
     """
-    new = NAMES.get(f"{module}.{name}")
-    if new is None:
+    old = f"{module}.{name}"
+    home, _, new = current_name(old).rpartition(".")
+    if f"{home}.{new}" == old:
         message = f"module {module!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(sys.modules[module], new)
+    return getattr(import_module(home), new)
 
 
 class _HasCode(Protocol):

@@ -82,8 +82,8 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
         if isinstance(error, OSError) and flags & os.O_CREAT:
             raise storage_error(path, error) from None
         if isinstance(error, FileNotFoundError):
-            raise AbsentFileError.of(path, "it does not exist") from None
-        raise UnreadableError.of(path, getattr(error, "strerror", None) or str(error)) from None
+            raise AbsentFileError(path, "it does not exist") from None
+        raise UnreadableError(path, getattr(error, "strerror", None) or str(error)) from None
     try:
         _refuse_irregular(path, os.fstat(descriptor).st_mode)
     except UnreadableError:
@@ -95,7 +95,7 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
 def _refuse_irregular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for matches, name in _KINDS if matches(mode)), "no regular file")
-        raise UnreadableError.of(path, f"it is {kind}")
+        raise UnreadableError(path, f"it is {kind}")
 
 
 def size_of(path: Path) -> int:
@@ -108,9 +108,9 @@ def size_of(path: Path) -> int:
     try:
         found = path.lstat()
     except FileNotFoundError:
-        raise AbsentFileError.of(path, "it does not exist") from None
+        raise AbsentFileError(path, "it does not exist") from None
     except (OSError, ValueError) as error:
-        raise UnreadableError.of(path, getattr(error, "strerror", None) or str(error)) from None
+        raise UnreadableError(path, getattr(error, "strerror", None) or str(error)) from None
     _refuse_irregular(path, found.st_mode)
     return found.st_size
 
@@ -126,10 +126,10 @@ def refuse_link(folder: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        raise UnreadableError.of(folder, getattr(error, "strerror", None) or str(error)) from None
+        raise UnreadableError(folder, getattr(error, "strerror", None) or str(error)) from None
     if not stat.S_ISDIR(mode):
         kind = next((name for matches, name in _KINDS if matches(mode)), "a file, and a folder was expected")
-        raise UnreadableError.of(folder, f"it is {kind}")
+        raise UnreadableError(folder, f"it is {kind}")
 
 
 def read_bytes(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> bytes:
@@ -146,15 +146,15 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> b
     with open_regular(path, follow=follow, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise UnreadableError.of(path, f"it has {size:,} bytes, and at most {limit:,} are read")
+            raise UnreadableError(path, f"it has {size:,} bytes, and at most {limit:,} are read")
         content = bytearray()
         try:
             while part := file.read(_CHUNK):
                 content += part
                 if len(content) > limit:  # the file grows, or reports a wrong size
-                    raise UnreadableError.of(path, f"it has more than {limit:,} bytes")
+                    raise UnreadableError(path, f"it has more than {limit:,} bytes")
         except OSError as error:
-            raise UnreadableError.of(path, error.strerror or str(error)) from None
+            raise UnreadableError(path, error.strerror or str(error)) from None
     return bytes(content)
 
 
@@ -168,7 +168,7 @@ def read_text(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> st
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UnreadableError.of(path, f"it is not UTF-8 text (byte {error.start + 1})") from None
+        raise UnreadableError(path, f"it is not UTF-8 text (byte {error.start + 1})") from None
 
 
 def read_json(path: Path, *, limit: int = MAX_BYTES) -> Any:
@@ -181,7 +181,7 @@ def read_json(path: Path, *, limit: int = MAX_BYTES) -> Any:
     try:
         return parse_json(content)
     except ValueError as error:
-        raise UnreadableError.of(path, str(error)) from None
+        raise UnreadableError(path, str(error)) from None
 
 
 def read_map(
@@ -202,7 +202,7 @@ def read_map(
     try:
         return expect_map(content, kinds, optional=optional)
     except ValueError as error:
-        raise UnreadableError.of(path, str(error)) from None
+        raise UnreadableError(path, str(error)) from None
 
 
 def read_lines(path: Path, *, start: int = 0, longest: int = _MAX_LINE) -> Iterator[bytes]:
@@ -221,7 +221,7 @@ def read_lines(path: Path, *, start: int = 0, longest: int = _MAX_LINE) -> Itera
         while line := file.readline(longest + 1):
             if not line.endswith(b"\n"):
                 if len(line) > longest:
-                    raise UnreadableError.of(path, f"a line of it has more than {longest:,} bytes")
+                    raise UnreadableError(path, f"a line of it has more than {longest:,} bytes")
                 return
             yield line
 

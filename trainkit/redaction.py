@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -46,6 +47,7 @@ _WHOLE_WORDS: Final = 8
 _known: set[str] = set()
 
 
+@lru_cache(maxsize=4096)  # a composition asks about each of its keys several times
 def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
     """Return whether a key of this name, without the keys above it, holds a secret; more names do in a logger.
 
@@ -98,6 +100,10 @@ Found = tuple[tuple[str, ...], Any]
 Marks = Callable[[Mapping[str, Any]], frozenset[tuple[str, ...]]]
 
 
+_PLAIN: Final = (str, int, float, type(None))
+"""Types of values that hold no further keys: the most frequent ones, tested first."""
+
+
 def _below(
     values: Any, path: tuple[str, ...], marks: Marks | None, marked: frozenset[tuple[str, ...]]
 ) -> Iterator[Found]:
@@ -114,7 +120,7 @@ def _below(
         if (name,) in marked or _is_named(inner, value):
             if _is_given(value):
                 yield inner, value
-        else:
+        elif not isinstance(value, _PLAIN):
             yield from _below(value, inner, marks, frozenset(one[1:] for one in marked if one[0] == name and one[1:]))
 
 

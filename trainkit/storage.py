@@ -1,4 +1,5 @@
-"""Errors about files that cannot be written: which errors of the system these are, and the remedy for each.
+"""Errors about files that cannot be written: which errors of the system these are, and the remedy for each; and whether
+there is room for a file before it is written.
 
 An `OSError` of a write names neither the file, nor the free space, nor a remedy. This module converts it to a
 `StorageError`, which names all three and ends the command with exit code 4.
@@ -8,14 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from trainkit.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 if sys.platform != "win32":
     import resource
@@ -84,6 +89,16 @@ class Free:
         return f"{text}, and it can hold no more files (inodes)" if self.num_files == 0 else text
 
 
+def quoted(path: Path) -> str:
+    r"""Return a path as a text of Python, in double quotes.
+
+    Example:
+        >>> print(quoted(Path('my "run"')))
+        "my \"run\""
+    """
+    return json.dumps(str(path), ensure_ascii=False)
+
+
 def num_bytes(number: int) -> str:
     """Return a number of bytes with a suitable unit, 1 KiB = 1024.
 
@@ -131,6 +146,47 @@ def file_limit() -> int | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+_FIXED_BYTES: Final = 32 * 1024
+"""Manifest, meta, the two indexes of a checkpoint, rounding to blocks, and a few rows of metrics."""
+_BYTES_A_TENSOR: Final = 512
+"""Size of a tensor's entries in the header of its file and in the index."""
+_NUM_FILES: Final = 8
+"""Folder, files and temporary names of a checkpoint that one process writes."""
+
+
+def bytes_needed(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that a checkpoint of these tensors takes on a disk.
+
+    Example:
+        >>> import torch
+        >>> bytes_needed([torch.zeros(256), torch.zeros(256, dtype=torch.float64)])
+        36864
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return sum(sizes) + _BYTES_A_TENSOR * len(sizes) + _FIXED_BYTES
+
+
+def lacking(root: Path, needed: int, largest_file: int) -> int | None:
+    """Return the error number that a save would raise; None if there is space, or it is unknown."""
+    if (limit := file_limit()) is not None and largest_file > limit:
+        return errno.EFBIG
+    free = Free.at(root)
+    if free is None:
+        return None
+    few_files = free.num_files is not None and free.num_files < _NUM_FILES
+    return errno.ENOSPC if free.num_bytes < needed or few_files else None
+
+
+def refuse_full(path: Path, needed: int) -> None:
+    """Refuse to begin a file that does not fit on its file system; writes nothing.
+
+    Raises:
+        StorageError: there is too little space, or a file may not become that large.
+    """
+    if (code := lacking(path.parent, needed, needed)) is not None:
+        raise storage_error(path, OSError(code, os.strerror(code)), needed=needed)
 
 
 def as_storage_error(error: BaseException, root: Path) -> StorageError | None:

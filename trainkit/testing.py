@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.config.paths import config_dir_arguments, with_config_dirs
 from trainkit.config.targets.allowed import allow_packages, package_arguments
+from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:

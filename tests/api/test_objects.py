@@ -35,6 +35,7 @@ def train(folder: Path, model: object, **keys: Any) -> TrainingResult:
     return trainkit.train(["quiet=true"], run_dir=folder, model=model, batch={"global_size": 32}, **options)
 
 
+@pytest.mark.slow
 def test_the_given_model_is_where_the_training_begins_and_stays_as_it_is(tmp_path: Path) -> None:
     given = net()
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
@@ -89,6 +90,7 @@ class Rows:
         return X[index], int(X[index, 0] > 0)
 
 
+@pytest.mark.slow
 def test_a_pair_of_datasets_of_any_classes_is_training_and_validation(tmp_path: Path) -> None:
     assert "val/accuracy" in train(tmp_path / "run", net(), data=(Rows(), Rows())).metrics
 
@@ -144,6 +146,7 @@ def test_positional_arguments_of_a_factory_are_taken_by_name() -> None:
     assert problem.rule == "Linear needs out_features. Give functools.partial(Linear, out_features=VALUE)."
 
 
+@pytest.mark.slow
 def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) -> None:
     given = net()
     options: dict[str, Any] = {"data": DATA, "objective": "classification", "steps": 2}
@@ -154,6 +157,7 @@ def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) ->
     assert all(torch.equal(trained[name], tensor) for name, tensor in given.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_run_of_objects_says_how_python_continues_it(tmp_path: Path) -> None:
     first = train(tmp_path / "run", net(), stop_at_step=2)
     assert first["resume"] == f'trainkit.train(["resume={tmp_path}/run"], ...) with the same objects'
@@ -171,11 +175,13 @@ def test_keys_of_a_choice_that_an_object_replaces_are_refused() -> None:
         trainkit.train(["model.hidden=[3]"], model=net(), data=DATA)
 
 
+@pytest.mark.slow
 def test_a_result_is_pickled_without_the_objects(tmp_path: Path) -> None:
     result = train(tmp_path / "run", net())
     assert pickle.loads(pickle.dumps(result)) == result
 
 
+@pytest.mark.slow
 def test_the_result_shows_figures_and_curves(tmp_path: Path) -> None:
     result = train(tmp_path / "run", net(), callbacks=["plots"])
     assert result.best is not None

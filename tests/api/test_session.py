@@ -106,8 +106,10 @@ def test_steps_with_a_loss_of_the_loop_are_continued_by_a_loop_alone(tmp_path: P
         one.step(lambda model, batch: model(batch[0]).square().mean())
     assert one.result is not None
     assert one.result["own_loss"] is True
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"steps whose loss its loop gave \(trainkit.session\)"):
         trainkit.train([*RUN, "resume=auto"], run_dir=tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     with session(tmp_path / "run", "resume=auto") as one:
         assert one.steps == 1
 
@@ -293,6 +295,7 @@ def test_a_strategy_refuses_the_call_that_it_cannot_serve(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("call", [Session.forward_backward, lambda one: one.step(lambda model, _: model(1))])
+@pytest.mark.slow
 def test_steps_in_phases_are_taken_whole_with_the_losses_of_the_objective(
     call: Callable[[Session], object], tmp_path: Path
 ) -> None:
@@ -324,6 +327,7 @@ def served_by(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(3))
+@pytest.mark.slow
 def test_a_script_of_the_page_runs(number: int, cwd: Path) -> None:
     """The last one is a file, which the page starts itself (tests/packaging/test_docs.py)."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

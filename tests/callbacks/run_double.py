@@ -10,8 +10,7 @@ import torch
 from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import Constant, LearningRate
-from trainkit.trainer.events import Run
-from trainkit.trainer.state import State
+from trainkit.trainer.events import Run, State
 
 
 class Alone:
@@ -35,6 +34,7 @@ def run_double(folder: Path, *, step: int = 0, num_steps: int = 100, is_owner: b
         num_steps=num_steps,
         rate=rate,
         state=State(plan=plan, step=step),
+        begun_at=step,
         is_owner=is_owner,
         model=torch.nn.Linear(1, 1),
         device=torch.device("cpu"),

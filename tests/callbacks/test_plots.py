@@ -11,7 +11,8 @@ import pytest
 from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks import plots
 from trainkit.callbacks.every_run import MetricsFile
-from trainkit.callbacks.plots import Plots, lr_points
+from trainkit.callbacks.plots import Plots
+from trainkit.numerics.schedules import lr_points
 from trainkit.report.drawing import draw
 
 

@@ -31,6 +31,7 @@ def test_the_chosen_steps_are_recorded(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_within_the_recording_keeps_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in profiled(tmp_path, until=3, skip_steps=2, num_steps=30).iterdir()) == [
+        "bottleneck.json",
         "operations.txt",
         "trace.json",
     ]

@@ -11,7 +11,6 @@ from trainkit.callbacks.progress import Progress
 def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_double(tmp_path, step=10, eval={"metric": "val/accuracy", "mode": "max"})
     progress = Progress(every_s=1e-9)
-    progress.run_start(run)
     progress.log(run, row(10))
     progress.eval_end(run, {"val/loss": 0.3, "val/accuracy": 0.9722})
     progress.run_end(run, {})
@@ -25,7 +24,6 @@ def test_between_two_lines_nothing_is_printed_but_the_last_row_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, progress = run_double(tmp_path), Progress(every_s=1e9)
-    progress.run_start(run)
     for step in (10, 20, 100):
         run.state.step = step
         progress.log(run, row(step))
@@ -42,7 +40,6 @@ def test_the_metric_without_a_choice_is_the_validation_loss(tmp_path: Path, caps
 
 def test_other_ranks_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, progress = run_double(tmp_path, is_owner=False), Progress()
-    progress.run_start(run)
     progress.log(run, row(10))
     progress.run_end(run, {})
     assert capsys.readouterr().out == ""

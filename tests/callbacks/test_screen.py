@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 
 from tests.callbacks.run_double import run_double
 from trainkit.callbacks.every_run import FinalSummary, StartupSummary
@@ -39,3 +43,13 @@ def test_other_ranks_say_nothing(cwd: Path, capsys: pytest.CaptureFixture[str]) 
     StartupSummary().run_start(run)
     FinalSummary().run_end(run, {"status": "finished"})
     assert capsys.readouterr().out == ""
+
+
+def test_the_end_of_a_compiled_run_says_how_long_compiling_took(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_double(Path("outputs/digits/1"))
+    run.cfg = replace(run.cfg, compile=replace(run.cfg.compile, mode="step"))
+    summary = FinalSummary()
+    summary.run_start(run)
+    torch.compile(lambda tensor: tensor + 1, backend="eager")(torch.ones(2))
+    summary.run_end(run, {"status": "finished"})
+    assert re.search(r"\n  compiling  took \d.*\n  folder     outputs/digits/1\n$", capsys.readouterr().out)

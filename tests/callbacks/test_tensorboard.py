@@ -29,7 +29,6 @@ def written(
     folder: Path, *, step: int = 0, steps: tuple[int, ...] = (10,), example: tuple[torch.Tensor, ...] | None = None
 ) -> EventAccumulator:
     run, board = run_double(folder, step=step), TensorBoard()
-    board.run_start(run)
     run.example = example
     for at in steps:
         run.state.step = at
@@ -63,7 +62,6 @@ def test_a_resumed_run_voids_what_its_checkpoint_does_not_hold(tmp_path: Path) -
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     run, board = run_double(tmp_path, is_owner=False), TensorBoard()
-    board.run_start(run)
     board.log(run, row(10))
     board.eval_end(run, {"step": 0, "epoch": 0.0, "val/loss": 0.25})
     board.run_end(run, {})

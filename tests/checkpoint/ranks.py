@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.pool import Place
 from trainkit.errors import CheckpointError
-from trainkit.storage import file_limit
+from trainkit.storage import lacking
 from trainkit.strategies.groups.process_group import GroupCollective, all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
@@ -98,14 +98,14 @@ def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     saver.save(step=1, pieces=held(place), meta={})
     saver.wait()
     if place.rank == rank:
-        failpoints._armed = failpoints.parse(f"rank={rank},phase=save,action={failure}")
+        failpoints.ARMED = failpoints.parse(f"rank={rank},phase=save,action={failure}")
     try:
         saver.save(step=2, pieces=held(place), meta={})
         saver.wait()
     except (CheckpointError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        failpoints._armed = ()
+        failpoints.ARMED = ()
     return "saved"
 
 
@@ -115,11 +115,11 @@ def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
     large = torch.zeros(1 << 16)
     pieces = {f"param/{place.rank}": [TensorShard.whole(large)]}
     saver = ShardedSaver(root, together(place))
-    limit = file_limit if asks_before else lambda: None
+    asked = lacking if asks_before else lambda *_: None
     try:
         if place.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-        with mock.patch.object(space, "file_limit", limit):
+        with mock.patch.object(space, "lacking", asked):
             saver.save(step=2, pieces=pieces, meta={})
             saver.close()
     except CheckpointError as error:

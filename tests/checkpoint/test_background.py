@@ -55,7 +55,7 @@ def test_the_second_save_uses_the_buffers_of_the_first(tmp_path: Path) -> None:
 def test_an_error_of_the_disk_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(failpoints, "_armed", failpoints.parse("step=1,phase=save,action=full"))
+    monkeypatch.setattr(failpoints, "ARMED", failpoints.parse("step=1,phase=save,action=full"))
     saver = BackgroundSaver(tmp_path)
     saver.save(step=1, tensors={}, meta={})
     present(saver._thread).join()

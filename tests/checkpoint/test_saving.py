@@ -32,7 +32,7 @@ def small_disk() -> Iterator[None]:
 
 
 def fail_in_save(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
-    monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"phase=save,action={action}"))
+    monkeypatch.setattr(failpoints, "ARMED", failpoints.parse(f"phase=save,action={action}"))
 
 
 @pytest.mark.parametrize("asks_before", [True, False])
@@ -40,7 +40,7 @@ def test_a_disk_that_refuses_leaves_no_half_checkpoint(
     tmp_path: Path, small_disk: None, monkeypatch: pytest.MonkeyPatch, asks_before: bool
 ) -> None:
     if not asks_before:
-        monkeypatch.setattr(space, "file_limit", lambda: None)
+        monkeypatch.setattr(space, "lacking", lambda *_: None)
     save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
     with pytest.raises(CheckpointError) as caught:
         save(tmp_path, step=2, tensors={"param/w": torch.zeros(1 << 20)}, meta={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ FLAGS = {
     "kubernetes": ("--image", "ghcr.io/me/trainkit:1", "--shared", "runs"),
     "vertex": (*CONTAINER, "--machine", "g2-standard-48", "--accelerator", "NVIDIA_L4"),
     "skypilot": ("--accelerator", "A100", "--shared", "runs"),
+    "mpirun": ("--names", "a,b"),
+    "tf_config": ("--names", "a,b"),
+    "spec": ("--names", "a,b"),
 }
 AWKWARD = ("name=a.b", "callbacks=[progress]", 'data.path="/my data/$(x) $HOME `y`"', "data=text_file")
 
@@ -44,7 +48,7 @@ def run(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run a script with commands of the engine stood in for by one that prints its arguments, a line each."""
 
     def call(script: str, *arguments: str, **variables: str) -> list[str]:
-        for name in ("torchrun", "srun", "python"):
+        for name in ("torchrun", "srun", "mpirun", "python"):
             stand_in = cwd / "bin" / name
             stand_in.parent.mkdir(exist_ok=True)
             stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n')
@@ -174,13 +178,16 @@ def test_arguments_arrive_as_they_were_given(
     engine: str, emit: Callable[..., str], run: Callable[..., list[str]]
 ) -> None:
     text = emit(engine, *FLAGS[engine], *TWO_HOSTS, *AWKWARD)
-    if engine in ("torchrun", "slurm"):
+    if engine in ("torchrun", "slurm", "mpirun"):
         arguments = run(text, "name")
     elif engine == "skypilot":
         arguments = run(yaml.safe_load(text)["run"], SKYPILOT_NODE_IPS="a", SKYPILOT_NUM_NODES="2",
                         SKYPILOT_NODE_RANK="0", SKYPILOT_TASK_ID="t")  # fmt: skip
     elif engine == "kubernetes":
         arguments = [word.replace("$$(", "$(") for word in yaml.safe_load(text)["spec"]["trainer"]["args"]]
+    elif engine in ("tf_config", "spec"):
+        words = shlex.split(text.splitlines()[-1])
+        arguments = words[: words.index("cluster=spec")] if engine == "spec" else words
     else:
         arguments = yaml.safe_load(text)["workerPoolSpecs"][1]["containerSpec"]["args"]
     assert arguments[-4:] == list(AWKWARD)
@@ -220,10 +227,11 @@ def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((), "emit: takes one of torchrun, slurm, kubernetes, vertex, skypilot."),
+        ((), "emit: takes one of torchrun, slurm, kubernetes, vertex, skypilot, mpirun, tf_config, spec."),
         (("slrm",), ("emit=slrm: no such engine. Did you mean slurm? "
-         "There are: torchrun, slurm, kubernetes, vertex, skypilot.")),
-        (("slurm", "torchrun"), "emit slurm torchrun: takes one of torchrun, slurm, kubernetes, vertex, skypilot."),
+         "There are: torchrun, slurm, kubernetes, vertex, skypilot, mpirun, tf_config, spec.")),
+        (("slurm", "torchrun"), ("emit slurm torchrun: takes one of torchrun, slurm, kubernetes, vertex, skypilot, "
+         "mpirun, tf_config, spec.")),
         (("slurm", "--partition", "a b"),
          "--partition=a b: must be a word: letters, digits and . _ : / @ , + - only."),
         (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line. Put more into a script of your own."),

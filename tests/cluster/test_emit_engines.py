@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.launchers.joining import free_port
 from tests.launchers.one_node_slurm import slurm
 
 pytestmark = pytest.mark.engine
@@ -75,6 +77,31 @@ def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrore
     with slurm() as environ:
         run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
     assert "launch by SLURM: rank 0 of 2 on one host, meeting at " in (cwd / "out").read_text()
+    assert result_in(cwd)["weights_sha256"] == mirrored
+
+
+def test_the_batch_script_of_parameter_servers_trains_to_the_same_bits(cwd: Path, mirrored: str) -> None:
+    servers = ("strategy=parameter_server", "strategy.workers=1", "strategy.servers=1")  # the node has two CPUs
+    (cwd / "train.sbatch").write_text(trainkit("emit", "slurm", "--time", "00:05:00", *servers, *SAME, cwd=cwd))
+    with slurm() as environ:
+        assert run("sbatch", "--test-only", "train.sbatch", cwd=cwd, **environ).partition("sbatch: Job")[0] == ""
+        run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
+    assert "launch by TF_CONFIG: rank 0 (chief:0) of 2 on one host, meeting at " in (cwd / "out").read_text()
+    assert result_in(cwd)["weights_sha256"] == mirrored
+
+
+def test_the_lines_of_tf_config_train_to_the_same_bits(cwd: Path, mirrored: str) -> None:
+    servers = ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=1")
+    lines = trainkit("emit", "tf_config", "--names", "127.0.0.1", "--port", str(free_port()), *servers, *SAME, cwd=cwd)
+    run("bash", "-c", "\n".join(f"{line} &" for line in lines.splitlines() if line[:1] != "#") + "\nwait", cwd=cwd)
+    assert result_in(cwd)["weights_sha256"] == mirrored
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_the_script_of_mpirun_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored: str) -> None:
+    script = trainkit("emit", "mpirun", *PAIR, *SAME, cwd=cwd)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert "launch by Open MPI: rank 0 of 2 on one host, meeting at " in run("bash", "-c", script, cwd=cwd, **root)
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 

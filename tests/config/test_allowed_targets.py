@@ -74,9 +74,9 @@ def test_there_are_thirty_attempts_and_more() -> None:
             f"of torch, targets may come from torch.nn, torch.optim and torch.utils.data only. {OWN}",
         ),
         (
-            "trainkit.run.folder.metadata.subprocess.getoutput",
+            "trainkit.run.begin.subprocess.getoutput",
             None,
-            "subprocess is the module subprocess, which trainkit.run.folder.metadata imports for itself.",
+            "subprocess is the module subprocess, which trainkit.run.begin imports for itself.",
         ),
         ("trainkit.cli.main", None, f"is a function; of trainkit a config may name classes only. {OWN}"),
         ("trainkit.run.runner._evaluate", None, f"_evaluate is private to trainkit. {OWN}"),

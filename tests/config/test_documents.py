@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.yaml_documents import Document, read_document
+from trainkit.config.yaml_files import Document, read_document
 from trainkit.errors import ConfigError
 
 TEXT = """\

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.paths import shipped_conf
+from trainkit.config.yaml_files import shipped_conf
 
 REPLICAS = ", ".join(
     sorted(file.stem for file in (shipped_conf() / "strategy").glob("*.yaml") if "\nreplicas:" in file.read_text())

@@ -80,7 +80,7 @@ def test_the_schema_and_the_shipped_defaults_agree() -> None:
 
 
 def test_every_run_level_key_says_what_it_means() -> None:
-    from trainkit.verbs.looking.explain import doc_line
+    from trainkit.config.described.docstrings import doc_line
 
     for path in KEYS:
         kind: typing.Any = RunConfig

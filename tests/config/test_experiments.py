@@ -72,6 +72,7 @@ def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., 
 
 
 @pytest.mark.usefixtures("composed")
+@pytest.mark.slow
 def test_experiments_are_swept_resumed_and_listed(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conf = ("--config-dir", "conf")
     short = ("sweep.name=both", "logger=[]", "callbacks=[]", "quiet=true", "stop_at_step=2")

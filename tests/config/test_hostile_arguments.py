@@ -198,6 +198,7 @@ def test_a_range_without_finite_ends_is_refused(refused: Callable[..., list[str]
 
 
 @pytest.mark.parametrize("subdir", ["../../x", "/x", "."])
+@pytest.mark.slow
 def test_the_folder_of_a_job_lies_in_that_of_its_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subdir: str
 ) -> None:

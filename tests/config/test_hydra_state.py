@@ -16,7 +16,7 @@ from omegaconf.basecontainer import BaseContainer
 
 from trainkit.config.compose import compose
 from trainkit.config.compose.jobs import hydra_config, run_job
-from trainkit.config.paths import shipped_conf
+from trainkit.config.yaml_files import shipped_conf
 
 
 def state() -> tuple[object, ...]:

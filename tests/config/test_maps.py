@@ -49,3 +49,22 @@ def test_the_plan_shows_what_is_where(cwd: Path, capsys: pytest.CaptureFixture[s
         "      2  head                      128     1 KiB  cuda:0",
     ]
     assert list(cwd.iterdir()) == []
+
+
+def test_the_word_of_other_libraries_names_the_key_that_was_meant(refuse: Callable[..., list[str]]) -> None:
+    assert refuse("recipe=null", "device_map=auto") == [
+        (
+            "device_map: no such key. Did you mean strategy.map? It is a key of strategy=device_map (one replica over "
+            "several devices) and of strategy=mirrored (several replicas). (command line)"
+        )
+    ]
+
+
+def test_a_step_over_several_devices_is_no_graph(refuse: Callable[..., list[str]]) -> None:
+    groups = ("strategy=mirrored", "strategy.devices=[[cpu,cpu],[cpu,cpu]]", "strategy.map=auto")
+    assert refuse("plan", "recipe=null", *groups, "compile.mode=step") == [
+        (
+            "compile.mode=step: Mirrored, as its keys are set, takes no step as a graph. Use compile.mode=default, or "
+            "use strategy=mirrored. (command line)"
+        )
+    ]

@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
-from trainkit.config.compose.loader import ComposedConfigLoader
+from trainkit.config.compose.jobs import ComposedConfigLoader
 from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
 

@@ -6,8 +6,8 @@ import pytest
 
 from trainkit.cli import parse
 from trainkit.config.compose import compose
-from trainkit.config.paths import config_dir_arguments, with_config_dirs
 from trainkit.config.resume import compose_resumed
+from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
 from trainkit.verbs.running.prove import _command
 from trainkit.verbs.running.train import expand_folds
 

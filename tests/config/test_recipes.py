@@ -4,8 +4,7 @@ import pytest
 
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
-from trainkit.config.paths import shipped_recipes
-from trainkit.config.yaml_documents import read_document
+from trainkit.config.yaml_files import read_document, shipped_recipes
 
 NAMES = sorted(file.parent.name for file in shipped_recipes().glob("*/recipe.yaml"))
 

@@ -20,10 +20,10 @@ from trainkit.config.secrets import (
     with_own_secrets,
 )
 from trainkit.config.targets.build import build
-from trainkit.config.yaml_documents import read_document, shown_text
+from trainkit.config.yaml_files import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import masked_output, remember
-from trainkit.run.folder.metadata import git_state, packages, write_environment, write_resolved
+from trainkit.run.begin import git_state, packages, write_environment, write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
 from trainkit.run.rendezvous.barrier import config_digest

@@ -6,11 +6,10 @@ import pytest
 
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
-from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import GROUPS
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, resolve_target, signature_of
-from trainkit.config.yaml_documents import read_document
+from trainkit.config.yaml_files import read_document, shipped_conf
 
 FILES = sorted(shipped_conf().glob("*/*.yaml"))
 NODES = [file for file in FILES if TARGET in read_document(file).values]

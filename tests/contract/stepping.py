@@ -37,7 +37,14 @@ from trainkit.strategies.base import (
     TaskContext,
     UpdateParams,
 )
-from trainkit.strategies.capabilities import load_state_extra, run_auxiliary, runs_loop, state_dict_extra, tune
+from trainkit.strategies.capabilities import (
+    load_state_extra,
+    run_auxiliary,
+    runs_loop,
+    state_dict_extra,
+    traits_here,
+    tune,
+)
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -98,6 +105,7 @@ TASKS = {
     "classes": Trial(zoo.Net, zoo.Points, zoo.classes_sum, Classification),
     "tokens": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
     "gpt": Trial(zoo.small_gpt, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
+    "hidden": Trial(zoo.small_gpt, zoo.Sentences, zoo.tokens_sum, zoo.HiddenTokens),
     "channels_last": Trial(zoo.channels_last, zoo.Pictures, zoo.classes_sum, Classification),
     "transposed": Trial(zoo.transposed, zoo.Points, zoo.classes_sum, Classification),
     "transposed_tied": Trial(zoo.transposed_tied, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
@@ -365,11 +373,12 @@ class _Rank:
                 training=self.training,
                 open_data=lambda _device: self,
                 folder=self.case.folder,
+                step_backend=self.case.shaping.backend if self.case.shaping.compile_mode == "step" else None,
             )
         )
 
     def _model(self) -> nn.Module:
-        return apply_transforms(self.case.make_model(), self.case.shaping, compiles=self.strategy.traits.compiles)
+        return apply_transforms(self.case.make_model(), self.case.shaping, compiles=traits_here(self.strategy).compiles)
 
     def _identity(self, part: int) -> Identity:
         return Identity(

@@ -87,6 +87,16 @@ def test_an_average_changes_no_weight_and_is_evaluated_beside_them(tmp_path: Pat
     assert result["metrics"]["val_ema/loss"] != result["metrics"]["val/loss"]
 
 
+def test_an_average_of_a_model_with_batch_statistics_is_evaluated_with_those_of_the_training(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *NORM, "average=ema", "average.decay=0.7")
+    model, split = trainkit.load(tmp_path / "run/model/average"), Points(split="val")
+    assert torch.equal(model.state_dict()["1.running_mean"], weights(result)["1.running_mean"])
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(split.inputs.double()), split.targets).item()
+    assert result["metrics"]["val_ema/loss"] == pytest.approx(loss, rel=1e-12)
+    assert weights(result)["1.running_mean"].equal(weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
+
+
 @pytest.mark.parametrize("points", [POINTS, SWA], ids=["ema", "swa"])
 def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[str, ...], tmp_path: Path) -> None:
     result = run(tmp_path / "run", *points)
@@ -134,6 +144,22 @@ def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_dat
     assert result["metrics"]["val_swa/loss"] == pytest.approx(loss, rel=1e-12)
     raw = trainkit.load(tmp_path / "run").state_dict()["1.running_mean"]
     assert torch.equal(raw, weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
+
+
+@pytest.mark.parametrize("place", [(), pytest.param(PLACES["mirrored"], marks=pytest.mark.long)], ids=["one", "two"])
+def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_where_it_was(
+    place: tuple[str, ...], tmp_path: Path
+) -> None:
+    stream = (*SWA, "average.start_step=1", "data={_target_: tests.support.own_data.SavedPointStream}", *place)
+    stopped = run(tmp_path / "run", *stream, "stop_at_step=4")
+    model, train = trainkit.load(stopped["last"]), Points()
+    model.load_state_dict({**model.state_dict(), **averages(stopped)})
+    counted = copy.deepcopy(model)
+    update_bn([train.inputs[at : at + 8].double() for at in range(0, len(train.inputs), 8)], counted)
+    for name, tensor in counted.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-12, atol=1e-14)
+    whole = run(tmp_path / "whole", *stream)
+    assert run(tmp_path / "run", *stream, "resume=auto")["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "mirrored 2": ("mirrored", {"replicas": 2}),
     "fsdp 2": ("fsdp", {"replicas": 2}),
     "device_map": ("device_map", {"map": {"rest": "cpu"}}),
+    "mirrored 2, mapped": ("mirrored", {"devices": [["cpu", "cpu"]] * 2, "map": {"0": 0, "rest": 1}}),
     "fsdp 4": ("fsdp", {"replicas": 4}),
     "pipeline 2": ("pipeline", {"stages": 2}),
     "tensor 2": ("tensor_parallel", {"degree": 2, "replicas": 1, "plan": LAYERS}),

@@ -97,7 +97,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def on_two(self: DeviceMap, request: SetupRequest) -> DeviceLayout:
         layout = whole(self, request)
-        return replace(layout, devices_by_unit=("meta", *layout.devices_by_unit[1:]))
+        rest = (None if place is None else 1 for place in layout.places[1:])
+        return replace(layout, group=("meta", "cpu"), places=(0, *rest))
 
     def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
         del only

@@ -51,6 +51,7 @@ def named(case: Any) -> str:
 
 
 @pytest.mark.parametrize(("base", "settings"), CASES, ids=named)
+@pytest.mark.slow
 def test_steps_are_those_of_the_reference(base: Case, settings: dict[str, Any], pool: Pool) -> None:
     case = replace(base, settings=settings)
     expected = oracle(case)
@@ -81,6 +82,7 @@ def test_its_clip_norm_is_that_of_one_device(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["size", ("_Block",), ("Linear", "_Mlp")], ids=str)
+@pytest.mark.slow
 def test_what_is_gathered_at_once_changes_nothing(wrap: Any, pool: Pool) -> None:
     case = replace(GPT, settings={"replicas": 2, "wrap": wrap, **({"wrap_mb": 0.001} if wrap == "size" else {})})
     expected = oracle(case)
@@ -107,6 +109,7 @@ def test_dropout_is_that_of_one_device(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+@pytest.mark.slow
 def test_rounded_compute_keeps_float32_parts(precision: str, pool: Pool) -> None:
     base = replace(GPT, precision=precision, optimizer="adamw", rate_scale=0.1)
     (one,) = train(pool, replace(base, strategy="one_device"))
@@ -145,6 +148,7 @@ def test_a_model_that_no_rank_has_built_whole_begins_with_its_numbers(
         assert reference.differences(rank.weights, expected) == []
 
 
+@pytest.mark.slow
 def test_four_ranks_hold_a_quarter_each_and_gather_a_block_at_a_time(pool: Pool) -> None:
     blocks = 12
     model = {"width": 128, "num_layers": blocks, "bias": False}

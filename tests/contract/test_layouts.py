@@ -88,6 +88,7 @@ def test_every_reducer_gives_gradients_the_strides_of_their_parameters(reduce: s
 
 @BASES
 @pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.slow
 def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas_and_resumed(
     base: Case, count: int, pool: Pool
 ) -> None:

@@ -209,6 +209,7 @@ def test_what_a_loss_scale_cannot_help_is_left_out_at_the_scale_of_before(tmp_pa
     assert meta["loss_scale"]["scale"] == 65536.0
 
 
+@pytest.mark.slow
 def test_local_replicas_tell_each_other_what_they_left_out(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", *POISONED, "strategy=local_sgd", "strategy.average_every=2", "steps=3",

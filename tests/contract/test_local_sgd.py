@@ -177,6 +177,7 @@ def test_a_run_stopped_between_averages_goes_on_to_the_next_and_is_continued_exa
     assert (second["steps"], second["weights_sha256"]) == (10, whole["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_where_they_are_alike(tmp_path: Path) -> None:
     two = ("strategy.replicas=2", "strategy.local_after=2", "numerics.check_replicas_every=1")
     result = run(tmp_path, *ALONE, *two)

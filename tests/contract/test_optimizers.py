@@ -161,6 +161,7 @@ def test_phases_train_as_a_loop_written_by_hand(case: Match, pool: Pool) -> None
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_phases_train_as_on_one_device_also_after_a_resume(
     task: str, strategy: str, settings: dict[str, Any], pool: Pool
 ) -> None:

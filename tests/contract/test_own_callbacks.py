@@ -50,6 +50,7 @@ def test_an_observer_ends_the_run_where_that_is_asked(tmp_path: Path) -> None:
         run(tmp_path / "run", *SAME, "callbacks=[watches]", "observer_errors=stop")
 
 
+@pytest.mark.slow
 def test_a_rank_of_several_names_the_callback_too(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"in the callback tests\.support\.own_callbacks\.Fails, hook step_end"):
         run(tmp_path / "run", *SAME, "callbacks=[fails]", "strategy=mirrored", "supervisor.max_restarts=0")
@@ -72,6 +73,7 @@ def test_tensors_of_a_callback_are_restored_and_evaluating_changes_nothing(strat
     assert all(torch.equal(state.tensors[name], expected_state.tensors[name]) for name in names)
 
 
+@pytest.mark.slow
 def test_what_a_callback_evaluates_is_the_same_on_every_placement(tmp_path: Path) -> None:
     rows = []
     for strategy in ("one_device", "mirrored", "fsdp"):
@@ -87,6 +89,7 @@ def test_what_a_callback_evaluates_is_the_same_on_every_placement(tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+@pytest.mark.slow
 def test_tensors_that_are_alike_are_kept_where_ranks_save_together(strategy: str, tmp_path: Path) -> None:
     same = (*SAME, "callbacks=[counts]", f"strategy={strategy}")
     run(tmp_path / "part", *same, "stop_at_step=3")
@@ -94,6 +97,7 @@ def test_tensors_that_are_alike_are_kept_where_ranks_save_together(strategy: str
     assert load(Path(resumed["last"])).tensors["callback/tests.support.own_callbacks.Counts/count"] == 6
 
 
+@pytest.mark.slow
 def test_tensors_that_a_rank_holds_alone_are_refused(tmp_path: Path) -> None:
     said = "the state of the callback tests.support.own_callbacks.Averages holds other tensors on rank 1 than on rank 0"
     with pytest.raises(TrainingError, match=said):

@@ -104,6 +104,7 @@ def test_padded_sequences_train_by_their_tokens_on_every_layout(
     assert result["metrics"]["val/loss"] == pytest.approx(held_out["metrics"]["val/loss"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_what_a_collate_draws_is_keyed_by_the_shard(tmp_path: Path) -> None:
     settings = (*RAGGED, f"data.collate={{_target_: {OWN}.hide_words, share: 0.3}}")
     alone = run(tmp_path / "a", *settings)
@@ -130,6 +131,7 @@ def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_pat
 
 
 @pytest.mark.parametrize("strategy", [MIRRORED, FSDP], ids=["mirrored", "fsdp"])
+@pytest.mark.slow
 def test_a_batch_transform_draws_alike_on_every_layout_and_after_a_resume(
     tmp_path: Path, strategy: tuple[str, ...]
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_batch_transform_draws_alike_on_every_layout_and_after_a_resume(
     assert not all(torch.allclose(tensor, plain[name]) for name, tensor in weights(alone).items())
 
 
+@pytest.mark.slow
 def test_weighted_samples_are_the_same_on_every_layout_and_the_summary_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

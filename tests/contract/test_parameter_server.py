@@ -257,6 +257,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_policy(
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_whole_run_tells_its_staleness_and_evaluates_the_model_that_the_servers_hold(tmp_path: Path) -> None:
     overrides = ("data=points", "model=net", "epochs=2", "batch.global_size=4", "logger=[tensorboard]")
     result = run(tmp_path / "run", "strategy=parameter_server", "strategy.mode=async", *overrides)

@@ -73,6 +73,7 @@ def test_a_rollback_takes_every_phase_back(place: str, tmp_path: Path) -> None:
     assert healed["weights_sha256"] == undisturbed["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_its_phases_as_it_does_eagerly(tmp_path: Path) -> None:
     eager = weights(run(tmp_path / "eager", *GAN))
     compiled = weights(run(tmp_path / "compiled", *GAN, "compile.mode=default", "compile.backend=aot_eager"))

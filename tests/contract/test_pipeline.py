@@ -65,6 +65,7 @@ def same(case: Case, pool: Pool) -> list[Trained]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.slow
 def test_branches_and_tied_weights_on_two_stages_train_as_the_reference(
     optimizer: str, schedule: str, pool: Pool
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_replica_without_a_shard_in_a_short_batch_takes_part(pool: Pool) -> No
 
 
 @pytest.mark.parametrize("settings", [{"stages": 2}, {"stages": 4}, {"schedule": "interleaved"}])
+@pytest.mark.slow
 def test_a_gpt_with_tied_ends_trains_as_the_reference(settings: dict[str, Any], pool: Pool) -> None:
     same(replace(TOKENS, named="gpt", settings=settings, max_norm=0.1, resume_at=4), pool)
 
@@ -123,6 +125,7 @@ def test_eight_stages_on_four_ranks_train_as_the_reference(pool: Pool) -> None:
     ids=["dropout", "masters", "mixed", "scaled"],
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.slow
 def test_its_bits_are_those_of_one_device(base: Case, schedule: str, pool: Pool) -> None:
     (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
     for rank in train(pool, replace(base, settings={"schedule": schedule})):
@@ -194,6 +197,7 @@ class Squares(zoo.Points):
         self.inputs = zoo.wave(37, 1, 8, 8, phase=0.0)
 
 
+@pytest.mark.slow
 def test_a_residual_network_trains_as_the_reference(pool: Pool) -> None:
     same(Pictures(global_size=5, micro_size=3, num_steps=2, rate_scale=0.1, settings={"schedule": "interleaved"}), pool)
 
@@ -242,6 +246,7 @@ def test_a_rank_holds_its_stage_and_writes_what_no_other_does(pool: Pool) -> Non
     assert [pieces for _, pieces in others] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
     fixed = ("model=net", "model.dropout=0.2", "data=points", "batch.global_size=16", "batch.micro_size=4",
              "optimizer=adamw", "steps=4")  # fmt: skip

@@ -186,6 +186,7 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_attribute_that_a_callback_changes_counts_from_the_next_step_on(tmp_path: Path) -> None:
     # A trace holds the number that the attribute had when it was made.
     common = (
@@ -215,6 +216,7 @@ SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_parent(
     given: Any, stages: list[str], pool: Pool
 ) -> None:

@@ -66,6 +66,7 @@ class Transformers(Case):
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_it_trains_in_stages_of_auto_as_on_one_device(stages: int, pool: Pool) -> None:
     model, facts = gpt2(use_cache=False).to("meta"), PlanContext(sample=SENTENCE, objective=LanguageModelling())
     strategy = Pipeline(stages=stages)

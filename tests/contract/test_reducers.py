@@ -27,6 +27,7 @@ CLASSES = Case(strategy="mirrored", task="classes", global_size=16, micro_size=6
 
 
 @pytest.mark.parametrize(("reduce", "replicas"), PLACES)
+@pytest.mark.slow
 def test_every_reducer_takes_the_steps_of_the_reference(reduce: str, replicas: int, pool: Pool) -> None:
     once, thrice = (replace(TOKENS, micro_size=-(-8 // (replicas * shards))) for shards in (1, 3))
     for base in (once, thrice, CLASSES):

@@ -128,6 +128,7 @@ def test_the_logged_loss_is_that_of_the_whole_step(tmp_path: Path) -> None:
     assert losses == pytest.approx(points_oracle(num_steps=3).losses, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_mirrored_run_reads_every_sample_once_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     fixed = ("model=net", "model.norm=true", "model.dropout=0.2", "batch.global_size=16", "batch.micro_size=3",
              "numerics.reproducible=true", "optimizer=adamw", "epochs=2", "data=recorded")  # fmt: skip

@@ -45,6 +45,7 @@ def ended(folder: Path, *overrides: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in (*UNTIDY, *OTHERS)]
 )
+@pytest.mark.slow
 def test_two_runs_of_one_command_end_in_the_same_bits(name: str, tmp_path: Path) -> None:
     command = (UNTIDY | OTHERS)[name]
     once = ended(tmp_path / "once", *command)
@@ -52,6 +53,7 @@ def test_two_runs_of_one_command_end_in_the_same_bits(name: str, tmp_path: Path)
     assert ended(tmp_path / "apart", *command, "loader.num_workers=2") == once
 
 
+@pytest.mark.slow
 def test_an_evaluation_draws_the_same_on_two_replicas_and_after_a_resume(tmp_path: Path) -> None:
     vae = (*UNTIDY["vae"], "eval.batch_size=4")
     _, loss = ended(tmp_path / "whole", *vae)

@@ -22,6 +22,7 @@ from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
+from trainkit.strategies.model_transforms.shape import Compiled
 
 pytestmark = pytest.mark.pairwise
 
@@ -284,6 +285,15 @@ def test_no_compiler_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+def test_max_autotune_uses_no_cuda_graphs() -> None:
+    model = apply_transforms(gpt(), ModelTransforms(compile_mode="max-autotune"), compiles="model")
+    modes = {module.forward.mode for module in model.modules() if isinstance(module.forward, Compiled)}
+    assert modes == {"max-autotune-no-cudagraphs"}
+    options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    assert options["max_autotune"]
+    assert not options.get("triton.cudagraphs")
+
+
 def test_a_model_that_draws_is_told_that_compiled_masks_are_others() -> None:
     compiled = ModelTransforms(compile_mode="default")
     assert shaping_notes(gpt(dropout=0.1), compiled) == (
@@ -292,6 +302,7 @@ def test_a_model_that_draws_is_told_that_compiled_masks_are_others() -> None:
     assert shaping_notes(zoo.Net(), compiled) == shaping_notes(gpt(dropout=0.1), COMPILED) == ()
 
 
+@pytest.mark.slow
 def test_a_run_with_both_ends_in_the_bits_of_one_with_neither(tmp_path: Any) -> None:
     fixed = (
         "recipe=null", "model=gpt", "model.vocab_size=32", "model.context=8", "model.num_layers=2", "model.num_heads=2",

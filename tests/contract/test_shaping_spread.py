@@ -41,6 +41,7 @@ def test_compiled_and_recomputed_blocks_train_as_the_reference_does(strategy: st
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.slow
 def test_a_block_recomputed_after_others_were_computed_draws_its_own_masks(schedule: str, pool: Pool) -> None:
     base = replace(GPT, model={"dropout": 0.3})
     (expected,) = train(pool, base)

@@ -96,6 +96,7 @@ def test_a_training_continued_in_the_middle_of_an_epoch_is_the_same_training(
 
 
 @pytest.mark.parametrize("micro_size", [3, 5])
+@pytest.mark.slow
 def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas(micro_size: int, pool: Pool) -> None:
     base = Case(
         precision="fp32",

@@ -52,6 +52,7 @@ def check(case: Case, pool: Pool) -> None:
 
 @pytest.mark.parametrize(("optimizer", "bias"), [("sgd", True), ("adamw", False)])
 @pytest.mark.parametrize("settings", [TWO, COPIES], ids=["two ranks", "two replicas"])
+@pytest.mark.slow
 def test_a_language_model_cut_by_its_own_plan_is_that_of_the_reference(
     settings: dict[str, object], optimizer: str, bias: bool, pool: Pool
 ) -> None:

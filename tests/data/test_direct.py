@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from trainkit.data.reading.in_process import InProcessReader
-from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
-from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
+from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder, Ticket
 
 NUM_STEPS = 9
 

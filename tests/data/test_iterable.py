@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.data.samples import CPU, make_loader
+from tests.data.samples import CPU, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.reading.iterable import Stream
@@ -53,6 +53,16 @@ class SavedLines(Lines):
 
 def numbers(loader: Loader, step: int, shards: tuple[int, ...] = (0, 1)) -> list[list[int]]:
     return [batch[0].tolist() for batch in loader.fetch(Ticket(step, shards))]
+
+
+def test_a_source_that_goes_on_where_it_stands_is_read_from_its_begin_where_an_epoch_or_an_evaluation_begins() -> None:
+    stream = Stream(source=SavedLines(12), num_samples=10)
+    stream[3]  # to look at one sample
+    batches = EvalBatches(stream, batch_size=5, rank=0, num_ranks=1, device=CPU, settings=LoaderSettings())
+    for _ in range(2):
+        assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    read = [int(number) for batches in all_batches(make_loader(stream), range(6)) for number in batches]
+    assert [number for number in read if number] == [*range(1, 10), *range(100, 110)]  # a label is 0
 
 
 def test_each_shard_is_read_by_position() -> None:

@@ -10,13 +10,13 @@ import torch
 
 from tests.data.samples import CPU, Noisy, Squares
 from trainkit.config.sections import CvConfig, LoaderConfig
-from trainkit.data.hooks import DataHooks, UserSampler
+from trainkit.data.hooks import DataHooks, UserSampler, WeightedOrder
 from trainkit.data.reading.loader import Loader
 from trainkit.data.samplers import BalancedClasses, WeightsOf
 from trainkit.data.sets.digits import Digits
 from trainkit.data.splits import folded
 from trainkit.errors import DataError
-from trainkit.numerics.batch import BatchPlan, Ticket, WeightedOrder
+from trainkit.numerics.batch import BatchPlan, Ticket
 
 
 def hooks(function: Any) -> DataHooks:

@@ -25,6 +25,19 @@ def test_images_without_labels_are_prepared_as_in_validation(tmp_path: Path) -> 
     assert all(torch.equal(found[place], labelled[place][0]) for place in range(2))
 
 
+def test_a_damaged_image_of_any_kind_names_its_sample(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(np.zeros((9, 12, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "b.png").write_bytes(content.replace(b"IDAT", b"IDAX"))  # a SyntaxError of Pillow
+    (tmp_path / "c.png").write_bytes(content[:40])
+    (tmp_path / "d.png").write_text("")
+    found = ImageFiles(path=tmp_path, image_size=4, resize=6)
+    for place, name in enumerate("bcd", start=1):
+        with pytest.raises(DataError, match=rf"sample {place} cannot be read: .*{name}\.png: "):
+            found[place]
+
+
 def test_lines_have_the_tokens_of_the_text_that_the_model_knows(tmp_path: Path) -> None:
     (tmp_path / "known.txt").write_text("abc def\n")
     (tmp_path / "new.txt").write_text("fed\ncab\n")

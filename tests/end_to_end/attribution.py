@@ -104,5 +104,8 @@ def outcome(run: Path, code: int, screen: str) -> Outcome:
 
 def mirrored(ranks: int, *, hang_timeout_s: float = 5.0) -> Sequence[str]:
     """Return the overrides of a mirrored run that finds a hang soon, also in the first step."""
-    limits = (f"supervisor.hang_timeout_s={hang_timeout_s:g}", "supervisor.first_step_timeout_s=20")
+    limits = (
+        f"supervisor.hang_timeout_s={hang_timeout_s:g}",
+        f"supervisor.first_step_timeout_s={4 * hang_timeout_s:g}",
+    )
     return ("model=net", "strategy=mirrored", f"strategy.replicas={ranks}", *limits)

@@ -36,6 +36,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[] if p == "mirrored" else [pytest.mark.long]) for p in PLACES]
 )
+@pytest.mark.slow
 def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(place: str, tmp_path: Path) -> None:
     result = run(tmp_path / "run", *POINTS, *PLACES[place], "eval.beside=true")
     found = {row["step"]: row for row in rows(tmp_path / "run")}

@@ -68,7 +68,7 @@ def test_a_prediction_killed_five_times_has_every_id_in_order_and_the_same_bytes
     while kills < KILLS and start(run, out, rows, *strategy, fail=failpoint(length, kills % ranks)):
         assert not out.exists()
         kills += 1
-    # with two or three ranks the 1,797 rows are two chunks: those that live may compute the rest
+    # with two or three ranks the 1,797 rows are two chunks: the ranks that live may compute the rest
     assert kills == KILLS or length == 1_797
     assert out.exists() or start(run, out, rows, *strategy) == 0
     assert out.read_bytes() == (tmp_path / "whole.npy").read_bytes()

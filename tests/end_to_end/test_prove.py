@@ -33,6 +33,7 @@ def with_strategy(text: str) -> list[str]:
     return ["strategy=wrong", "--config-dir", "conf", *OURS]
 
 
+@pytest.mark.slow
 def test_mirrored_is_the_training_of_one_device(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert prove(*MIRRORED) == 0
     out = capfd.readouterr().out.splitlines()
@@ -90,6 +91,7 @@ def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
     assert out[6].endswith("(docs/numbers.md#3-gradient)")
 
 
+@pytest.mark.slow
 def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the_same(
     cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
     assert "logger.w.tokens=(redacted): a secret is not kept" in clean("top", str(sweep), "--then", code=2)
 
 
+@pytest.mark.slow
 def test_prove_shows_no_secret(
     clean: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -53,11 +53,11 @@ def none_is_left(cwd: Path, within_s: float = 10) -> None:
 @pytest.mark.parametrize("launcher", PACKAGES)
 def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, cwd: Path) -> None:
     needs(PACKAGES[launcher])
-    grid = ("strategy=one_device,mirrored", "strategy.replicas=2", "seed=1,2,3", "hydra.sweep.dir=sweep")
+    grid = ("strategy=one_device,mirrored", "strategy.replicas=2", "seed=1,2", "hydra.sweep.dir=sweep")
     done = trainkit("-m", *JOB, *grid, f"hydra/launcher={launcher}", "hydra.launcher.jobs_at_once=2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.name for path in Path("sweep").iterdir() if path.name.isdecimal()) == list("012345")
-    assert {result(f"sweep/{number}")["status"] for number in range(6)} == {"finished"}
+    assert sorted(path.name for path in Path("sweep").iterdir() if path.name.isdecimal()) == list("0123")
+    assert {result(f"sweep/{number}")["status"] for number in range(4)} == {"finished"}
     none_is_left(cwd)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +22,9 @@ import trainkit
 from trainkit import cli
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.exporting import fresh_process, hub_folder, onnx_file, torch_program
-from trainkit.exporting.checking import Check, Inputs, refuse_difference
+from trainkit.exporting.checking import Check, refuse_difference
 from trainkit.exporting.fresh_process import tensors_of
-from trainkit.exporting.inputs import model_inputs
+from trainkit.exporting.inputs import Inputs, model_inputs
 from trainkit.exporting.trained import NotExportableError
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
@@ -89,13 +93,14 @@ CASES = [
         ("onnx", convnet, "blocks.1.conv", [needs_onnx, pytest.mark.long]),
         ("onnx", gpt, "blocks.1.mlp.expand", [needs_onnx]),
         ("onnx", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_onnx, needs_transformers, pytest.mark.long]),
-        ("huggingface", gpt, "blocks.1.mlp.expand", [needs_transformers]),
+        ("huggingface", gpt, "blocks.1.mlp.expand", [needs_transformers, pytest.mark.long]),
         ("huggingface", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
     ]
 ]
 
 
 @pytest.mark.parametrize(("form", "make", "layer"), CASES)
+@pytest.mark.slow
 def test_an_export_computes_what_the_run_does_and_a_wrong_one_is_refused_with_the_first_layer_that_differs(
     form: str, make: Callable[[], tuple[nn.Module, Inputs]], layer: str, tmp_path: Path
 ) -> None:
@@ -116,6 +121,7 @@ def test_an_export_computes_what_the_run_does_and_a_wrong_one_is_refused_with_th
     assert f"The first layer that differs is {layer} (the largest difference is" in text
 
 
+@pytest.mark.slow
 def test_an_exported_program_has_the_bits_of_the_run_at_any_batch_size_and_no_sample_of_the_data(run: Path) -> None:
     assert cli.main(["export", str(run), "--to", "torch_export"]) == 0
     file = run / "exports/torch_export/model.pt2"
@@ -132,12 +138,66 @@ def test_an_exported_program_has_the_bits_of_the_run_at_any_batch_size_and_no_sa
     assert "safetensors" not in card.split("## Training")[0]
 
 
+class FixedLength(nn.Module):
+    """Scores of texts of four tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(64, 4), nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs: Tensor = self.out(self.embed(tokens).flatten(1))
+        return outputs
+
+
+def fixed_length() -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    return FixedLength().eval(), {"tokens": torch.randint(0, 64, (8, 4))}
+
+
+FIXED = "tokens: 4 tokens, and no other number. With a free one, {} refuses the model: "
+
+
+@pytest.mark.parametrize(
+    ("form", "make", "note"),
+    [
+        ("torch_export", gpt, "tokens: any number of tokens up to 16."),
+        ("torch_export", fixed_length, FIXED),
+        pytest.param("torch_export", convnet, "", marks=pytest.mark.long),
+        pytest.param("torch_export", huggingface_gpt2, "input_ids: any number of tokens.", marks=needs_transformers),
+        pytest.param("onnx", gpt, "tokens: any number of tokens up to 16.", marks=needs_onnx),
+        pytest.param("onnx", fixed_length, FIXED, marks=[needs_onnx, pytest.mark.long]),
+        pytest.param(
+            "onnx", huggingface_gpt2, "input_ids: any number of tokens.",
+            marks=[needs_onnx, needs_transformers, pytest.mark.long],
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.slow
+def test_the_number_of_tokens_is_free_where_the_model_allows_it_and_a_note_says_so(
+    form: str, make: Callable[[], tuple[nn.Module, Inputs]], note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, samples = make()
+    module: Any = {"torch_export": torch_program, "onnx": onnx_file}[form]
+    monkeypatch.setattr(module, "real_samples", lambda _cfg, _model: samples)
+    trained: Any = SimpleNamespace(cfg=None, model=lambda: model, working=lambda: None)
+    written = module.write(trained, tmp_path)
+    assert "".join(written.notes).startswith(note.format(form))
+    if form == "torch_export" and make is gpt:
+        program = torch.export.load(tmp_path / "model.pt2").module()
+        with torch.no_grad():
+            assert all(
+                torch.equal(program(samples["tokens"][:1, :size]), model(samples["tokens"][:1, :size]))
+                for size in (1, 5, 16)
+            )
+
+
 def test_a_planted_wrong_export_ends_the_command_with_exit_code_4_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = torch_program.export
 
-    def planted(model: nn.Module, example: Inputs) -> Any:
+    def planted(model: nn.Module, example: Inputs, **_: object) -> Any:
         wrong = copy.deepcopy(model)
         nn.init.zeros_(wrong.get_submodule("layers.2").weight)  # type: ignore[arg-type]
         return right(wrong, example)
@@ -147,6 +207,19 @@ def test_a_planted_wrong_export_ends_the_command_with_exit_code_4_and_leaves_not
     assert cli.main(["export", str(run), "--to", "torch_export"]) == 4
     assert "The first layer that differs is layers.2" in capsys.readouterr().err
     assert [*(run / "exports").iterdir()] == []
+
+
+def test_a_disk_that_is_full_ends_the_command_with_exit_code_4_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("exports"))
+    monkeypatch.setattr(torch_program, "write_bytes", full)
+    assert cli.main(["export", str(folder), "--to", "torch_export"]) == 4
+    assert "exports/torch_export cannot be written: No space left on device" in capsys.readouterr().err
+    assert [*(folder / "exports").iterdir()] == []
 
 
 @pytest.mark.parametrize(

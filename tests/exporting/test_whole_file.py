@@ -54,6 +54,7 @@ def of_every_kind() -> list[Any]:
 
 
 @pytest.mark.parametrize("place", of_every_kind())
+@pytest.mark.slow
 def test_a_model_of_any_strategy_computes_the_same_bits_in_a_program_without_trainkit(
     place: str, tmp_path: Path
 ) -> None:
@@ -122,7 +123,7 @@ def test_the_model_is_never_whole_while_it_is_written(tmp_path: Path) -> None:
         cfg=trainkit.compose(["recipe=null"]).cfg, weights=weights, which="last", skeleton=plain.Plain, build=whole
     )
     (tmp_path / "draft").mkdir()
-    record = whole_file.write(trained, tmp_path / "draft")["model.safetensors"]
+    record = whole_file.write(trained, tmp_path / "draft").files["model.safetensors"]
     assert record.num_bytes == (tmp_path / "draft/model.safetensors").stat().st_size
 
 
@@ -140,6 +141,7 @@ def test_a_model_with_state_that_no_checkpoint_holds_is_trained_and_not_exported
     )
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_export_costs_the_finished_run_nothing_but_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_disk_that_is_full_at_the_export_costs_the_finished_run_nothing_but_th
     assert "model_error" not in told
 
 
+@pytest.mark.slow
 def test_an_export_replaces_what_the_run_has_written_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

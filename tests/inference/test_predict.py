@@ -14,8 +14,10 @@ from torch import nn
 import trainkit
 from tests.inference.samples import Ragged, Rows
 from tests.support import quick
+from trainkit.api import prediction
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import CheckpointError, ConfigError, DataError
+from trainkit.models.mlp import Mlp
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.using import predict as verb
 
@@ -135,6 +137,25 @@ def test_an_existing_file_is_refused_without_overwrite(run: Path, cwd: Path) -> 
     )
     assert Path("out.ids.npy").read_text() == "mine"
     assert predict(run, "out.npy", overwrite="") == 0
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused_before_anything_is_computed(run: Path, cwd: Path) -> None:
+    Path("rows.npy").mkdir()
+    assert "is a folder. Give another name." in refused(run, "rows.npy", overwrite="")
+
+
+def test_a_prediction_that_fails_before_its_first_part_leaves_nothing_and_one_of_nan_says_so(
+    run: Path, cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "run_job", lambda *_, **__: pytest.fail("damaged"))
+    with pytest.raises(pytest.fail.Exception):
+        predict(run, "rows.npy")
+    assert [*Path().iterdir()] == []
+    monkeypatch.undo()
+    monkeypatch.chdir(cwd)
+    monkeypatch.setattr(Mlp, "forward", lambda _self, inputs: torch.full((len(inputs), 10), torch.nan))
+    assert predict(run, "rows.npy") == 0
+    assert "note: 360 of 360 rows hold NaN or infinity." in capsys.readouterr().err
 
 
 def test_a_folder_of_that_name_that_is_not_of_a_prediction_is_refused(run: Path, cwd: Path) -> None:

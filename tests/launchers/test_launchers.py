@@ -200,7 +200,7 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None
         processes = [
             start(*host.command(*long, *spec, f"cluster.task=worker:{index}")) for index, host in enumerate(hosts)
         ]
-        wait_until((cwd / "run/checkpoints/step_00000020").exists)
+        wait_until(lambda: any((cwd / "run/checkpoints").glob("step_*")))  # early ones are deleted soon
         hosts[1].unplug()
         told = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [5, 5], told

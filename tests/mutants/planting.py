@@ -94,7 +94,7 @@ def run_tests(copy: Path, tests: Sequence[str], *, timeout_s: float, **more: str
     """
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"} | more
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--numprocesses", "0", "-m", "not engine"]
-    command = quick.command(*options, *tests, module="pytest")
+    command = quick.command(*options, *tests, module="pytest", imports="torch")
     process = subprocess.run(
         command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )

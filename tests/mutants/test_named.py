@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import yaml
 
 from tests.mutants.planting import ROOT, Mutant, copy_sources, plant
+from tests.support import quick
 
 LISTED: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "named.yaml").read_text())
 
@@ -29,10 +29,8 @@ def prove(copy: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     own = ["--config-dir", str(copy / "tests/support/conf"), "--allow-package", "tests"]
     fixed = [*own, "strategy=mirrored", "strategy.replicas=2", "--steps", "3", "--same-cut"]
-    command = [sys.executable, "-m", "trainkit", "prove", *fixed]
-    done = subprocess.run(
-        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    command = quick.command("prove", *fixed, *arguments, imports="torch")
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -9,9 +9,9 @@ import torch
 from tests.objectives.ranks import Alone, on_ranks
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective, Loss
-from trainkit.objectives.classification import Classification
+from trainkit.objectives.classification import Classification, TopK
 from trainkit.objectives.confusion import ConfusionMatrix, PerClass
-from trainkit.objectives.metrics import TopK, gather_ragged
+from trainkit.objectives.metrics import gather_ragged
 from trainkit.objectives.tables import Table, results_of
 
 torchmetrics = pytest.importorskip("torchmetrics")

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import pytest
 
+from tests.support import quick
+
 HERE: Final = Path(__file__).parent
 STORIES: Final = sorted(file.stem for file in (HERE / "stories").glob("[a-z]*.py"))
 PLAIN: Final = ("diffusion", "recommender", "tabular_weights")
@@ -46,7 +48,7 @@ def tell(installed: Path, cwd: Path, clean_environ: dict[str, str]) -> Callable[
     shutil.copytree(HERE / "stories", cwd / "stories", ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(*arguments: str, module: str = "stories") -> list[str]:
-        command = [str(installed / "python"), "-m", module, *arguments]
+        command = quick.command(*arguments, module=module, python=installed / "python")
         done = subprocess.run(command, cwd=cwd, env=clean_environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()

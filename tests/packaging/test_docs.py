@@ -52,6 +52,7 @@ def parameters() -> list[Any]:
 
 
 @pytest.mark.parametrize("block", parameters())
+@pytest.mark.slow
 def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
     files = dict(FILE.findall((ROOT / block.page).read_text()))
     for name, content in files.items():

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import quick
+
 PROJECT = Path(__file__).parent / "newcomer"
 OWN = ("--config-dir", "my_conf", "--allow-package", "newcomer")
 
@@ -17,11 +19,11 @@ OWN = ("--config-dir", "my_conf", "--allow-package", "newcomer")
 def trainkit(
     installed: Path, cwd: Path, clean_environ: dict[str, str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the installed command in the user's project."""
+    """Runs the installed trainkit in the user's project."""
     shutil.copytree(PROJECT, cwd, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(installed / "trainkit"), *arguments]
+        command = quick.command(*arguments, python=installed / "python")
         return subprocess.run(
             command, cwd=cwd, env=clean_environ, capture_output=True, text=True, timeout=120, check=False
         )

@@ -18,10 +18,11 @@ import trainkit
 from trainkit import cli
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import CheckpointError, ConfigError, MissingExtraError
+from trainkit.exporting.inputs import Inputs
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
-from trainkit.quantizing.formats import FORMATS, Inputs, format_named
+from trainkit.quantizing.formats import FORMATS, format_named, quantize, restore
 from trainkit.quantizing.measuring import latency, share_of_weights
 from trainkit.run.folder.quantize import quantize_run
 
@@ -82,6 +83,29 @@ def arguments(model: nn.Module) -> dict[str, Any]:
     if isinstance(model, Gpt):
         return {"vocab_size": 64, "context": 16, "num_layers": 1, "num_heads": 2, "width": 48}
     return {"in_channels": 1, "image_size": 8, "widths": [8], "num_classes": 3}
+
+
+@needs_torchao
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_transposed_layers_of_a_gpt2_are_quantized_as_linear_layers_and_loaded_again(to: str) -> None:
+    import transformers
+
+    settings: Any = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2, "use_cache": False}
+    config = transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    model, other = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
+    inputs = {"input_ids": torch.randint(0, 64, (5, 16))}
+    done = quantize(copy.deepcopy(model), to, [inputs])
+    places = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert [*done.layers] == [*(f"transformer.h.0.{place}" for place in places), "lm_head"]
+    assert share_of_weights(model, done.layers)["linear"] == 1.0
+    facts = yaml.safe_load(yaml.safe_dump({**done.facts, "layers": list(done.layers)}))
+    restored = restore(other, to, done.tensors.__getitem__, facts)
+    with torch.no_grad():
+        own, found, again = (one(**inputs)["logits"] for one in (model, done.model, restored))
+    assert torch.equal(found, again)
+    assert 0 < (found - own).abs().max() / own.abs().max() < (0.3 if to == "int4_weight" else 0.05)
 
 
 @needs_torchao

@@ -23,6 +23,8 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "cli.py": {"open": "the null device"},
     "extras.py": {"read_text": "trainkit's own pyproject.toml"},
     "verbs/starting/init.py": {"read_text": "trainkit's own template"},
+    "run/estimates/calibrating.py": {"read_text": "a file of its own child", "json.loads": "of the same"},
+    "run/estimates/this_machine.py": {"read_text": "/proc and the cgroup file system"},
     "redaction.py": {"read_text": "/proc", "read_bytes": "/proc"},
     "run/hang_detection/process_evidence.py": {"read_text": "/proc and the cgroup file system"},
     "strategies/reducers/shared_memory.py": {
@@ -30,7 +32,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
         "open": "a memory segment of this run, by descriptor",
     },
     "sweeps/backends/job_spec.py": {"read_text": "/proc"},
-    "config/yaml_documents.py": {
+    "config/yaml_files.py": {
         "yaml.safe_load": "a scalar of a text that is within the bounds",
         "open": "a config of the user's that was read within the bounds",
         "read_text": "the same",
@@ -38,10 +40,8 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "config/targets/checks.py": {"read_text": "the same"},
     "config/secrets.py": {"json.loads": "a variable of the user's own environment"},
     "run/process/fork_server.py": {
-        "open": "the null device",
-        "json.loads": "a pair of sockets between a process and its parent",
+        "json.loads": "a pair of sockets between a process and its child",
     },
-    "run/process/fork_client.py": {"json.loads": "a pair of sockets between a process and its child"},
     "report/drawing.py": {"json.load": "the input that the parent writes"},
     "report/train_log.py": {"open": "checks for a regular file itself; the null device"},
     "report/events.py": {"open": "writes a new file"},
@@ -63,7 +63,10 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "inference/parts.py": {"open": "writes new files"},
     "inference/writing.py": {"open": "writes new files"},
     "exporting/checking.py": {"load_file": "what its own process has just written, in a folder of its own"},
-    "exporting/fresh_process.py": dict.fromkeys(("read_text", "json.loads", "load_file"), "the same, in that process"),
+    "exporting/fresh_process.py": dict.fromkeys(
+        ("read_text", "json.loads", "load_file", "safe_open"), "the same, there"
+    ),
+    "data/sets/json_lines.py": {"open": "the same, in lines of a bounded length"},
     "data/sets/tables.py": {"open": "the same", "csv.reader": "the same"},
     "data/sets/cifar10.py": {"fromfile": "the same, of a size that is known"},
 }

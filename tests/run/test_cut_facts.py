@@ -29,6 +29,7 @@ def plan_of(*arguments: str) -> RunPlan:
     return make_plan(RunConfig.from_dict(compose(arguments).values))
 
 
+@pytest.mark.slow
 def test_train_and_plan_print_the_same_note(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *DRAWING]) == 0
     assert f"  note: {DRAWS}" in capsys.readouterr().out.splitlines()
@@ -80,6 +81,7 @@ def test_samples_of_one_shape_are_looked_for() -> None:
     assert cut_facts._samples_of_one_shape(Ragged(alike=32)) == why
 
 
+@pytest.mark.slow
 def test_the_training_is_not_disturbed(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ["recipe=digits", "model.dropout=0.2", "model.batch_norm=true", "stop_at_step=3"]
     probed = api.train(api.compose(short))

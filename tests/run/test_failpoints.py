@@ -40,7 +40,7 @@ def test_without_step_or_phase_every_moment_is_meant() -> None:
 def test_others_are_spared(environ: dict[str, str]) -> None:
     reload(environ)
     hit("forward", 0)
-    assert not failpoints.armed()
+    assert not failpoints.ARMED
 
 
 def test_several_are_parted_by_semicolons() -> None:
@@ -52,9 +52,9 @@ def test_several_are_parted_by_semicolons() -> None:
 
 def test_a_task_is_named_by_its_index_whatever_its_rank() -> None:
     reload({"TRAINKIT_RANK": "1", "TRAINKIT_INDEX": "3", "TRAINKIT_FAIL": "index=3,action=raise"})
-    assert failpoints.armed()
+    assert failpoints.ARMED
     reload({"TRAINKIT_RANK": "3", "TRAINKIT_INDEX": "0", "TRAINKIT_FAIL": "index=3,action=raise"})
-    assert not failpoints.armed()
+    assert not failpoints.ARMED
 
 
 def test_a_failure_lasts_as_long_as_its_file(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.support.verdicts import plain
 from trainkit.cluster.host import ProcessId
+from trainkit.cluster.tasks import Task
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
@@ -17,6 +19,7 @@ from trainkit.run.hang_detection.watch import Limit, OverdueRank
 from trainkit.run.process.error_report import Reporter, is_after_effect, read_error_report, write_error_report
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit
+from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
 from trainkit.run.supervisor.failure import hanging, is_clean, root_cause, unresponsive_rank
 from trainkit.trainer.failpoints import Phase
 
@@ -299,3 +302,18 @@ def test_damaged_last_words_are_none(folder: RunFolder) -> None:
     folder.live.mkdir()
     folder.error_of(0).write_text('{"rank": 0}')
     assert read_error_report(folder.error_of(0)) is None
+
+
+def test_an_exit_that_is_reported_when_no_rank_runs_any_more_counts(folder: RunFolder) -> None:
+    say(folder, 0, raised_in_c(RuntimeError, RESET))
+    say(folder, 1, ValueError("bad batch"))
+    tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
+    runner = AttemptRunner(
+        tasks, SupervisorSettings(), may_return=lambda: False, folder=folder, command=[],
+        groups=lambda _attempt, _report: mock.Mock(), rendezvous=mock.Mock(),
+    )  # fmt: skip
+    runner.events.put(exited(1))
+    group = mock.Mock(running=[], marks={})
+    failure, exits = runner._first_failure(group, 0, exited(0))
+    assert plain(failure.headline) == "rank 1 failed while starting: ValueError: bad batch."
+    assert [one.rank for one in exits] == [0, 1]

@@ -48,6 +48,15 @@ def test_a_class_is_imported_by_its_old_name(old: str) -> None:
     assert getattr(import_module(module), name) is getattr(import_module(module), moved.NAMES[old])
 
 
+@pytest.mark.parametrize("old", sorted(moved.CLASSES))
+def test_a_class_that_moved_alone_is_found_by_both_names(old: str) -> None:
+    module, _, name = old.rpartition(".")
+    found = getattr(import_module(module), name)
+    assert f"{found.__module__}.{found.__qualname__}" == moved.current_name(old)
+    assert moved.original_name(moved.current_name(old)) == old
+    assert imported(old) is found
+
+
 def test_a_module_below_an_old_package_and_a_renamed_class_in_it_are_imported() -> None:
     replica, loop = import_module("trainkit.strategies.replica"), import_module("trainkit.engine.loop")
     assert replica.Held is import_module("trainkit.strategies.core.replica").PlacedModel

@@ -13,8 +13,8 @@ import pytest
 
 from tests.contract.running import run
 from tests.support.verdicts import plain
-from trainkit.run.process import fork_client as ranks
-from trainkit.run.process.fork_client import ForkServerClient
+from trainkit.run.process import fork_server as ranks
+from trainkit.run.process.fork_server import ForkServerClient
 
 pytestmark = pytest.mark.skipif(not ForkServerClient.is_possible(), reason="ranks are forks on Linux alone")
 
@@ -52,6 +52,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

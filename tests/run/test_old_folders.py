@@ -39,6 +39,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [name if name == "mirrored" else pytest.param(name, marks=pytest.mark.long) for name in ENDED_WITH]
 )
+@pytest.mark.slow
 def test_an_old_run_goes_on_in_the_same_bits(name: str, tmp_path: Path) -> None:
     old, renamed = shutil.copytree(OLD / name, tmp_path / "old"), shutil.copytree(OLD / name, tmp_path / "renamed")
     config = renamed / "resolved.yaml"
@@ -53,6 +54,7 @@ def test_an_old_run_goes_on_in_the_same_bits(name: str, tmp_path: Path) -> None:
         assert after["weights_sha256"] == ENDED_WITH[name]
 
 
+@pytest.mark.slow
 def test_an_old_sweep_goes_on_and_runs_no_finished_job_again(tmp_path: Path) -> None:
     sweep = shutil.copytree(OLD / "sweep", tmp_path / "sweep")
     before = (sweep / "0" / "result.json").read_bytes()

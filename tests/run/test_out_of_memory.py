@@ -10,8 +10,8 @@ import torch
 
 from trainkit.config.compose import compose
 from trainkit.errors import OutOfMemoryError, TrainingError
-from trainkit.run.planning.out_of_memory import explain_oom
 from trainkit.run.planning.plan import make_plan
+from trainkit.run.task import explain_oom
 
 GPT = (
     "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=2", "model.num_heads=2",

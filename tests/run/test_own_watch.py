@@ -3,9 +3,12 @@
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 
 from tests.end_to_end.hanging import loops_for_ever
 from trainkit.errors import HangError
@@ -13,6 +16,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
+from trainkit.run.task import report_compiling
 from trainkit.trainer.failpoints import Phase
 
 HASTY = TimeLimits(hang_timeout_s=0.4, start_timeout_s=0.4, eval_timeout_s=0.4)
@@ -58,6 +62,22 @@ def test_a_step_that_is_counted_does_not_hide_an_evaluation() -> None:
     beats = beating(7, "evaluate")
     beats.follow(lambda: 7)
     assert beats.count().phase == "evaluate"
+
+
+def test_a_step_that_is_counted_does_not_hide_a_compilation() -> None:
+    """A later step may compile for minutes, as a ragged last batch does: `first_step_timeout_s` limits it."""
+    beats = beating(0, "data")
+    beats.follow(lambda: 7)
+    phases = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        phases.append((beats.count().phase, beats.count().step))
+        return graph.forward
+
+    with report_compiling(beats):
+        torch.compile(lambda tensor: tensor + 1, backend=backend)(torch.ones(2))
+    assert phases == [("compile", 7)]
+    assert (beats.phase, beats.step) == ("data", 7)
     beats.follow(lambda: 8)
     assert (beats.count().phase, beats.count().step) == ("data", 8)
 

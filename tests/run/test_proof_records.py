@@ -37,6 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "trainkit/proofs"
 
 
+@pytest.mark.slow
 def test_a_proof_stands_in_the_result_of_a_training_that_is_started_so(
     cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake:
 
 
 def test_a_server_that_is_killed_takes_the_group_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
-    fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
+    fake("steps=200 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
     said: list[str] = []
     assert run_roles(folder, "worker ps", log=said.append) == {"status": "finished", "attempt": 1}
     assert plain(said[0]).startswith("rank 2 was ended by SIGKILL in step 20 (idle).")

@@ -2,7 +2,7 @@ import pytest
 
 from tests.support.present import present
 from trainkit.cluster.tasks import Task
-from trainkit.run.supervisor.membership import ReplicaMembership
+from trainkit.run.supervisor.supervisor import ReplicaMembership
 
 
 class Clock:

@@ -130,6 +130,7 @@ def test_pictures_that_the_model_cannot_make_are_refused_before_the_first_step(t
 
 
 @pytest.mark.parametrize("strategy", [["one_device"], ["mirrored", "strategy.replicas=2"]], ids=str)
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_replicas_as_if_it_had_not_stopped(
     tmp_path: Path, strategy: list[str]
 ) -> None:

@@ -10,8 +10,7 @@ import trainkit
 from trainkit.cluster.local import detect
 from trainkit.config.schema import RunConfig
 from trainkit.errors import DataError, TrainkitError
-from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.planning.shared_plan import VARIABLE, plan_from_environ, plan_to_environ
+from trainkit.run.planning.plan import VARIABLE, RunPlan, make_plan, plan_from_environ, plan_to_environ
 
 LAUNCH = {"TF_CONFIG": '{"cluster": {"worker": ["10.0.0.1:1", "10.0.0.2:1"]}, "task": {"type": "worker", "index": 1}}'}
 

@@ -16,13 +16,14 @@ from trainkit import cli, storage
 from trainkit.data.reading.files import fetch
 from trainkit.errors import DataError, StorageError
 from trainkit.report.events import EventFile
+from trainkit.run.begin import refuse_small_disk
 from trainkit.run.folder import run_folder as folder_module
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
-from trainkit.trainer.checkpoint import BackgroundSaver, refuse_small_disk, save
+from trainkit.trainer.checkpoint import BackgroundSaver, save
 
 ELSEWHERE = "or choose a folder on another file system (hydra.run.dir=FOLDER)."
 

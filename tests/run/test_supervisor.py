@@ -28,7 +28,7 @@ def test_ranks_run_to_the_end_and_the_result_comes_back(
     folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("trainkit.run.folder.metadata.num_cores", lambda: 7)
+    monkeypatch.setattr("trainkit.run.process.worker_group.num_cores", lambda: 7)
     fake("steps=4")
     assert run_fakes(folder, 3) == {"status": "finished", "attempt": 0}
     assert said_by_rank_1(folder) == [{"attempt": 0, "life": 0, "prefix": "attempt/0", "omp": "2"}]

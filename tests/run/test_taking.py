@@ -12,6 +12,7 @@ from trainkit.errors import CheckpointError, ConfigError, UnreadableError
 from trainkit.run.folder.lock import discard_lock, locked
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer.checkpoint import list_complete, save
+from trainkit.trainer.cleanup import delete
 from trainkit.trainer.ownership import MARK, OwnershipToken
 
 PACKAGE = Path(__file__).parents[2] / "trainkit"
@@ -179,6 +180,9 @@ ALLOWED = {
     "inference/writing.py": "a temporary file of this process",
     "exporting/folder.py": "an earlier export with the token of the run; other files in it are kept",
     "trainer/cleanup.py": "the same of checkpoints",
+    "exporting/torch_program.py": "an earlier form of a file in the draft of this export",
+    "verbs/support/measured.py": "an empty folder that this call has made",
+    "measuring/bench.py": "the temporary folder that this call has made",
     "trainer/checkpoint/retention.py": "index.json and evaluated.json, set aside before the first save",
     "trainer/checkpoint/saving.py": "gives a complete draft its name, once nothing is there",
     "verbs/starting/init.py": "a draft of this process, which becomes a folder that was not there",
@@ -192,10 +196,24 @@ ALLOWED = {
     "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",
     "run/folder/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
     "run/session/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
+    "run/estimates/calibrating.py": "the calibration of this machine, in the user's cache folder",
     "run/folder/status.py": "a temporary file of this process",
     "storage.py": "a probe of this process, of a name of its own",
     "run/folder/run_folder.py": "result.json and .owner of a folder with a token; temporary files of this process",
 }
+
+
+def test_a_token_that_a_kill_has_left_half_written_does_not_keep_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = OwnershipToken.new()
+    put(tmp_path, 1, owner)
+    root = tmp_path / "checkpoints"
+    (checkpoint,) = list_complete(root)
+    (checkpoint.folder / f"{MARK}.4700").write_text('{"token"')
+    delete(checkpoint, owner)
+    assert [path.name for path in root.iterdir() if path.is_dir()] == []
+    assert capsys.readouterr().err == ""
 
 
 def test_every_place_that_deletes_or_replaces_is_known() -> None:

@@ -169,7 +169,7 @@ ARGUMENTS = {
 def test_an_argument_runs_nothing(edited: Callable[[str], Path], verb: str) -> None:
     canary = edited("a module of torch's imports")
     recipe = [] if verb in ("resume", "top") else ["recipe=null"]
-    for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.folder.metadata.subprocess.getoutput"):
+    for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.begin.subprocess.getoutput"):
         line = [*ARGUMENTS[verb], *recipe, f"model._target_={target}", "+model.command=touch canary"]
         assert main([*line, "+model.cmd=touch canary"]) == 2
     assert not canary.exists()
@@ -185,6 +185,7 @@ def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited: Callable[[str],
     assert not canary.exists()
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_own_is_trained_resumed_and_evaluated_in_every_process(
     cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

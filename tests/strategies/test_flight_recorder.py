@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.errors import CollectiveMismatchError
+from trainkit.strategies import flight_recorder
 from trainkit.strategies.flight_recorder import FlightRecorder, read_collectives, waited_for
 
 WORLD: Any = SimpleNamespace(group_name="0")
@@ -95,6 +96,13 @@ def test_a_call_of_user_code_is_none_of_trainkits(ranks: Ranks) -> None:
         exec("rank.record(group, 'all_reduce', ones)", ours)
 
 
+def test_a_callback_in_a_thread_of_torch_is_one_of_trainkits(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    callers = iter(["trainkit.strategies.reducers.compression", "torch.distributed.algorithms"])
+    monkeypatch.setattr(flight_recorder, "_caller", lambda: (next(callers), "a.py:1"))
+    for rank in ranks:
+        rank.record(WORLD, "all_reduce", torch.ones(5))
+
+
 def test_each_group_counts_for_itself(ranks: Ranks) -> None:
     ranks[0].record(WORLD, "all_reduce", torch.ones(5))
     ranks[0].record(HALF, "broadcast", torch.ones(2))
@@ -118,6 +126,18 @@ def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(
         file.write(b"a")
     with FlightRecorder(file_of, 1, lambda: 3) as other_host:
         other_host.record(WORLD, "broadcast", torch.ones(2))
+
+
+def test_a_rank_that_begins_to_record_later_is_compared_with(file_of: Callable[[int], Path]) -> None:
+    with FlightRecorder(file_of, 0, lambda: -1) as early:
+        early.record(WORLD, "broadcast", torch.ones(2))
+        file_of(1).touch()  # its file is made, and not filled yet
+        early.record(WORLD, "broadcast", torch.ones(2))
+        with FlightRecorder(file_of, 1, lambda: -1) as late:
+            for name in ("broadcast", "broadcast", "all_reduce"):
+                late.record(WORLD, name, torch.ones(2))
+            with pytest.raises(CollectiveMismatchError):
+                early.record(WORLD, "broadcast", torch.ones(2))
 
 
 def test_of_ranks_in_one_phase_the_one_that_has_not_called_is_waited_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.models.gpt import Gpt
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map.strategy import DeviceMap
-from trainkit.strategies.partition.activations import activation_bytes
+from trainkit.strategies.partition.activations import activation_bytes, activations_in
 from trainkit.strategies.partition.blocks import blocks_of
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
@@ -251,7 +252,7 @@ class Caller(nn.Module):
 def test_activations_are_brought_to_each_block_however_deep_they_lie() -> None:
     model = Caller()
     model.second.to("meta")
-    layout = DeviceLayout(units=blocks_of(model), devices_by_unit=("cpu", "meta"), routed=True)
+    layout = DeviceLayout(units=blocks_of(model), group=("cpu", "meta"), places=(0, 1), routed=True)
     layout.move(model)
     assert [param.device.type for param in model.parameters()] == ["cpu", "meta"]
     tensor, number = model(torch.ones(2))["both"]
@@ -277,6 +278,21 @@ def test_a_model_that_looks_at_numbers_has_no_known_activations() -> None:
 
     model, shard = nn.Sequential(nn.Linear(2, 2)), torch.empty(1, 2, device="meta")
     assert activation_bytes(model, blocks_of(model), lambda run: run(shard).sum().item(), Precision()) is None
+
+
+def test_planning_finds_the_activations_of_a_model_once_for_each_size_of_a_shard() -> None:
+    from trainkit.numerics.precision import Precision
+    from trainkit.objectives.classification import Classification
+
+    model, sizes = nn.Sequential(nn.Linear(2, 2)), list[int]()
+    model.register_forward_pre_hook(lambda _module, args: sizes.append(len(args[0])))
+    facts = PlanContext(objective=Classification(), sample=(torch.zeros(2), 1), micro_size=3)
+    asked = (facts, facts, replace(facts, micro_size=5))
+    first, again, larger = (activations_in(one, Precision())(model, blocks_of(model)) for one in asked)
+    assert first is not None
+    assert larger is not None
+    assert again == first < larger
+    assert sizes == [3, 5]
 
 
 def test_auto_weighs_the_activations_of_a_shard() -> None:

@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.support import zoo
 from tests.support.pool import Place, Pool
+from tests.support.second_device import SecondDevice, send
 from trainkit.strategies.core.replica_check import bits_hash, drifted_parameter
-from trainkit.strategies.groups.process_group import GroupCollective
+from trainkit.strategies.groups.process_group import GroupCollective, LocalCollective
 
 CPU = torch.device("cpu")
 
@@ -52,3 +53,16 @@ def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, 
 def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> None:
     one, other = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
     assert int(bits_hash(one)) != int(bits_hash(other))
+
+
+def test_parameters_on_two_devices_are_compared() -> None:
+    @dataclass
+    class Replica:
+        model: nn.Module
+        data_ranks: LocalCollective
+        masters_apart: bool = False
+
+    model = zoo.Net()
+    with SecondDevice():
+        send(model.get_submodule("2"))
+        assert drifted_parameter(Replica(model, LocalCollective())) is None  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a module of torch's imports": ("model", _SYSTEM),
     "a module of trainkit's imports": (
         "model",
-        {"_target_": "trainkit.run.folder.metadata.subprocess.getoutput", "cmd": TOUCH},
+        {"_target_": "trainkit.run.begin.subprocess.getoutput", "cmd": TOUCH},
     ),
     "a class of subprocess through trainkit": (
         "data",
@@ -110,7 +110,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a callback": ("callbacks", _SYSTEM),
     "a logger": ("logger", _SYSTEM),
     "a cluster": ("cluster", _SYSTEM),
-    "a strategy": ("strategy", {"_target_": "trainkit.run.folder.metadata.subprocess.getoutput", "cmd": TOUCH}),
+    "a strategy": ("strategy", {"_target_": "trainkit.run.begin.subprocess.getoutput", "cmd": TOUCH}),
     "a schedule": ("schedule", _SYSTEM),
     "a precision": ("precision", _SYSTEM),
     "an optimizer": ("optimizer", {**_SYSTEM, "lr": 0.1}),

@@ -17,6 +17,9 @@ IGNORED_VARIABLES = frozenset(
     {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
 )
 
+# in the command lines of what lives for the session
+_LASTING = (b"tests.support.pool_worker", b"tests.support.quick", b"tests/support/quick.py", b"resource_tracker")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
@@ -85,7 +88,7 @@ def _expected(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return True
-    return any(name in command for name in (b"tests.support.pool_worker", b"tests.support.quick", b"resource_tracker"))
+    return any(name in command for name in _LASTING)
 
 
 def _lives_on(thread: threading.Thread) -> bool:

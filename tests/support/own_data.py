@@ -66,6 +66,29 @@ class PointStream(IterableDataset[tuple[Tensor, Tensor]]):
         return (self._points[index] for index in range(len(self)))
 
 
+class SavedPointStream(PointStream):
+    """The points, and the number of points that were read."""
+
+    def __init__(self, split: str = "train") -> None:
+        super().__init__(split)
+        self._place = self._start = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the points, from a place that was loaded on."""
+        start, self._start = self._start, 0
+        for place in range(start, len(self)):
+            self._place = place + 1
+            yield self._points[place]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place."""
+        return {"place": self._place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a place."""
+        self._place = self._start = state["place"]
+
+
 class SplitPoints(Points):
     """Points with several splits of each kind, and one that nothing evaluates."""
 

@@ -1,6 +1,7 @@
 """The fast lane, `pytest --fast`: a test that comes to start a process is skipped there and then.
 
-No list says which tests these are. While a test runs, Python's audit events of a started process raise the exception
+No list has to say which tests these are: the marker `slow` only saves the work that a test does before, and leaves out
+what compiles for seconds. While a test runs, Python's audit events of a started process raise the exception
 that skips it; where the code under test swallows that exception, the test's result is replaced by the skip.
 """
 
@@ -20,9 +21,10 @@ from typing import Final
 import pytest
 
 EVENTS: Final = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
-ALLOWED: Final = "git"
-"""The one program that may start: every run asks it for the commit, in some milliseconds."""
+ALLOWED: Final = frozenset({"git", "uname"})
+"""Programs that may start: every run asks for the commit, and once in a process for the system, in milliseconds."""
 REASON: Final = "starts a process"
+SLOW: Final = "slow: left out of the fast lane"
 
 
 class FastLane:
@@ -41,7 +43,7 @@ class FastLane:
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
         if event not in EVENTS or self._item is None:
             return
-        if event == "subprocess.Popen" and Path(str(arguments[0])).name == ALLOWED:
+        if event == "subprocess.Popen" and Path(str(arguments[0])).name in ALLOWED:
             return
         self._refused.add(self._item.nodeid)
         main = threading.main_thread()
@@ -53,6 +55,12 @@ class FastLane:
         """In the main thread: skip a test of which another thread was refused a process."""
         if self._called:
             pytest.skip(REASON)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out the tests marked as slow, before their fixtures are set up."""
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason=SLOW))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self) -> Generator[None, object, object]:

@@ -1,9 +1,13 @@
 """Commands that are quick to start: forks of a process that has imported what they import.
 
-Importing torch takes three seconds of a core, most of what a short command costs. A script hands its arguments, folder,
-environment and open files to a process of the session, which forks; what the fork runs, prints and ends with is what
-`python -m trainkit` does, or `python -m pytest`. Signals but SIGKILL do not reach it: a test that sends one starts the
-command as it is. The process that the ranks of a run are forked from is started in the same way (`quicken_launches`).
+Importing torch takes two to three seconds of a core, most of what a short command costs. A script hands its arguments,
+folder, environment and open files to a process of the session, which forks; what the fork runs, prints and ends with is
+what `python -m MODULE` or `python FILE` does. Signals but SIGKILL do not reach it: a test that sends one starts the
+command as it is. The processes that a command starts and that import torch are started in the same way
+(`quicken_launches`).
+
+There is a process to fork for each interpreter (this one, or that of an environment with the wheel) and for each of two
+sets of imports: `trainkit`, or only `torch`, for commands of a copy of this project.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -22,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -50,31 +56,41 @@ sys.exit(answer[0] if answer else 139)
 
 
 class _Quick:
-    """The process that is forked, and the folder of the script."""
+    """The process that is forked, and the folder of its scripts."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, imports: str, python: str) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        address = str(self.folder / "socket")
-        for name in (module, *_ALSO_RUN[module]):
-            script = self.folder / name
-            script.write_text(SCRIPT.format(python=sys.executable, address=address, module=name))
-            script.chmod(0o755)
-        self.script = self.folder / module
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self._address = str(self.folder / "socket")
+        for name in ("trainkit", *_QUICKENED[imports]):
+            self.script(name)
+        environ, itself = dict(os.environ), ["-m", "tests.support.quick"]
+        if python == sys.executable:
+            environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        else:  # an environment that has no tests, and must not see this checkout
+            environ.pop("PYTHONPATH", None)
+            itself = [__file__]
         reader, self._writer = os.pipe()  # closed with this process, also when it is killed
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.quick", module, address, str(reader)],
-            cwd=ROOT,
+            [python, *itself, imports, self._address, str(reader)],
+            cwd=ROOT if python == sys.executable else self.folder,
             env=environ,
             pass_fds=[reader],
             start_new_session=True,
         )
         os.close(reader)
-        while not Path(address).exists():
+        while not Path(self._address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
-        if module == "trainkit" and "XDG_CACHE_HOME" in os.environ:
+        if (imports, python) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ:
             NOTE.write_text(str(self.folder))
+
+    def script(self, module: str) -> Path:
+        """Return the script that stands for `python -m MODULE`."""
+        script = self.folder / module
+        if not script.exists():
+            script.write_text(SCRIPT.format(python=sys.executable, address=self._address, module=module))
+            script.chmod(0o755)
+        return script
 
     def end(self) -> None:
         """Leave nothing."""
@@ -84,20 +100,29 @@ class _Quick:
         shutil.rmtree(self.folder)
 
 
-_started: dict[str, _Quick] = {}
+_started: dict[tuple[str, str], _Quick] = {}
 
 
-def _quick(module: str) -> _Quick:
-    if module not in _started:
-        _started[module] = _Quick(module)
-    return _started[module]
+def _quick(imports: str, python: str = sys.executable) -> _Quick:
+    if (imports, python) not in _started:
+        _started[imports, python] = _Quick(imports, python)
+    return _started[imports, python]
 
 
-def command(*arguments: str, module: str = "trainkit") -> list[str]:
-    """`python -m MODULE` with these arguments, of trainkit or pytest; killed, it ends what it stands for."""
+def command(
+    *arguments: str, module: str = "trainkit", imports: str = "trainkit", python: str | Path = sys.executable
+) -> list[str]:
+    """Return the command that stands for `python -m MODULE` with these arguments; killed, it ends that, too.
+
+    Args:
+        *arguments: those of the module.
+        module: what is run.
+        imports: what has been imported already: `trainkit`, or only `torch`.
+        python: the interpreter.
+    """
     if sys.platform != "linux":
-        return [sys.executable, "-m", module, *arguments]
-    return [str(_quick(module).script), *arguments]
+        return [str(python), "-m", module, *arguments]
+    return [str(_quick(imports, str(python)).script(module)), *arguments]
 
 
 def path() -> str:
@@ -120,7 +145,7 @@ def quicken_launches(
     start = subprocess.Popen.__init__
 
     def init(self: subprocess.Popen[bytes], args: Any, *rest: Any, **options: Any) -> None:
-        if isinstance(args, list | tuple) and args[:2] == (sys.executable, "-m") and args[2] in modules:
+        if isinstance(args, list | tuple) and tuple(args[:2]) == (sys.executable, "-m") and args[2] in modules:
             scripts = folder()
             args = args if scripts is None else (str(scripts / args[2]), *args[3:])
         start(self, args, *rest, **options)
@@ -140,10 +165,10 @@ def end() -> None:
         _started.popitem()[1].end()
 
 
-def serve(module: str, address: str, reader: str) -> int:
+def serve(imports: str, address: str, reader: str) -> int:
     """In the process: forks until the session ends. In a fork: run the command; returns its exit code."""
     _end_with(int(reader))
-    for name in _IMPORTED[module]:
+    for name in _IMPORTED[imports]:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
     gc.collect()
@@ -151,8 +176,7 @@ def serve(module: str, address: str, reader: str) -> int:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
-    if module == "trainkit":
-        quicken_launches(lambda: Path(address).parent, FORK_SERVERS)
+    quicken_launches(lambda: Path(address).parent, _QUICKENED[imports])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks: each tells its own end
     while True:
         link, _ = listening.accept()
@@ -161,11 +185,11 @@ def serve(module: str, address: str, reader: str) -> int:
             os.close(int(reader))
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            return _answer(link)
+            return _answer(link, imports)
         link.close()
 
 
-def _answer(link: socket.socket) -> int:
+def _answer(link: socket.socket, imports: str) -> int:
     head, (*files, reader), _, _ = socket.recv_fds(link, 4, 250)
     _end_with(reader)
     (left,) = struct.unpack("!I", head)
@@ -190,10 +214,12 @@ def _answer(link: socket.socket) -> int:
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environ
     answering = os.getpid()
     try:
-        if module in FORK_SERVERS:
+        if imports == "trainkit" and module in FORK_SERVERS:
             code = _run_fork_server(module, arguments)
+        elif imports == "trainkit" and module == "trainkit":
+            code = _run_trainkit(arguments)
         else:
-            code = _run_pytest(arguments) if module == "pytest" else _run_trainkit(arguments)
+            code = _run_as_it_is(module, arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -226,14 +252,25 @@ def _run_fork_server(module: str, arguments: list[str]) -> int:
     return int(importlib.import_module(module).main(arguments))
 
 
-def _run_pytest(arguments: list[str]) -> int:
-    """Tests of the folder, which may be a copy: of this project nothing has been imported."""
-    import pytest
-
+def _run_as_it_is(module: str, arguments: list[str]) -> int:
+    """Do what `python -m MODULE` does in a process that has imported only what is imported here already."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    sys.path[:] = [str(Path.cwd()), *(place for place in sys.path if place not in ("", str(ROOT)))]
-    return int(pytest.main(arguments))
+    own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    last = [str(ROOT)] if str(ROOT) in sys.path else []  # an editable installation has it behind all others
+    rest = [place for place in sys.path if place not in ("", str(ROOT), *own)]
+    sys.path[:] = [str(Path.cwd()), *own, *rest, *last]
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - Python prints it and ends with 1
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 _IMPORTED: Final = {
@@ -241,10 +278,14 @@ _IMPORTED: Final = {
         "torch._dynamo", "trainkit.verbs.running.train", "trainkit.api", "trainkit.run.runner",
         "trainkit.run.supervisor.supervisor",
     ),
-    "pytest": ("torch._dynamo", "torch.distributed", "pytest"),
+    "torch": ("torch._dynamo", "torch.distributed", "pytest"),
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
-_ALSO_RUN: Final = {"trainkit": FORK_SERVERS, "pytest": ()}
+_QUICKENED: Final = {
+    "trainkit": FORK_SERVERS,
+    "torch": (*FORK_SERVERS, "tests.support.pool_worker", "tests.support.quick"),
+}
+"""What a command starts that is a fork, too."""
 
 
 def _end(code: int) -> NoReturn:
@@ -256,4 +297,6 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if not __package__:  # run as a file: the folder of the file holds modules that are not meant to be found
+        sys.path[0] = ""
     _end(serve(*sys.argv[1:]))

@@ -11,12 +11,15 @@ CONFTEST = """
 from tests.support.processes import FastLane
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "slow")
     config.pluginmanager.register(FastLane(config))
 """
 TESTS = """
 import subprocess
 import sys
 import threading
+
+import pytest
 
 COMMAND = [sys.executable, "-c", "open('started', 'w')"]
 
@@ -42,6 +45,10 @@ def test_that_waits_for_a_thread_that_starts_one():
     threading.Thread(target=start).start()
     ended.wait()
 
+@pytest.mark.slow
+def test_that_is_slow():
+    open("started", "w")
+
 def test_that_fails():
     assert False
 """
@@ -54,6 +61,6 @@ def test_what_starts_a_process_is_skipped_and_what_fails_fails(tmp_path: Path) -
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--rootdir", "."],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "1 failed, 1 passed, 3 skipped" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 4 skipped" in done.stdout, done.stdout + done.stderr
     assert "starts a process" in done.stdout
     assert not (tmp_path / "started").exists()

@@ -21,6 +21,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Supervised
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.fields import scores_of
+from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
+from trainkit.objectives.from_hidden.output_layer import OutputLayer
+from trainkit.objectives.language_modelling import LanguageModelling
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
 
@@ -246,6 +249,23 @@ class CountedTokens(Supervised):
         flat = targets.flatten()
         loss = functional.cross_entropy(scores_of(outputs).flatten(0, 1), flat, ignore_index=PAD, reduction="sum")
         return Loss(loss_sum=loss, weight=(flat != PAD).sum())
+
+
+class HiddenTokens(LanguageModelling):
+    """A language model's objective that computes its loss in the output layer, and nowhere else in training."""
+
+    draws_nothing: ClassVar[bool] = True
+
+    def score(self, outputs: Any, targets: Tensor) -> Loss:
+        """Refuse scores that a loss would be computed from."""
+        assert not torch.is_grad_enabled()
+        return super().score(outputs, targets)
+
+    def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
+        """Sum the loss of the language model in chunks, however few its scores are."""
+        layer, given = output.layer, (hidden.flatten(0, 1), output.layer.weight, targets.flatten())
+        loss = linear_cross_entropy(*given, bias=layer.bias, score=output.score, part=output.part, few=0)
+        return Loss(loss_sum=loss, weight=(targets != PAD).sum())
 
 
 def classes_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:

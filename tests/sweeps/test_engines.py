@@ -21,7 +21,7 @@ import hydra_plugins.trainkit_engines as plugin
 import trainkit
 from tests.support.present import present
 from trainkit.config.compose import Composer
-from trainkit.config.compose.loader import ComposedConfigLoader
+from trainkit.config.compose.jobs import ComposedConfigLoader
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.extras import install_command
 from trainkit.sweeps.backends.base import JobBackend

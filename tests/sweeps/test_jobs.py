@@ -14,8 +14,9 @@ import pytest
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
 from trainkit.run.folder.lock import locked
-from trainkit.sweeps.job_sources import JobList, SweepJob, free_folder
+from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.slots import Slots
+from trainkit.trainer.ownership import free_name
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
@@ -115,6 +116,7 @@ def test_batches_of_a_search_share_one_leaderboard(tmp_path: Path) -> None:
     ("number", "error"),
     [(signal.SIGINT, StoppedError), (signal.SIGTERM, TerminatedError), (signal.SIGHUP, HangupError)],
 )
+@pytest.mark.slow
 def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int, error: type[Exception]
 ) -> None:
@@ -188,7 +190,7 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_earlier_sweep_is_left_alone(tmp_path: Path) -> None:
-    assert free_folder(tmp_path / "0") == tmp_path / "0"
+    assert free_name(tmp_path / "0") == tmp_path / "0"
     (tmp_path / "0").mkdir()
     (tmp_path / "0-2").mkdir()
-    assert free_folder(tmp_path / "0", [tmp_path / "0-3"]) == tmp_path / "0-4"
+    assert free_name(tmp_path / "0", [tmp_path / "0-3"]) == tmp_path / "0-4"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.paths import with_config_dirs
 from trainkit.config.schema import MonitoredMetric
+from trainkit.config.yaml_files import with_config_dirs
 from trainkit.sweeps.results.job_results import read_entry, varied_overrides
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
 

@@ -39,6 +39,7 @@ sys.exit(130 if stopped else 0)
 """A job that is good and finishes, or is bad and trains until it is stopped."""
 
 
+@pytest.mark.slow
 def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

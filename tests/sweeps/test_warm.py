@@ -42,6 +42,7 @@ def result_of(folder: Path, name: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
     slots = Slots(count=1, threads=1)
     before = training(tmp_path, "before", "seed=7", "numerics.reproducible=true", "precision=fp64", "model.dropout=0.5")

@@ -7,7 +7,7 @@ is cut, moved, saved and restored by what does this for the slots of Adam, under
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final
 
@@ -49,10 +49,10 @@ class Average(ABC):
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the parameters of an optimizer after its updates from now on."""
-        optimizer.register_step_post_hook(_AfterStep(self))
+        optimizer.register_step_post_hook(AfterStep(self))
 
 
-class _AfterStep:
+class AfterStep:
     """A hook of `Optimizer.step`, which brings the averages of the updated parameters up to date."""
 
     def __init__(self, average: Average) -> None:
@@ -60,24 +60,27 @@ class _AfterStep:
         self._mix = average.mix()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Average the parameters that `Optimizer.step` has updated: those with a gradient."""
+        members = (param for group in optimizer.param_groups for param in group["params"])
+        self.update(optimizer, (param for param in members if param.grad is not None))
+
+    def update(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+        """Bring the averages of parameters that were updated up to date."""
         due: dict[tuple[int, torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                slots = optimizer.state[param]
-                updates = slots[UPDATES] = int(slots.get(UPDATES, 0)) + 1  # a tensor after a restore
-                count, rest = divmod(updates - self._first, self._every)
-                if count < 0 or rest:
-                    continue
-                if not count or AVERAGE not in slots:
-                    slots[AVERAGE] = param.detach().clone()
-                else:
-                    due.setdefault((count, param.device, param.dtype), []).append((slots[AVERAGE], param.detach()))
+        for param in params:
+            slots = optimizer.state[param]
+            updates = slots[UPDATES] = int(slots.get(UPDATES, 0)) + 1  # a tensor after a restore
+            count, rest = divmod(updates - self._first, self._every)
+            if count < 0 or rest:
+                continue
+            if not count or AVERAGE not in slots:
+                slots[AVERAGE] = param.detach().clone()
+            else:
+                due.setdefault((count, param.device, param.dtype), []).append((slots[AVERAGE], param.detach()))
         with torch.no_grad():
             for (count, _device, _dtype), pairs in due.items():
-                averages, params = (list(one) for one in zip(*pairs, strict=True))
-                self._mix(averages, params, count)
+                averages, current = (list(one) for one in zip(*pairs, strict=True))
+                self._mix(averages, current, count)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.cluster.base import Cluster
-from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.local import Local
+from trainkit.cluster.local import launch_environment_of
 from trainkit.config.composition import Composition
-from trainkit.config.paths import with_config_dirs
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
+from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -22,6 +18,7 @@ if TYPE_CHECKING:
 
     from trainkit.api.own_loop import Session
     from trainkit.api.result import TrainingResult
+    from trainkit.run.planning.plan import RunPlan
     from trainkit.run.session.given import LossFunction
 
 __all__ = ["compose", "generate", "load", "session", "train"]
@@ -50,10 +47,11 @@ def compose(
     from trainkit.config.check import check_names_first, fitted  # noqa: PLC0415 - Hydra only where one composes
     from trainkit.config.compose import compose as compose_run  # noqa: PLC0415
 
-    composed = compose_run(overrides, config_dirs=config_dirs, packages=packages)
-    composition, problems = fitted(composed, check_names_first)
-    if problems:
-        raise ConfigError(problems)
+    composition = compose_run(overrides, config_dirs=config_dirs, packages=packages)
+    if check_names_first(composition):
+        composition, problems = fitted(composition, check_names_first)
+        if problems:
+            raise ConfigError(problems)
     return composition
 
 
@@ -100,6 +98,7 @@ def train(
     from trainkit.api.objects import registered  # noqa: PLC0415 - imports torch
     from trainkit.api.result import TrainingResult  # noqa: PLC0415 - imports torch
     from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
     objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
     composition, given = composed(run, objects, keys, write_source=write_source)
@@ -108,9 +107,8 @@ def train(
     with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
         refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
-        return TrainingResult(
-            train_checked(composition, run_dir, given.kept_in), given=given, packages=composition.packages
-        )
+        result = train_composition(composition, run_dir=run_dir, kept_in=given.kept_in, choose_workers=choose_workers)
+        return TrainingResult(result, given=given, packages=composition.packages)
 
 
 def session(
@@ -159,35 +157,11 @@ def session(
     return make_session(run, objects, keys, launch_of=launch_environment_of, run_dir=run_dir, loss=loss, terms=terms)
 
 
-def train_checked(
-    composition: Composition,
-    run_dir: str | Path | None = None,
-    kept_in: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
-) -> dict[str, Any]:
-    """Train the result of `checked`; return the content of `result.json`.
+def choose_workers(plan: RunPlan) -> tuple[int, str]:
+    """Measure how many data loading processes a run needs."""
+    from trainkit.measuring.workers import workers_of_plan  # noqa: PLC0415 - for loader.num_workers=auto only
 
-    `kept_in` keeps the source of the session's classes in the run's folder meanwhile.
-    """
-    from trainkit.config.check.unused_keys import unused_keys_with_classes  # noqa: PLC0415 - imports the targets, and torch with them
-    from trainkit.run import runner  # noqa: PLC0415
-
-    if run_dir is None and composition.run_dir_given:
-        run_dir = composition.run_dir
-    folder = None if run_dir is None else Path(run_dir)
-    try:
-        launch = launch_environment_of(composition.cfg)
-        if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
-            raise ConfigError(problems)
-        return runner.train(
-            composition.cfg,
-            run_dir=folder,
-            notes=composition.notes,
-            is_given=composition.is_given,
-            job=_hydra_job(composition, kept_in),
-            launch=launch,
-        )
-    except ConfigError as error:
-        raise composition.with_origins(error) from error
+    return workers_of_plan(plan)
 
 
 def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", packages: Sequence[str] = ()) -> nn.Module:
@@ -253,7 +227,7 @@ def generate(
 
     writer = Writer.of(Path(run).expanduser(), checkpoint=checkpoint, packages=packages)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed, on_text=lambda _, __: None)
+    return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed)
 
 
 def _several(composition: Composition) -> Problem:
@@ -264,31 +238,3 @@ def _several(composition: Composition) -> Problem:
     launcher = composition.hydra_choices.get("hydra/launcher")
     rule = f"hands runs to the launcher {launcher}: `trainkit` on the command line does. To train here: hydra.mode=RUN."
     return Problem(key="cluster", value=composition.choices.get("cluster"), rule=rule)
-
-
-def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
-    """Return the launch that this process belongs to, by the config's cluster and the environment.
-
-    Returns:
-        None if this process is the only one, and starts what the run needs.
-
-    Raises:
-        ConfigError: the cluster, or a variable of the launcher, has problems.
-    """
-    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
-
-    cluster: Cluster = build(cfg.cluster, "cluster") if cfg.cluster else Local()
-    return cluster.launch(os.environ)
-
-
-def _hydra_job(
-    composition: Composition, kept_in: Callable[[Path], AbstractContextManager[Any]]
-) -> Callable[[Path, Callable[[], Any]], Any]:
-    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
-    from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
-
-    def job(folder: Path, task: Callable[[], Any]) -> Any:
-        with kept_in(folder):
-            return run_job(composition, folder, task)
-
-    return job

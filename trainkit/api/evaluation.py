@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,20 +19,27 @@ from torch import Tensor
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
 from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
 from trainkit.data.splits import read_sample
+from trainkit.errors import ConfigError, UnreadableError
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.details import WORST
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.tables import Table
+from trainkit.run.folder.lock import locked
 from trainkit.run.folder.run_folder import write_atomically, write_json_atomically
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
 from trainkit.storage import reporting
-from trainkit.sweeps.job_sources import free_folder
+from trainkit.trainer.ownership import new_folder
 
 VERSION: Final = 1
 """Version of evaluation.json."""
 FOLDER: Final = "evaluations"
+_DRAFT: Final = ".new_"
+"""Begin of the name of a folder that is being written."""
+_LOCK: Final = ".lock"
+_STALE_S: Final = 60.0
+"""Seconds after which a draft without a lock is one of a killed process."""
 _LONGEST: Final = 2_000
 """Characters of a text in the report."""
 
@@ -74,27 +85,41 @@ def evaluate(
     wanted = split_of(cfg, split)
     job = prepare(cfg, JobRequest(verb="evaluate", split=wanted, source=trained.source))
     with reporting(trained.folder):
-        root = trained.folder / FOLDER
-        folder = free_folder(root / f"{wanted}_{trained.label}")
-        folder.mkdir(parents=True)
-        processes = folder / "processes"
-        processes.mkdir()
-        try:
+        name = f"{wanted}_{trained.label}"
+        with _draft(trained.folder / FOLDER) as draft:
+            processes = draft / "processes"
+            processes.mkdir()
             result = run_job(job, processes, log=log)
             content = _content(trained, job, result)
-            _write(folder, job, content)
-        except BaseException:
-            _discard(folder)
-            raise
-        shutil.rmtree(processes)
+            _write(draft, job, content)
+            shutil.rmtree(processes)
+            folder = new_folder(trained.folder / FOLDER / name)
+            (draft / _LOCK).unlink()
+            draft.rename(folder)  # which is empty
     return Evaluated(folder=folder, content=content)
 
 
-def _discard(folder: Path) -> None:
-    """Delete the folder of an evaluation that was not made; this call has created it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if not any(folder.parent.iterdir()):
-        folder.parent.rmdir()
+@contextmanager
+def _draft(root: Path) -> Iterator[Path]:
+    """Give a new folder for an evaluation; deleted if it is still there at the end of the block.
+
+    Drafts of evaluations that were killed are deleted before.
+    """
+    root.mkdir(exist_ok=True)
+    for left in root.glob(f"{_DRAFT}*"):
+        with suppress(ConfigError, UnreadableError, OSError):  # another process works in it
+            if time.time() - left.lstat().st_mtime > _STALE_S:
+                with locked(left / _LOCK):
+                    shutil.rmtree(left)
+    draft = root / f"{_DRAFT}{os.getpid()}_{time.time_ns()}"
+    try:
+        draft.mkdir(parents=True)  # another evaluation may have deleted the empty folder above
+        with locked(draft / _LOCK):
+            yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):  # it holds evaluations
+            root.rmdir()
 
 
 def _content(trained: Trained, job: Job, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +136,20 @@ def _content(trained: Trained, job: Job, result: Mapping[str, Any]) -> dict[str,
         "precision": job.parts.precision.value,
         "metrics": result["metrics"],
         "tables": result["tables"],
-        "notes": result["notes"],
+        "notes": [*result["notes"], *_nonfinite_losses(result["metrics"])],
     }
+
+
+def _nonfinite_losses(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield a note for each loss that is no finite number.
+
+    Example:
+        >>> list(_nonfinite_losses({"val/loss": float("inf"), "val/accuracy": 0.5}))
+        ['val/loss is inf: outputs of the model are NaN or infinite, and the other figures count them.']
+    """
+    for name, value in metrics.items():
+        if name.endswith("/loss") and not math.isfinite(value):
+            yield f"{name} is {value}: outputs of the model are NaN or infinite, and the other figures count them."
 
 
 def _write(folder: Path, job: Job, content: Mapping[str, Any]) -> None:

@@ -21,10 +21,10 @@ from trainkit.config.check import checked
 from trainkit.config.check.unused_keys import unused_keys_with_classes
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import key_of
-from trainkit.config.paths import with_config_dirs
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET, allow_packages
 from trainkit.config.targets.build import build
+from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.base import Objective
 from trainkit.run import runner

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
@@ -59,6 +61,8 @@ class Predicted:
     num_rows: int
     num_done: int
     """Rows that are computed; a start with the same command continues."""
+    num_nonfinite: int = 0
+    """Rows of the file that hold NaN or infinity."""
 
 
 def predict_to_file(
@@ -101,24 +105,47 @@ def predict_to_file(
     wanted = split_of(cfg, split)
     job = prepare(cfg, JobRequest(verb="predict", split=wanted, source=trained.source, parts=str(folder.absolute())))
     chunks = Chunks(num_rows=size_of(job.dataset), batch_size=cfg.predict.batch_size)
+    nonfinite = 0
     with reporting(out.parent), _parts_folder(folder, _identity(trained, job), overwrite=overwrite):
         parts = Parts(folder=folder, chunks=chunks)
         done = set(parts.done())
         todo = [chunk for chunk in range(chunks.count) if chunk not in done]
-        result = {"status": "finished"}
         if done:
             log(f"continues after {sum(map(chunks.rows_of, done)):,} of {chunks.num_rows:,} rows")
-        if todo:
-            processes = folder / "processes"
-            shutil.rmtree(processes, ignore_errors=True)
-            processes.mkdir()
-            result = run_job(replace(job, request=replace(job.request, todo=todo)), processes, log=log)
-        finished = result["status"] == "finished"
+        status = _computed(job, parts, todo, log=log) if todo else "finished"
+        finished = status == "finished"
         if finished:
             write_rows(out, parts, partial(ids_of, job.dataset), name=job.outputs.kind)
+            nonfinite = sum(_num_nonfinite(rows) for rows in parts.contents())
             _remove(folder, parts)
     num_done = chunks.num_rows if finished else parts.num_rows_done()
-    return Predicted(files=files_of(out), status=result["status"], num_rows=chunks.num_rows, num_done=num_done)
+    return Predicted(
+        files=files_of(out), status=status, num_rows=chunks.num_rows, num_done=num_done, num_nonfinite=nonfinite
+    )
+
+
+def _num_nonfinite(rows: NDArray[Any]) -> int:
+    """Return the number of rows with NaN or infinity.
+
+    Example:
+        >>> _num_nonfinite(np.array([[0.0, np.nan], [1.0, 2.0]]))
+        1
+    """
+    return int((~np.isfinite(rows.reshape(len(rows), -1))).any(-1).sum())
+
+
+def _computed(job: Job, parts: Parts, todo: Sequence[int], *, log: Callable[[str], None]) -> str:
+    """Compute chunks, and return the status; after an error before the first complete chunk, nothing is left."""
+    processes = parts.folder / "processes"
+    shutil.rmtree(processes, ignore_errors=True)
+    processes.mkdir()
+    try:
+        result = run_job(replace(job, request=replace(job.request, todo=todo)), processes, log=log)
+    except BaseException:
+        if not parts.done():  # there is nothing to continue
+            _remove(parts.folder, parts)
+        raise
+    return str(result["status"])
 
 
 def _refuse_existing(out: Path, *, overwrite: bool) -> None:
@@ -131,6 +158,13 @@ def _refuse_existing(out: Path, *, overwrite: bool) -> None:
         rule = "exists already. Give another name, or --overwrite."
         problems += [
             Problem(key="--out", value=str(file), rule=rule, origin=COMMAND_LINE) for file in existing_files(out)
+        ]
+    else:
+        rule = "is a folder. Give another name."
+        problems += [
+            Problem(key="--out", value=str(file), rule=rule, origin=COMMAND_LINE)
+            for file in existing_files(out)
+            if file.is_dir() and not file.is_symlink()
         ]
     if problems:
         raise ConfigError(problems)

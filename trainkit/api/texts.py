@@ -13,7 +13,7 @@ from torch import nn
 from trainkit.config.schema import load_resolved
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import allow_packages
-from trainkit.data.splits import build_splits
+from trainkit.data.splits import build_split
 from trainkit.errors import ConfigError, Problem
 from trainkit.inference.generation import generate
 from trainkit.models.sampling import Sampling
@@ -46,7 +46,7 @@ class Writer:
         cfg = with_own_secrets(load_resolved(run / "resolved.yaml"), ("model", "data"))
         with allow_packages(packages):
             model = load_model(run, checkpoint=checkpoint, packages=packages)
-            data = build_splits(cfg.data)["train"]
+            data = build_split(cfg.data, "train")
         lacking = [name for name in ("encode", "decode") if not callable(getattr(data, name, None))]
         if lacking:
             rule = f"has no {' and no '.join(lacking)}: a text needs encode(text) -> tokens, decode(tokens) -> text."
@@ -75,22 +75,29 @@ class Writer:
         return "".join(sorted({letter for prompt in prompts for letter in prompt} - kept))
 
     def write(
-        self, prompts: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, on_text: OnText
+        self,
+        prompts: Sequence[str],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        on_text: OnText | None = None,
     ) -> list[str]:
         """Return the continuation of each prompt; arguments as in `trainkit.generate`."""
         encoded = self.encoded(prompts)
-        pieces = [_Pieces(self._decoded, tokens) for tokens in encoded]
+        texts = [_GrowingText(self._decoded, tokens) for tokens in encoded]
 
         def receive(places: Sequence[int], tokens: Sequence[int]) -> None:
             for place, token in zip(places, tokens, strict=True):
-                if piece := pieces[place].add(token):
+                texts[place].add(token)
+                if on_text is not None and (piece := texts[place].next_piece()):
                     on_text(place, piece)
 
         generate(self.model, encoded, sampling=sampling, max_tokens=max_tokens, seed=seed, on_tokens=receive)
-        for place, one in enumerate(pieces):
-            if rest := one.rest():
+        for place, text in enumerate(texts):
+            if (rest := text.next_piece(ended=True)) and on_text is not None:
                 on_text(place, rest)
-        return [one.text for one in pieces]
+        return [one.text for one in texts]
 
     def _decoded(self, tokens: list[int]) -> str:
         try:
@@ -103,24 +110,22 @@ class Writer:
         return text
 
 
-class _Pieces:
-    """Decodes a growing sequence of tokens into a text that only grows."""
+class _GrowingText:
+    """The text of a growing sequence of tokens, decoded where it is asked for."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
         self._decode, self._tokens = decode, list(prompt)
         self._start = len(decode(self._tokens))
         self.text = ""
 
-    def add(self, token: int) -> str:
-        """Return the text that a token adds; empty while a character is incomplete."""
+    def add(self, token: int) -> None:
+        """Append a token."""
         self._tokens.append(token)
+
+    def next_piece(self, *, ended: bool = False) -> str:
+        """Return what is new in the text; empty while its last character is incomplete, unless the text has ended."""
         text = self._decode(self._tokens)[self._start :]
-        return "" if text.endswith("\ufffd") else self._grown(text)
-
-    def rest(self) -> str:
-        """Return the text of an incomplete character at the end."""
-        return self._grown(self._decode(self._tokens)[self._start :])
-
-    def _grown(self, text: str) -> str:
+        if text.endswith("\ufffd") and not ended:
+            return ""
         before, self.text = self.text, text
         return text[len(before) :]

@@ -16,11 +16,12 @@ from trainkit.config.resume import compose_resumed
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.reading import read_text
-from trainkit.run.folder.model_file import checkpoint_of
+from trainkit.run.folder.model_file import find_checkpoint
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.inference.request import Source, Verb
+from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.strategies.one_device import OneDevice
-from trainkit.trainer.checkpoint import load
+from trainkit.trainer.manifest import read_manifest
 
 Which = Literal["best", "last"]
 
@@ -53,18 +54,18 @@ def find_trained(path: Path, which: Which) -> Trained:
 
     Raises:
         ConfigError: there is no model.
-        CheckpointError: the run has no such checkpoint, or it is damaged.
+        CheckpointError: the run has no such checkpoint, or it is incomplete.
     """
     if not path.exists():
         raise ConfigError([_problem(path, "there is no such file or folder.")])
     if (path / "resolved.yaml").is_file():
-        found = checkpoint_of(RunFolder(path), which).checkpoint
+        found = find_checkpoint(RunFolder(path), which)
         source = Source(path=str(path), checkpoint=str(found.folder), which=which)
         return Trained(folder=path, source=source, run=path, label=which, step=found.step)
     if (path / "manifest.json").is_file() and (path.absolute().parent.parent / "resolved.yaml").is_file():
-        run, loaded = path.absolute().parent.parent, load(path)
+        run, step = path.absolute().parent.parent, read_manifest(path).step
         source = Source(path=str(run), checkpoint=str(path), which=which)
-        return Trained(folder=run, source=source, run=run, label=path.name, step=loaded.checkpoint.step)
+        return Trained(folder=run, source=source, run=run, label=path.name, step=step)
     folder = path.parent if path.name == _WEIGHTS and path.is_file() else path
     if not any((folder / name).is_file() for name in _MODELS):
         rule = (
@@ -128,6 +129,10 @@ def compose_job(
     problems = [one for one in check_names(composition) if not _is_for_this(one, verb)] or check_values(composition)
     if problems:
         raise ConfigError(problems)
+    try:
+        refuse_open_workers(composition.cfg)
+    except ConfigError as error:
+        raise composition.with_origins(error) from error
     return composition
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainkit.bounded import expect_map, parse_json
+from trainkit.callbacks.compile_time import CompileTime
 from trainkit.errors import AbsentFileError
 from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_lines, size_of
@@ -155,10 +156,22 @@ class FinalSummary(Callback):
 
     prints: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        self._compiling: CompileTime | None = None
+
+    def run_start(self, run: Run) -> None:
+        """Count the time of torch.compile, if the run compiles."""
+        if run.is_owner and run.cfg.compile.mode != "off":
+            self._compiling = CompileTime()
+
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Print the summary; not if the run only changes its size and continues at once."""
+        compile_s = 0.0
+        if self._compiling is not None:
+            compile_s = self._compiling.seconds
+            self._compiling.close()
         if run.is_owner and result.get("status") != "resized":
-            print_closing(result, Path(_short(run.folder)))
+            print_closing({**result, "compile_s": compile_s}, Path(_short(run.folder)))
 
 
 def _short(folder: Path) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.values import above
 from trainkit.fields import cosmetic
+from trainkit.numerics.schedules import lr_points
 from trainkit.report.drawing import Drawing, lr_request, metrics_request
 from trainkit.trainer.events import Callback, Row, Run
 
 _log = logging.getLogger(__name__)
-_MOST_POINTS = 600
 _TIMEOUT_S = 60.0
 """Enough time to build matplotlib's font cache, which the first plot on a machine does."""
 
@@ -83,16 +83,3 @@ class Plots(Callback):
             if trouble := drawing.wait(_TIMEOUT_S):
                 _log.warning("plots/%s: %s", name, trouble)
         self._drawn.in_progress.clear()
-
-
-def lr_points(rate: Callable[[int], float], num_steps: int) -> list[tuple[int, float]]:
-    """Return the learning rate at evenly spaced steps, including the first and the last.
-
-    Example:
-        >>> lr_points(lambda step: 0.5 * step, 4)
-        [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
-    """
-    last = num_steps - 1
-    count = min(num_steps, _MOST_POINTS)
-    steps = [last * place // max(1, count - 1) for place in range(count)]
-    return [(step, rate(step)) for step in steps]

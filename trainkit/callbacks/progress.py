@@ -59,10 +59,17 @@ class Pace:
         (inf, 40.0)
     """
 
-    def __init__(self, *, window_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        begun: tuple[float, int] | None = None,
+        window_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Measure from the moment and the step of `begun`; None: from the first call of `remaining_s`."""
         self._clock = clock
         self._window_s = window_s
-        self._seen: deque[tuple[float, int]] = deque()
+        self._seen: deque[tuple[float, int]] = deque(() if begun is None else (begun,))
 
     def remaining_s(self, step: int, num_steps: int) -> float:
         """Return the seconds from `step` to `num_steps`; infinite as long as no step has been timed."""
@@ -276,7 +283,7 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
 class _Shown:
     """State that changes during the run."""
 
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace | None = None
     line: LiveLine | None = None
     row: Row = field(default_factory=dict)
     metric: tuple[str, float] | None = None
@@ -297,11 +304,6 @@ class Progress(Callback):
     """Seconds between two lines if the output is piped."""
     _shown: _Shown = field(default_factory=_Shown, init=False, repr=False, compare=False)
 
-    def run_start(self, run: Run) -> None:
-        """Start to measure the pace."""
-        if run.is_owner:
-            self._shown.pace.remaining_s(run.state.step, run.num_steps)
-
     def log(self, run: Run, row: Row) -> None:
         """Show a row."""
         self._shown.row = row
@@ -316,11 +318,10 @@ class Progress(Callback):
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Print where the training continues, and measure its pace anew."""
-        self._shown.pace = Pace()
+        self._shown.pace = Pace(begun=(time.monotonic(), run.state.step))
         if run.is_owner:
             where = f"the checkpoint of step {run.state.step}"
             print(f"step {step} is not finite: training again from {where}", flush=True)  # noqa: T201 - meant for the terminal
-            self._shown.pace.remaining_s(run.state.step, run.num_steps)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Remove the live line before the closing lines."""
@@ -332,6 +333,8 @@ class Progress(Callback):
         if not run.is_owner:
             return
         shown = self._shown
+        if shown.pace is None:
+            shown.pace = Pace(begun=(run.begun_moment, run.begun_at))
         if shown.line is None:
             shown.line = live_line(every_s=self.every_s, step_now=lambda: run.state.step)
         shown.line.update(

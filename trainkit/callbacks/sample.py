@@ -12,7 +12,7 @@ import torch
 
 from trainkit.config.values import above, at_least
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic
+from trainkit.fields import cosmetic, unit
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Run
 
@@ -34,7 +34,7 @@ class Sample(Callback):
     """Tokens to add."""
     temperature: Annotated[float, cosmetic, above(0)] = 0.8
     """Values below 1 favour the most likely tokens."""
-    top_k: Annotated[int | None, cosmetic, at_least(1)] = 20
+    top_k: Annotated[int | None, cosmetic, at_least(1), unit("tokens")] = 20
     """Sample from so many of the most likely tokens; null: from all."""
 
     def run_start(self, run: Run) -> None:

@@ -32,7 +32,8 @@ class _Open:
     events: EventFile | None = None
     due: float = 0.0
     seen: bool = False
-    start: int = 0
+    start: int | None = None
+    """The step that a rollback went back to; None: there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +51,11 @@ class TensorBoard(Callback):
     """Seconds between two writes."""
     _open: _Open = field(default_factory=_Open, init=False, repr=False, compare=False)
 
-    def run_start(self, run: Run) -> None:
-        """Record where this attempt starts; the file is created with the first row."""
-        self._open.start = run.state.step
-        self._open.seen = run.state.step > 0
-
     def log(self, run: Run, row: Row) -> None:
-        """Write a row; write the images before the first one."""
+        """Write a row; write the images before the first one of a run."""
         if not run.is_owner:
             return
-        if self.images and not self._open.seen:
+        if self.images and not self._open.seen and run.begun_at == 0:
             self._open.seen = True
             self._show(run, next(images_in(run.example_batch()), None))
         self._write(run, row)
@@ -117,7 +113,8 @@ class TensorBoard(Callback):
 
             folder = run.folder / "tensorboard"
             # The previous attempt may have got further than its last checkpoint: that part is written again.
-            self._open.events = EventFile(folder, purge_after=self._open.start if folder.is_dir() else None)
+            start = run.begun_at if self._open.start is None else self._open.start
+            self._open.events = EventFile(folder, purge_after=start if folder.is_dir() else None)
         return self._open.events
 
 

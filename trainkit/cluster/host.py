@@ -1,13 +1,15 @@
-"""The host of this process and the identity of processes, read from /proc on Linux."""
+"""The host of this process, its cores, and the identity of processes, read from /proc on Linux."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _DEAD: Final = frozenset({"Z", "X", "x", "gone"})
 """States of a process that has exited; a zombie (Z) has not been reaped by its parent yet."""
@@ -115,3 +117,28 @@ def _namespace(kind: str) -> str:
         return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
     except OSError:
         return ""
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(own_cores())
+
+
+def own_cores() -> list[int]:
+    """Return the cores that this process may use: all, unless its launcher restricts them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of threads of a process that shares its cores with other processes of its launch.
+
+    SLURM and mpirun may bind each process to its own cores; torchrun gives all cores to all processes.
+
+    Example:
+        >>> bound = [{"host": "a", "cores": [0, 1]}, {"host": "a", "cores": [2, 3]}, {"host": "b", "cores": [0, 1]}]
+        >>> free = [{"host": "a", "cores": [0, 1, 2, 3]}, {"host": "a", "cores": [0, 1, 2, 3]}]
+        >>> threads_of(bound[0], bound), threads_of(free[0], free)
+        (2, 2)
+    """
+    sharing = [one for one in places if one["host"] == own["host"] and not set(own["cores"]).isdisjoint(one["cores"])]
+    return max(1, len(own["cores"]) // len(sharing))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trainkit.cluster.address import Address, interface_of, is_loopback, own_address
 from trainkit.cluster.tasks import Task
@@ -52,6 +54,13 @@ class LaunchEnvironment:
     """Whether each task may have been started by hand, in a terminal of its own."""
     ignore: str = ""
     """The setting that makes a process ignore this launch; empty if the config asked for it."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LaunchEnvironment:
+        """Return the launch whose fields, by `dataclasses.asdict`, were written as JSON."""
+        host, port = values["store"]
+        tasks = tuple(Task(**task) for task in values["tasks"])
+        return cls(**{**values, "tasks": tasks, "store": (host, port), "addresses": tuple(values["addresses"])})
 
     @property
     def num_ranks(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.launch import LaunchEnvironment
@@ -16,6 +17,9 @@ from trainkit.cluster.tf_config import read_tf_config
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import RunConfig
 
 VARIABLE: Final = "TRAINKIT_LAUNCHER"
 """The environment variable that selects the launcher to use, or `none`."""
@@ -126,3 +130,18 @@ class Local(Cluster):
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         """Return the launch of this process, as found by `trainkit.cluster.local`."""
         return detect(environ, launcher=self.launcher)
+
+
+def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
+    """Return the launch that this process belongs to, by the config's cluster and the environment.
+
+    Returns:
+        None if this process is the only one, and starts what the run needs.
+
+    Raises:
+        ConfigError: the cluster, or a variable of the launcher, has problems.
+    """
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
+
+    cluster: Cluster = build(cfg.cluster, "cluster") if cfg.cluster else Local()
+    return cluster.launch(os.environ)

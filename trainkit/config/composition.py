@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from trainkit.config.grammar import key_of
 from trainkit.config.schema import LIST_GROUPS, RunConfig
-from trainkit.config.secrets import redacted, secret_keys
-from trainkit.config.yaml_documents import Document
+from trainkit.config.secrets import remember_secrets, secret_keys
+from trainkit.config.yaml_files import Document
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 
@@ -87,7 +87,7 @@ class Composition:
 
     def without_secrets(self, problems: Iterable[Problem]) -> list[Problem]:
         """Return problems with secret values redacted, including keys that only an imported class marks as secret."""
-        redacted(self.values)  # from here on, messages hide what an imported class marks as secret
+        remember_secrets(self.values)  # also what a class marks that was imported meanwhile
         secrets = secret_keys(self.values)
 
         def hidden(item: Problem) -> bool:
@@ -119,7 +119,7 @@ class Composition:
 
     def _hydra_setting(self, key: str) -> str:
         """Return the last value that the arguments give to a key of Hydra, or an empty text."""
-        return next((line.partition("=")[2] for line in reversed(self.hydra_overrides) if key_of(line) == key), "")
+        return dict(line.lstrip("+~").partition("=")[::2] for line in self.hydra_overrides).get(key, "")
 
     @property
     def asks_for_folds(self) -> bool:
@@ -275,7 +275,7 @@ class TrackedTree:
         here = self.values
         for depth, name in enumerate(path[:-1], start=1):
             if not isinstance(here.get(name), dict):
-                self._forget(path[:depth])
+                self.origins.pop(path[:depth], None)
                 here[name] = {}
                 self.origins[path[:depth]] = origin
             here = here[name]
@@ -284,8 +284,9 @@ class TrackedTree:
             for key, item in value.items():
                 self.put((*path, str(key)), item, origin)
             return
-        if name in here:
+        if isinstance(here.get(name), dict):
             self._forget(path)
+        self.origins.pop(path, None)  # to stand last, as every key that was set last
         here[name] = {} if isinstance(value, Mapping) else copy.deepcopy(value)
         self.origins[path] = origin
         if isinstance(value, Mapping):

@@ -22,18 +22,6 @@ def refusal(key: str, rule: str) -> ConfigError:
     return ConfigError([Problem(key=key, rule=rule, origin=COMMAND_LINE)])
 
 
-def is_override(argument: str) -> bool:
-    """Return whether an argument is `key=value`, `+key=value` or `~key`.
-
-    Example:
-        >>> [is_override(text) for text in ("seed=1", "~recipe", "plan", "--k")]
-        [True, True, False, False]
-    """
-    if argument.startswith("-"):
-        return False
-    return "=" in argument or argument.startswith("~")
-
-
 def key_of(argument: str) -> str:
     """Return the key or group that an argument gives.
 

@@ -65,7 +65,7 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
     node: Any = getattr(cfg, path[0])
     for name in path[1:size]:
         node = node.get(name) if isinstance(node, Mapping) else None
-    if path[0] == "logger" or (path[0] in LIST_GROUPS and len(path) == 1):
+    if path[0] in ("logger", "hardware") or (path[0] in LIST_GROUPS and len(path) == 1):
         return cosmetic
     target = _target_of(node)
     if path == ("average",):

@@ -14,7 +14,7 @@ from trainkit.config.composition import Composition, Level, Origin, TrackedTree,
 from trainkit.config.grammar import key_of, replacing
 from trainkit.config.schema import GROUPS, NO_RUN, RunConfig, load_resolved
 from trainkit.config.sections import CvConfig, SweepConfig
-from trainkit.config.yaml_documents import read_document
+from trainkit.config.yaml_files import read_document
 from trainkit.errors import ConfigError, Problem
 
 _NO_RECIPE: Final = "recipe=null"

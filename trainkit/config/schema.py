@@ -37,8 +37,8 @@ from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
 GROUPS: Final = (
-    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "cluster", "callbacks",
-    "logger",
+    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "cluster", "hardware",
+    "callbacks", "logger",
 )  # fmt: skip
 """The groups whose node is part of a run. `recipe` only composes a run, which keeps nothing but its name."""
 LIST_GROUPS: Final = ("callbacks", "logger")
@@ -132,6 +132,8 @@ class RunConfig:
     """The average of the weights that is kept beside them."""
     cluster: Node = field(default_factory=dict)
     """The machines that take part."""
+    hardware: Node = field(default_factory=dict)
+    """The kind of device that a plan counts with; a training does not read it."""
     callbacks: Node = field(default_factory=dict)
     """Callbacks of the run, by name."""
     logger: Node = field(default_factory=dict)

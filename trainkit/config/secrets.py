@@ -51,14 +51,20 @@ def redacted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         >>> redacted({"logger": {"w": {"api_key": "k7", "project": "digits"}}})
         ({'logger': {'w': {'api_key': '(redacted)', 'project': 'digits'}}}, {'logger.w.api_key': 'k7'})
     """
-    found = secret_keys(values)
-    remember(list(found.values()))
-    for _, text in texts_in(values):
-        remember_passwords(text)
+    found = remember_secrets(values)
     shown = without_secrets(values, found)
     kept = {path: text for path, text in texts_in(values) if path not in found and not is_below(path, found)}
     masked = {path: text for path, text in kept.items() if mask(text) != text}
     return shown, {".".join(path): value for path, value in {**found, **masked}.items()}
+
+
+def remember_secrets(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Let messages hide the secrets of a config from now on; return those that have a key of their own."""
+    found = secret_keys(values)
+    remember(list(found.values()))
+    for _, text in texts_in(values):
+        remember_passwords(text)
+    return found
 
 
 def restored(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +249,8 @@ def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
     """Return the paths marked by the class of a node, if it has been imported already; import nothing."""
     named = node.get(_TARGET)
     parts = named.split(".") if isinstance(named, str) else []
-    for length in range(len(parts) - 1, 0, -1):
+    shortest = 2 if parts[:1] == ["trainkit"] else 1  # trainkit itself holds no class, and imports its API on access
+    for length in range(len(parts) - 1, shortest - 1, -1):
         target: Any = sys.modules.get(".".join(parts[:length]))
         if target is not None:
             with contextlib.suppress(Exception):  # a module's own __getattr__ may raise anything
@@ -261,14 +268,15 @@ def is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> boo
 
 def texts_in(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield every text below a value, also in lists, with its path."""
-    if isinstance(values, Mapping):
+    if isinstance(values, str):
+        if path:
+            yield path, values
+    elif isinstance(values, Mapping):
         for key, value in values.items():
             yield from texts_in(value, (*path, str(key)))
-    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+    elif isinstance(values, Sequence) and not isinstance(values, bytes):
         for index, value in enumerate(values):
             yield from texts_in(value, (*path, str(index)))
-    elif isinstance(values, str) and path:
-        yield path, values
 
 
 _CONTAINERS: Final = ("headers", "tokens")
@@ -339,14 +347,24 @@ def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: t
 
 def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
+    if not _refers_anywhere(values):
+        return set()
     hidden = secret_keys(_opaque(values))  # count a reference as a secret here, so that its key is found
     below = [(path, text) for path, text in texts_in(values) if path in hidden or is_below(path, hidden)]
     found = {path for path, text in below if variable_of(text) is not None}
     return {_of_mapping(values, path) for path in found}
 
 
-def is_reference(values: Mapping[str, Any], path: tuple[str, ...]) -> bool:
-    """Return whether the value of a key refers to an environment variable, or contains such references."""
+def is_reference(values: Mapping[str, Any], path: tuple[str, ...], value: Any) -> bool:
+    """Return whether the value of a secret key refers to an environment variable, or contains such references.
+
+    Args:
+        values: all values of the config.
+        path: the key.
+        value: its value there.
+    """
+    if all(variable_of(text) is None for _, text in texts_in(value, path)):  # spares the walk through all values
+        return False
     return any(path == one[: len(path)] for one in reference_paths(values))
 
 

@@ -68,8 +68,13 @@ class ClipConfig:
 class CompileConfig:
     """What torch.compile does with the model."""
 
-    mode: Annotated[Literal["off", "default", "max-autotune"], speed] = "off"
-    """How much it optimizes; random draws then have other values than in an eager run, with the same distribution."""
+    mode: Annotated[Literal["off", "default", "max-autotune", "step"], speed] = "off"
+    """What it compiles: off nothing, default the model, max-autotune the model with timed kernels, step whole steps.
+
+    `step` compiles forward, backward, clipping and the update of the optimizer together; the model must draw no random
+    numbers. Under `default` and `max-autotune` random draws have other values than in an eager run, with the same
+    distribution.
+    """
     backend: Annotated[str, speed] = "inductor"
     """The compiler of the graphs: inductor generates code, aot_eager runs them unchanged, for debugging."""
 
@@ -104,12 +109,17 @@ class LoaderConfig:
     """A new permutation each epoch; false keeps the dataset's order."""
     cache: Annotated[Literal["auto", True, False], maths(neutral=("auto", False))] = "auto"
     """true reads the whole dataset into memory once; auto does so if it already is in memory."""
-    num_workers: Annotated[int, speed, at_least(0), at_most(MOST_PROCESSES)] = 0
-    """Processes that prefetch samples; 0 reads in the training process, small batches several at a time."""
+    num_workers: Annotated[Literal["auto"] | int, speed, at_least(0), at_most(MOST_PROCESSES)] = 0
+    """Processes that prefetch samples; 0 reads in the training process, small batches together; auto measures."""
     prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Batches that each worker prefetches."""
     pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
     """Page-locked host memory for faster copies; auto: if the device is CUDA."""
+
+    @property
+    def num_processes(self) -> int:
+        """The processes that prefetch samples: none while `auto` is not resolved."""
+        return 0 if self.num_workers == "auto" else self.num_workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import collated, whole_arrays
-from trainkit.data.reading.positions import Request
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
+from trainkit.numerics.batch import Request
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import sample_key, shard_key
 
@@ -100,7 +100,7 @@ class EvalBatches:
             host = (_gathered(self._gather, start, stop) for start, stop in self._ranges)
         elif isinstance(self._dataset, Stream):
             host = self._streamed(self._dataset)
-        elif self._settings.num_workers and self._ranges:
+        elif self._settings.num_processes and self._ranges:
             host = self._by_workers()
         else:
             reader = Reader(self._dataset, seed=0, collate=self._hooks.collate)
@@ -109,10 +109,10 @@ class EvalBatches:
             yield to_device(batch, self._device)
 
     def _streamed(self, stream: Stream) -> Iterator[Any]:
-        items, position = stream.items(0), 0
+        items, position = stream.from_begin(0), 0
         for start, stop in self._ranges:
             if start < position:  # a repeated batch
-                items, position = stream.items(0), 0
+                items, position = stream.from_begin(0), 0
             with Untouched(seed=0):
                 deque(islice(items, start - position), maxlen=0)  # batches of other ranks
             with Untouched(seed=sample_key(0, 0, start)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.numerics.batch import SampleOrder, WeightedOrder
-from trainkit.numerics.generators import Untouched, generators_of
+from trainkit.numerics.batch import Order, SampleOrder
+from trainkit.numerics.generators import Untouched, generators_of, hash64, mix64_array
 from trainkit.numerics.randomness import transform_key
+
+_DRAWING: Final = 0x64726177
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ def _holds(batch: Any, count: int) -> bool:
 
     Vectors and lists have an element a sample; without any, the first or second dim of a tensor is the sample.
     """
+    if isinstance(batch, tuple) and batch and isinstance(last := batch[-1], Tensor) and last.shape == (count,):
+        return True  # inputs and a vector of targets, without a walk over the structure
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     lengths = {len(leaf) for leaf in leaves if leaf.dim() == 1} | set(_lengths_of_lists(batch))
     if count in lengths or not (leaves or lengths):
@@ -169,6 +173,35 @@ class UserSampler:
         raise DataError(f"data.sampler={self.name} {wrong}: it must give each sample a weight of 0 or more.")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightedOrder:
+    """Draw the sample at each position of an epoch by weight, with replacement.
+
+    What is drawn at a position depends on (seed, epoch, position) alone, so that any range is computed alone.
+
+    Example:
+        >>> order = WeightedOrder(cumulative=np.cumsum([0.0, 1.0, 3.0]), seed=0)
+        >>> np.bincount(order.indices(0, 0, 4000)).tolist()
+        [0, 1028, 2972]
+    """
+
+    cumulative: NDArray[np.float64]
+    """(samples,) sums of the weights up to each sample; the last is above 0."""
+    seed: int
+    """The run's seed."""
+
+    def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
+        places = np.arange(start, stop, dtype=np.uint64)
+        bits = mix64_array(np.uint64(hash64(self.seed, epoch, _DRAWING)) ^ places)
+        share = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        drawn = np.searchsorted(self.cumulative, share * self.cumulative[-1], side="right")
+        # A product that rounds up to the whole sum must not lead past the last sample with a weight.
+        last = np.searchsorted(self.cumulative, self.cumulative[-1], side="left")
+        found: NDArray[np.int64] = np.minimum(drawn, last).astype(np.int64)
+        return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataHooks:
     """What the keys of `data` beside those of its class name."""
@@ -215,9 +248,10 @@ class DataHooks:
         if isinstance(dataset, Stream):
             rule = "an iterable dataset has an order of its own. Use a map-style dataset, or leave it out."
             raise ConfigError([Problem(key="data.sampler", value=self.sampler.name, rule=rule)])
-        self.sampler.cumulative(dataset)
+        if not getattr(dataset, "is_declared", False):  # made samples have no weights
+            self.sampler.cumulative(dataset)
 
-    def order(self, dataset: Any, *, seed: int, shuffle: bool) -> SampleOrder | WeightedOrder:
+    def order(self, dataset: Any, *, seed: int, shuffle: bool) -> Order:
         """Return which sample is at which position of an epoch."""
         if self.sampler is None:
             return SampleOrder(num_samples=len(dataset), seed=seed, shuffle=shuffle)

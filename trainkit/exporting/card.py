@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import yaml
@@ -16,8 +16,10 @@ _SHOWN: Final = ("model", "data", "objective", "optimizer", "schedule", "precisi
 """Parts of the config that the card shows."""
 
 
-def model_card(trained: TrainedModel, files: Mapping[str, FileRecord], *, loading: str) -> str:
-    """Return the model card as Markdown; `loading` is the section of the format."""
+def model_card(
+    trained: TrainedModel, files: Mapping[str, FileRecord], *, loading: str, notes: Sequence[str] = ()
+) -> str:
+    """Return the model card as Markdown; `loading` is the section of the format, `notes` are sentences for it."""
     facts, cfg = trained.facts, trained.cfg
     rows = {
         "weights": f"the {trained.which} ones, of step {trained.step:,}",
@@ -35,6 +37,7 @@ def model_card(trained: TrainedModel, files: Mapping[str, FileRecord], *, loadin
             f"| | |\n|---|---|\n{table}",
             *_metrics(facts.get("metrics"), of=trained),
             f"## Loading\n\n{loading}",
+            *(f"{note}\n" for note in notes),
             "## Training\n",
             f"```yaml\n{_shown(trained)}```\n",
         ]

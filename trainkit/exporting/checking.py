@@ -12,8 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,8 +28,9 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, validation_splits
 from trainkit.exporting import fresh_process
 from trainkit.exporting.fresh_process import layers_of, tensors_of
-from trainkit.exporting.inputs import model_inputs
+from trainkit.exporting.inputs import Inputs, model_inputs
 from trainkit.exporting.trained import NotExportableError
+from trainkit.frames import named_first_line
 
 _NUM_SAMPLES: Final = 8
 _BATCHES: Final = (_NUM_SAMPLES, 3, 1)
@@ -38,8 +38,9 @@ _BATCHES: Final = (_NUM_SAMPLES, 3, 1)
 _MARGIN: Final = 16.0
 """Allowed multiple of the rounding error of the run's own outputs."""
 
-Inputs = Mapping[str, Tensor]
-"""Argument of the model's `forward` -> its value for a batch."""
+
+class NotBuiltError(Exception):
+    """A process without trainkit has no model for the weights of an export."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class Check:
     """Whether the outputs must have the same bits."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """What else the fresh process needs."""
+    free: Sequence[str] = ()
+    """Inputs whose number of tokens is free: half of them is computed too."""
 
 
 def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
@@ -97,7 +100,10 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
         NotExportableError: the export cannot be run, or computes something else; the text names the first layer.
     """
     sizes = sorted({min(size, _length(samples)) for size in _BATCHES}, reverse=True)
-    batches = [{name: value[:size].contiguous() for name, value in samples.items()} for size in sizes]
+    batches = [_cut(samples, size, ()) for size in sizes]
+    if check.free:
+        batches.append(_cut(samples, sizes[0], check.free))
+        _refuse_fixed_length(model, batches[-1])
     theirs = _run(check, batches, folder, layers=False)
     exact_model = None if check.exact else _in_float64(model)
     for inputs, found in zip(batches, theirs, strict=True):
@@ -113,6 +119,22 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
                 f"the {check.form} export is refused: for {_length(inputs)} real samples it computes other outputs "
                 f"than the run ({worst}). {layer}"
             )
+
+
+def _cut(samples: Inputs, size: int, halved: Sequence[str]) -> Inputs:
+    """Return some of the samples, and of the given inputs the first half of the tokens."""
+    lengths = {name: samples[name].shape[1] // 2 for name in halved}
+    return {
+        name: (value[:size, : lengths[name]] if name in lengths else value[:size]).contiguous()
+        for name, value in samples.items()
+    }
+
+
+def _refuse_fixed_length(model: nn.Module, inputs: Inputs) -> None:
+    try:
+        _outputs(model, inputs)
+    except Exception as error:
+        raise NotExportableError(f"the model itself takes no other: {named_first_line(error)}.") from error
 
 
 def _first_layer(check: Check, model: nn.Module, exact_model: nn.Module | None, inputs: Inputs, folder: Path) -> str:
@@ -167,32 +189,37 @@ def _length(inputs: Inputs) -> int:
 
 def _run(check: Check, batches: Sequence[Inputs], folder: Path, *, layers: bool) -> list[dict[str, Tensor]]:
     """Return the outputs of the export, or of its layers, for each batch."""
-    with tempfile.TemporaryDirectory() as place, _files(Path(place), batches) as files:
-        request = {
-            "format": check.form,
-            "folder": str(folder.absolute()),
-            "batches": files,
-            "order": [*batches[0]],
-            "layers": layers,
-            "threads": torch.get_num_threads(),
-            **check.request,
-        }
-        file = Path(place) / "request.json"
-        file.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-P", "-W", "ignore", str(fresh_process.__file__), str(file)]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)  # noqa: S603 - our own file
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise NotExportableError(f"the {check.form} export cannot be run without trainkit: {reason}")
+    with tempfile.TemporaryDirectory() as place:
+        files = [str(Path(place) / f"batch_{number}") for number in range(len(batches))]
+        for name, inputs in zip(files, batches, strict=True):
+            save_file(dict(inputs), name)
+        request = {"batches": files, "order": [*batches[0]], "layers": layers, **check.request}
+        run_fresh(check.form, request, folder, Path(place))
         return [_named(load_file(f"{name}.out")) for name in files]
 
 
-@contextmanager
-def _files(place: Path, batches: Sequence[Inputs]) -> Iterator[list[str]]:
-    names = [str(place / f"batch_{number}") for number in range(len(batches))]
-    for name, inputs in zip(names, batches, strict=True):
-        save_file(dict(inputs), name)
-    yield names
+def run_fresh(form: str, request: Mapping[str, Any], folder: Path, place: Path) -> None:
+    """Run `fresh_process` on a request: a process in which importing trainkit fails.
+
+    Args:
+        form: the format.
+        request: what the process needs beside the format and the folder; `format` there names a part of the check.
+        folder: of the export.
+        place: an empty folder for the request; the process runs in it.
+
+    Raises:
+        NotBuiltError: the process cannot build the model.
+        NotExportableError: the process has failed; the text has the last line of its error.
+    """
+    common = {"format": form, "folder": str(folder.absolute()), "threads": torch.get_num_threads()}
+    file = place / "request.json"
+    file.write_text(json.dumps({**common, **request}), encoding="utf-8")
+    command = [sys.executable, "-P", "-W", "ignore", str(fresh_process.__file__), str(file)]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)  # noqa: S603 - our own file
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        kind = NotBuiltError if done.returncode == fresh_process.NOT_BUILT else NotExportableError
+        raise kind(f"the {form} export cannot be run without trainkit: {reason}")
 
 
 def _named(found: Mapping[str, Tensor]) -> dict[str, Tensor]:

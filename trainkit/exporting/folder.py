@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +52,8 @@ class Exported:
     num_bytes: int
     """All files together."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """Sentences for the screen: how the files were checked, which sizes they take."""
 
     def to_result(self) -> dict[str, Any]:
         """Return the entries of result.json."""
@@ -60,7 +62,8 @@ class Exported:
     def __add__(self, other: Exported) -> Exported:
         """Count another export, of the same folder."""
         total = self.num_bytes + other.num_bytes
-        return Exported(folder=self.folder, num_bytes=total, seconds=self.seconds + other.seconds)
+        notes = tuple(dict.fromkeys((*self.notes, *other.notes)))
+        return Exported(folder=self.folder, num_bytes=total, seconds=self.seconds + other.seconds, notes=notes)
 
 
 def write_export(
@@ -85,7 +88,7 @@ def write_export(
         for other in beside:
             owner.make(draft / other.which)
             done += _written(other, form, draft / other.which)
-    return Exported(folder=folder, num_bytes=done.num_bytes, seconds=done.seconds)
+    return replace(done, folder=folder)
 
 
 def _free_or_own(folder: Path, owner: OwnershipToken) -> Path:
@@ -99,9 +102,9 @@ def _free_or_own(folder: Path, owner: OwnershipToken) -> Path:
 
 def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
     began = time.perf_counter()
-    hashed = form.write(trained, draft)
+    written = form.write(trained, draft)
     found = {path.relative_to(draft).as_posix(): path for path in _files_in(draft)}
-    files = {name: hashed.get(name) or _record(path) for name, path in found.items()}
+    files = {name: written.files.get(name) or _record(path) for name, path in found.items()}
     config = {
         "format": 1,
         **redacted({"model": dict(trained.cfg.model)})[0],
@@ -111,10 +114,11 @@ def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
         "files": {name: asdict(record) for name, record in files.items()},
     }
     write_bytes(draft / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
-    write_bytes(draft / CARD, model_card(trained, files, loading=form.LOADING).encode())
+    write_bytes(draft / CARD, model_card(trained, files, loading=form.LOADING, notes=written.notes).encode())
     sync_folder(draft)
     num_bytes = sum(record.num_bytes for record in files.values())
-    return Exported(folder=draft, num_bytes=num_bytes, seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Exported(folder=draft, num_bytes=num_bytes, seconds=seconds, notes=written.notes)
 
 
 def _files_in(draft: Path) -> list[Path]:

@@ -3,9 +3,9 @@
 A new format is one module in this package and one line in `FORMATS`. `LOADING` is the text of the model card about
 loading; the function `write` receives a `TrainedModel` and an empty folder:
 
-    def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+    def write(trained: TrainedModel, draft: Path) -> Written:
         (draft / "model.bin").write_bytes(...)
-        return {}
+        return Written()
 
 `trainkit.exporting.folder.write_export` adds the description and the model card, and puts the folder in its place only
 when `write` has returned: a format that is not as good as the run raises CheckpointError, and nothing is left of it.
@@ -20,8 +20,7 @@ from typing import Final, Protocol, cast
 
 from trainkit.config.grammar import refusal
 from trainkit.config.values import closest
-from trainkit.exporting.trained import TrainedModel
-from trainkit.trainer.manifest import FileRecord
+from trainkit.exporting.trained import TrainedModel, Written
 
 FORMATS: Final[Mapping[str, str]] = {
     "safetensors": "trainkit.exporting.whole_file",
@@ -39,11 +38,8 @@ class Format(Protocol):
     def LOADING(self) -> str:  # noqa: N802 - a constant of the module
         """How to load the files, in Markdown."""
 
-    def write(self, trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+    def write(self, trained: TrainedModel, draft: Path) -> Written:
         """Write the model into an empty folder, without folders below it.
-
-        Returns:
-            Size and SHA-256 of those files whose bytes were hashed as they were written; the others are read once more.
 
         Raises:
             CheckpointError: the weights are damaged, or the model cannot be written in this format; the text says why.

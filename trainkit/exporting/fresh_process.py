@@ -6,15 +6,21 @@ outputs, or the outputs of every layer of the first batch.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx, nn
+
+NOT_BUILT = 3
+"""Exit code: the model of the node cannot be built without trainkit."""
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -163,8 +169,80 @@ class _HuggingFace:
         return {self._inputs.get(name, name): value for name, value in inputs.items()}
 
 
-KINDS: Mapping[str, Any] = {"torch_export": _TorchExport, "onnx": _Onnx, "huggingface": _HuggingFace}
-"""Format -> what runs it."""
+class _Weights:
+    """A file of weights, in the model that its node describes."""
+
+    def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
+        sys.path.extend(request["path"])
+        try:
+            self._model: nn.Module = _built(request["node"])
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - read by the other process
+            raise SystemExit(NOT_BUILT) from error
+        state = load_file(folder / "model.safetensors")
+        self._model.to(next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32))
+        self._model.load_state_dict(state, strict=True)
+        self._model.eval()
+
+    def outputs(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return tensors_of(self._model(**inputs))
+
+    def layers(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return layers_of(self._model, inputs)
+
+
+def _built(node: Any) -> Any:
+    """Return the object of a node with `_target_`, after the objects inside it, without any conversion of types."""
+    if isinstance(node, list):
+        return [_built(one) for one in node]
+    if not isinstance(node, Mapping):
+        return node
+    made = {name: _built(value) for name, value in node.items()}
+    return pkgutil.resolve_name(made.pop("_target_"))(**made) if "_target_" in made else made
+
+
+class _WeightsInProgram(_TorchExport):
+    """A file of weights, in a program of the model that holds none of its own."""
+
+    def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
+        super().__init__(Path(request["program"]), request)
+        state = {f"{request['prefix']}{name}": one for name, one in load_file(folder / "model.safetensors").items()}
+        names = self._graph.state_dict()
+        if absent := [name for name in names if name not in state]:
+            raise KeyError(f"the file lacks {absent[0]}")
+        self._graph.load_state_dict({name: state[name] for name in names}, strict=True)
+
+
+class _Tensors:
+    """A file of weights, tensor by tensor: no model is needed, and no two tensors are in memory at once."""
+
+    def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            found = {name: fingerprint(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - no mapping
+        Path(request["found"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def fingerprint(tensor: Tensor) -> list[str]:
+    """Return dtype, shape and SHA-256 of the numbers of a tensor.
+
+    Example:
+        >>> fingerprint(torch.zeros(2, 3))[:2]
+        ['torch.float32', '(2, 3)']
+    """
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return [str(tensor.dtype), str(tuple(tensor.shape)), hashlib.sha256(content.data).hexdigest()]
+
+
+KINDS: Mapping[str, Any] = {
+    "torch_export": _TorchExport,
+    "onnx": _Onnx,
+    "huggingface": _HuggingFace,
+    "safetensors": _Weights,
+    "weights_in_program": _WeightsInProgram,
+    "tensors": _Tensors,
+}
+"""Format, or a part of its check -> what runs it."""
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -173,11 +251,11 @@ def _numbered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def main(request_file: str) -> None:
-    """Answer a request: `format`, `folder`, `batches` (files of inputs), `layers`, `threads`."""
+    """Run a request: `format`, `folder`, `batches` (files of inputs), `order`, `layers`, `threads`, and others."""
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])
     exported = KINDS[request["format"]](Path(request["folder"]), request)
-    for batch in request["batches"]:
+    for batch in request.get("batches", ()):
         loaded = load_file(batch)
         inputs = {name: loaded[name] for name in request["order"]}
         if request["layers"]:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from trainkit.errors import MissingExtraError
 from trainkit.exporting.checking import Check, real_samples, refuse_difference
 from trainkit.exporting.quiet import quiet
-from trainkit.exporting.trained import NotExportableError, TrainedModel
+from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, refuse_lack_of_room
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.generators import Untouched
-from trainkit.trainer.manifest import FileRecord
 
 LOADING: Final = """\
 ```python
@@ -45,7 +44,7 @@ class Transformer:
     """Argument of the run's model -> argument; empty: the same names."""
 
 
-def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+def write(trained: TrainedModel, draft: Path) -> Written:
     """Write `config.json` and `model.safetensors`, and check that transformers computes what the run does.
 
     Raises:
@@ -57,11 +56,12 @@ def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
         raise MissingExtraError(key="--to huggingface", package="transformers", extra="huggingface")
     found = convert(model)
     samples = real_samples(trained.cfg, model)
+    refuse_lack_of_room(found.model, draft / "model.safetensors")
     save(found, draft)
     trained.working()
     request = {"class": type(found.model).__name__, "names": dict(found.names), "inputs": dict(found.inputs)}
     refuse_difference(Check(form="huggingface", exact=found.exact, request=request), model, samples, draft)
-    return {}
+    return Written()
 
 
 def save(found: Transformer, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.base import Objective
 
-__all__ = ["model_inputs"]
+Inputs = Mapping[str, Tensor]
+"""Argument of the model's `forward` -> its value for a batch."""
 
 
 class _CalledError(Exception):

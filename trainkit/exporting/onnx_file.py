@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from trainkit.errors import MissingExtraError
 from trainkit.exporting import torch_program
-from trainkit.exporting.checking import Check, Inputs, example_of, real_samples, refuse_difference
+from trainkit.exporting.checking import Check, example_of, real_samples, refuse_difference
+from trainkit.exporting.inputs import Inputs
+from trainkit.exporting.lengths import try_free_lengths
 from trainkit.exporting.quiet import quiet
-from trainkit.exporting.trained import TrainedModel
+from trainkit.exporting.trained import TrainedModel, Written, refuse_lack_of_room
 from trainkit.numerics.generators import Untouched
-from trainkit.trainer.manifest import FileRecord
 
 FILE: Final = "model.onnx"
 LOADING: Final = """\
@@ -32,7 +34,7 @@ _LARGE: Final = 1 << 30
 _PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 
 
-def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+def write(trained: TrainedModel, draft: Path) -> Written:
     """Write `model.onnx`, and check that ONNX Runtime computes what the run does, to rounding.
 
     Raises:
@@ -45,19 +47,26 @@ def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
     model = trained.model()
     samples = real_samples(trained.cfg, model)
     trained.working()
-    export(model, example_of(samples), draft)
-    trained.working()
-    refuse_difference(Check(form="onnx", exact=False), model, samples, draft)
-    return {}
+    refuse_lack_of_room(model, draft / FILE)
+
+    def attempt(free: tuple[str, ...]) -> ExportedProgram:
+        program = export(model, example_of(samples), draft, free=free)
+        trained.working()
+        refuse_difference(Check(form="onnx", exact=False, free=free), model, samples, draft)
+        return program
+
+    return Written(notes=tuple(filter(None, [try_free_lengths(samples, "onnx", attempt)])))
 
 
-def export(model: nn.Module, example: Inputs, draft: Path) -> None:
+def export(model: nn.Module, example: Inputs, draft: Path, *, free: Sequence[str] = ()) -> ExportedProgram:
     """Write a model with a dynamic batch size; a large one has its weights in `model.onnx.data`.
+
+    Arguments as in `torch_program.export`.
 
     Raises:
         NotExportableError: the exporter does not take it; the text has the first line of its error.
     """
-    program = torch_program.export(model, example, form="onnx")
+    program = torch_program.export(model, example, form="onnx", free=free)
     try:
         with Untouched(seed=0), quiet(), torch.no_grad():
             torch.onnx.export(
@@ -68,5 +77,8 @@ def export(model: nn.Module, example: Inputs, draft: Path) -> None:
                 external_data=sum(one.nbytes for one in model.parameters()) > _LARGE,
                 verbose=False,
             )
+    except OSError:
+        raise
     except Exception as error:
         raise torch_program.refused("onnx", error) from error
+    return program

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
-from trainkit.exporting.checking import Check, Inputs, example_of, real_samples, refuse_difference
+from trainkit.exporting.checking import Check, example_of, real_samples, refuse_difference
 from trainkit.exporting.fresh_process import tensors_of
-from trainkit.exporting.trained import NotExportableError, TrainedModel
+from trainkit.exporting.inputs import Inputs
+from trainkit.exporting.lengths import longest, try_free_lengths
+from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, refuse_lack_of_room
 from trainkit.frames import named_first_line
 from trainkit.numerics.generators import Untouched
-from trainkit.trainer.manifest import FileRecord
+from trainkit.trainer.checkpoint.tensor_file import write_bytes
 
 FILE: Final = "model.pt2"
 LOADING: Final = """\
@@ -31,7 +34,7 @@ Load such a file only if you trust where it comes from: it is a program.
 """
 
 
-def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
+def write(trained: TrainedModel, draft: Path) -> Written:
     """Write `model.pt2`, and check that it computes the same bits as the run.
 
     Raises:
@@ -40,33 +43,61 @@ def write(trained: TrainedModel, draft: Path) -> Mapping[str, FileRecord]:
     model = trained.model()
     samples = real_samples(trained.cfg, model)
     trained.working()
-    program = export(model, example_of(samples))
-    torch.export.save(program, draft / FILE)
-    trained.working()
+    refuse_lack_of_room(model, draft / FILE)
     request = {"positional": is_positional(model, samples)}
-    refuse_difference(Check(form="torch_export", exact=True, request=request), model, samples, draft)
-    return {}
+
+    def attempt(free: tuple[str, ...]) -> ExportedProgram:
+        program = export(model, example_of(samples), free=free)
+        save(program, draft / FILE)
+        trained.working()
+        refuse_difference(Check(form="torch_export", exact=True, request=request, free=free), model, samples, draft)
+        return program
+
+    return Written(notes=tuple(filter(None, [try_free_lengths(samples, "torch_export", attempt)])))
 
 
-def export(model: nn.Module, example: Inputs, *, form: str = "torch_export") -> ExportedProgram:
+def save(program: ExportedProgram, file: Path) -> None:
+    """Write a program: by way of memory, since torch aborts the process where it finds a full disk."""
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    file.unlink(missing_ok=True)
+    write_bytes(file, content.getvalue())
+
+
+def export(
+    model: nn.Module, example: Inputs, *, form: str = "torch_export", free: Sequence[str] = ()
+) -> ExportedProgram:
     """Export a model with a dynamic batch size, for a format.
+
+    Args:
+        model: in evaluation mode.
+        example: inputs of two samples.
+        form: the format, for the text of the error.
+        free: inputs whose second dimension is dynamic too, as far as the operations of the model allow that.
 
     Raises:
         NotExportableError: torch.export does not take it; the text has the first line of its error.
     """
-    batch = torch.export.Dim("batch", min=1)
-    called = plain(model, example)
+    batch = Dim("batch", min=1)
+    try:
+        called = plain(model, example)
+    except Exception as error:
+        raise refused(form, error) from error
     args = tuple(example.values()) if is_positional(model, example) else ()
     kwargs = {} if args else dict(example)
-    shapes: Any = {name: {0: batch} for name in example}
+    sizes: dict[str, Any] = {name: {0: batch, 1: Dim.AUTO} if name in free else {0: batch} for name in example}
+    shapes: Any = sizes
     if called is not model:  # it takes any arguments
-        shapes = {"args": tuple({0: batch} for _ in args), "kwargs": {name: {0: batch} for name in kwargs}}
+        shapes = {"args": tuple(sizes.values()) if args else (), "kwargs": sizes if kwargs else {}}
         shapes = {name: value for name, value in shapes.items() if value}
     try:
         with Untouched(seed=0), torch.no_grad():
-            return torch.export.export(called, args, kwargs, dynamic_shapes=shapes)
+            program = torch.export.export(called, args, kwargs, dynamic_shapes=shapes)
     except Exception as error:
         raise refused(form, error) from error
+    if free:
+        longest(program)
+    return program
 
 
 def refused(form: str, error: Exception) -> NotExportableError:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import CheckpointError
+from trainkit.storage import bytes_needed, refuse_full
 from trainkit.trainer.checkpoint import Loaded
+from trainkit.trainer.manifest import FileRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,27 @@ class TrainedModel:
         return self.weights.checkpoint.step
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The files that a format has written, and what a user must know of them."""
+
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Size and SHA-256 of those files whose bytes were hashed as they were written; the others are read once more."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the screen and the model card: how the files were checked, which sizes they take."""
+
+
 class NotExportableError(CheckpointError):
     """The model has something that a format cannot hold; the weights themselves are whole."""
+
+
+def refuse_lack_of_room(model: nn.Module, file: Path) -> None:
+    """Refuse a file that holds all tensors of a model, before a library begins it whose errors name no file.
+
+    Raises:
+        StorageError: there is too little space, or a file may not become that large.
+    """
+    refuse_full(file, bytes_needed({id(one): one for one in model.state_dict().values()}.values()))
 
 
 def checkpoint_keys(model: nn.Module) -> dict[str, str] | None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import CheckpointError
-from trainkit.exporting.trained import NotExportableError, TrainedModel, checkpoint_keys
+from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, checkpoint_keys
+from trainkit.storage import bytes_needed, refuse_full
 from trainkit.strategies.tensors.lazy_state import LazyStateDict, dtype_of, shape_of
-from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_full
 from trainkit.trainer.checkpoint.tensor_file import Kinds, TensorFile, write_stream
-from trainkit.trainer.manifest import FileRecord
 
 WEIGHTS: Final = "model.safetensors"
 LOADING: Final = """\
@@ -30,21 +29,13 @@ Where trainkit is installed, `trainkit.load(FOLDER)` builds the model and loads 
 """
 
 
-def write(trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:
+def write(trained: TrainedModel, draft: Path) -> Written:
     """Write `model.safetensors`, one tensor after the other: the model is never whole in memory.
 
     Only a model with a `state_dict` of its own making is built whole, because its hooks convert the tensors.
     """
-    keys = checkpoint_keys(trained.skeleton())
-    if keys is None:
-        state = _own_state(trained.model().state_dict())
-        kinds: Kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-        keys = {name: name for name in state}
-        tensors: Mapping[str, Tensor] = state
-    else:
-        tensors = trained.weights.tensors
-        kinds = _kinds(keys, tensors, trained)
-    names = keys
+    names, tensors = sources(trained)
+    kinds = _kinds(names, tensors, trained)
 
     def read(name: str) -> Tensor:
         trained.working()
@@ -55,7 +46,20 @@ def write(trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:
     )
     record = write_stream(draft / WEIGHTS, kinds, read)
     trained.working()
-    return {WEIGHTS: record}
+    return Written(files={WEIGHTS: record})
+
+
+def sources(trained: TrainedModel) -> tuple[Mapping[str, str], Mapping[str, Tensor]]:
+    """Return name in the model's `state_dict` -> key of its tensor, and the tensors by these keys, read on access.
+
+    Raises:
+        NotExportableError: the `state_dict` holds what no checkpoint does.
+    """
+    keys = checkpoint_keys(trained.skeleton())
+    if keys is not None:
+        return keys, trained.weights.tensors
+    state = _own_state(trained.model().state_dict())
+    return {name: name for name in state}, state
 
 
 class FileWeights(LazyStateDict):

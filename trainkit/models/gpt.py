@@ -68,6 +68,10 @@ class Gpt(nn.Module):
         scores: Tensor = self.head(hidden)
         return scores
 
+    def output_layer(self) -> nn.Linear:
+        """Return the layer whose outputs are the scores."""
+        return self.head.output
+
     def tensor_plan(self, degree: int) -> dict[str, str]:
         """Return how its layers are cut over ranks: attention by heads, the rest by rows and columns.
 

@@ -1,4 +1,4 @@
-"""Order the samples of an epoch, form its steps, and cut a step into shards.
+"""Order the samples of an epoch, form its steps, cut a step into shards, and find the samples of a ticket.
 
 The order is a permutation keyed by (seed, epoch), in memory that does not grow with the dataset.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,15 @@ from trainkit.errors import Problem
 from trainkit.numerics.generators import hash64, mix64_array
 
 _ROUNDS: Final = 6
-_DRAWING: Final = 0x64726177
 """Separates draws by weight from the permutation of an epoch."""
+
+
+class Order(Protocol):
+    """The sample at each position of each epoch."""
+
+    def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,35 +73,6 @@ class SampleOrder:
             values[outside] = moved
             outside = outside[moved >= self.num_samples]
         return values
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightedOrder:
-    """Draw the sample at each position of an epoch by weight, with replacement.
-
-    What is drawn at a position depends on (seed, epoch, position) alone, so that any range is computed alone.
-
-    Example:
-        >>> order = WeightedOrder(cumulative=np.cumsum([0.0, 1.0, 3.0]), seed=0)
-        >>> np.bincount(order.indices(0, 0, 4000)).tolist()
-        [0, 1028, 2972]
-    """
-
-    cumulative: NDArray[np.float64]
-    """(samples,) sums of the weights up to each sample; the last is above 0."""
-    seed: int
-    """The run's seed."""
-
-    def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
-        places = np.arange(start, stop, dtype=np.uint64)
-        bits = mix64_array(np.uint64(hash64(self.seed, epoch, _DRAWING)) ^ places)
-        share = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        drawn = np.searchsorted(self.cumulative, share * self.cumulative[-1], side="right")
-        # A product that rounds up to the whole sum must not lead past the last sample with a weight.
-        last = np.searchsorted(self.cumulative, self.cumulative[-1], side="left")
-        found: NDArray[np.int64] = np.minimum(drawn, last).astype(np.int64)
-        return found
 
 
 class _Round:
@@ -189,8 +167,8 @@ class BatchPlan:
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step."""
-        _, start, stop = self.batch_range(step)
-        return stop - start
+        left = self.num_samples - step % self.steps_per_epoch * self.global_size  # in the epoch, from this step on
+        return left if left < self.global_size else self.global_size  # noqa: FURB136 - four times a step
 
     def num_shards(self, step: int) -> int:
         """Return the number of shards of a step."""
@@ -324,3 +302,81 @@ def _largest_micro(global_size: int, num_replicas: int) -> int:
     """Return the largest micro size that gives at least `num_replicas` shards; 0 if there is none."""
     fits = (size for size in range(global_size, 0, -1) if -(-global_size // size) >= num_replicas)
     return next(fits, 0)
+
+
+Request = tuple[int, list[int], list[int], list[int] | None]
+"""An epoch, samples of it, the sizes of the shards that they form, and their positions where samples repeat."""
+
+_BLOCK: Final = 1 << 16
+"""Number of positions of the order computed at a time: 6 ms and half a megabyte."""
+
+
+class Positions:
+    """Converts tickets to sample indices; the order is computed a block at a time.
+
+    Example:
+        >>> plan = BatchPlan(num_samples=10, global_size=4, micro_size=2)
+        >>> positions = Positions(plan, SampleOrder(num_samples=10, seed=0, shuffle=False))
+        >>> positions.indices(Ticket(1, (0, 1))), positions.sizes(Ticket(1, (0, 1)))
+        (array([4, 5, 6, 7]), [2, 2])
+    """
+
+    def __init__(self, plan: BatchPlan, order: Order) -> None:
+        self.plan = plan
+        self.order = order
+        self._epoch = -1
+        self._start = 0
+        self.block: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        """The samples at the positions from the block's start on."""
+        self.version = 0
+        """Counts the blocks, so that a copy on a device can be recognized as outdated."""
+
+    def spans(self, ticket: Ticket) -> list[tuple[int, int]]:
+        """Return the ranges of `block` that the shards take, in the ticket's order, adjacent ones joined."""
+        plan = self.plan
+        epoch, batch_start, batch_stop = plan.batch_range(ticket.step)
+        if epoch != self._epoch or batch_start < self._start or batch_stop > self._start + len(self.block):
+            self._compute(epoch, batch_start, batch_stop)
+        offset = self._start
+        if len(ticket.shards) == plan.num_shards(ticket.step) and ticket.shards == tuple(range(len(ticket.shards))):
+            return [(batch_start - offset, batch_stop - offset)]
+        joined: list[tuple[int, int]] = []
+        for shard in ticket.shards:
+            _, start, stop = plan.shard_range(ticket.step, shard)
+            if joined and joined[-1][1] == start - offset:
+                joined[-1] = (joined[-1][0], stop - offset)
+            else:
+                joined.append((start - offset, stop - offset))
+        return joined
+
+    def indices(self, ticket: Ticket) -> NDArray[np.int64]:
+        """Return the samples of the ticket's shards, one shard after the other."""
+        spans = self.spans(ticket)
+        if len(spans) == 1:
+            return self.block[slice(*spans[0])]
+        return np.concatenate([self.block[start:stop] for start, stop in spans])
+
+    def _places(self, ticket: Ticket) -> list[int]:
+        """Return the position of each sample in its epoch."""
+        ranges = [self.plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
+        return [place for start, stop in ranges for place in range(start, stop)]
+
+    def sizes(self, ticket: Ticket) -> list[int]:
+        """Return the number of samples of each of the ticket's shards."""
+        return [self.plan.shard_size(ticket.step, shard) for shard in ticket.shards]
+
+    def request(self, ticket: Ticket) -> Request:
+        """Return what a reader reads for a ticket."""
+        indices = self.indices(ticket).tolist()
+        repeats = not isinstance(self.order, SampleOrder)
+        return self.epoch(ticket), indices, self.sizes(ticket), self._places(ticket) if repeats else None
+
+    def epoch(self, ticket: Ticket) -> int:
+        """Return the epoch of a ticket."""
+        return self.plan.epoch(ticket.step)
+
+    def _compute(self, epoch: int, start: int, stop: int) -> None:
+        last = min(self.plan.num_samples, max(stop, start + _BLOCK))
+        self.block = self.order.indices(epoch, start, last)
+        self._epoch, self._start = epoch, start
+        self.version += 1

@@ -71,12 +71,14 @@ class BlockKeys:
         self._watches_model = False
         self._generators = generators_of(devices)
         self._on_host = all(device.type == "cpu" for device in devices)
+        self.silent = False
+        """Whether no key is set: nothing draws, and a graph that contains the hooks does without them."""
         self.names = tuple(name for name, _ in blocks_of(model) if name in self.drawing.keyed)
         for name, block in blocks_of(model):
             if name in self.drawing.keyed:
-                block.register_forward_pre_hook(_hook(self._key_setter(name_id(name))))
+                block.register_forward_pre_hook(_hook(self, self._key_setter(name_id(name))))
             if name in self.drawing.returned:
-                block.register_forward_hook(_hook(self._key_setter(name_id(f"{name}()"))))
+                block.register_forward_hook(_hook(self, self._key_setter(name_id(f"{name}()"))))
         for module in model.modules():
             _KEYS[module] = self
 
@@ -117,7 +119,13 @@ class BlockKeys:
         finally:
             self._state, self._counts = now
 
+    def silence(self, *, silent: bool) -> None:
+        """Set whether no key is set from now on."""
+        self.silent = silent
+
     def _enter(self, parts: tuple[int, ...], objective: object, calls: int) -> None:
+        if self.silent:
+            return
         self._objective = draws_of(type(objective))
         most = max(self.drawing.most, self._objective)
         if most is Draws.nothing:
@@ -141,7 +149,7 @@ class BlockKeys:
                 self._set_key(_OBJECTIVE)
 
         if (model := self._model()) is not None:
-            model.register_forward_hook(_hook(set_key))
+            model.register_forward_hook(_hook(self, set_key))
 
     def _key_setter(self, part: int) -> Callable[[], None]:
         return lambda: self._set_key(part)
@@ -156,8 +164,10 @@ class BlockKeys:
             generator.manual_seed(key & 0xFFFFFFFF)
 
 
-def _hook(set_key: Callable[[], None]) -> Any:
+def _hook(keys: BlockKeys, set_key: Callable[[], None]) -> Any:
     def hook(_module: nn.Module, _inputs: Any, _outputs: Any = None) -> None:
+        if keys.silent:
+            return
         if _NOTING:
             _NOTING[-1](set_key)
         else:

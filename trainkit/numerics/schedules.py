@@ -8,6 +8,7 @@ resuming does not change the curve.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -216,3 +217,16 @@ class LearningRate:
     def factor(self, step: int) -> float:
         """Return the rate of update `step` over the base rate: the factor on every parameter group's own rate."""
         return self(step) / self.base if self.base else 0.0
+
+
+def lr_points(rate: Callable[[int], float], num_steps: int, *, most: int = 600) -> list[tuple[int, float]]:
+    """Return the learning rate at evenly spaced steps, including the first and the last.
+
+    Example:
+        >>> lr_points(lambda step: 0.5 * step, 4)
+        [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
+    """
+    last = num_steps - 1
+    count = min(num_steps, most)
+    steps = [last * place // max(1, count - 1) for place in range(count)]
+    return [(step, rate(step)) for step in steps]

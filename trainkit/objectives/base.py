@@ -16,8 +16,16 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainkit.errors import Problem, TrainingError
+from trainkit.errors import Problem
 from trainkit.objectives.fields import Fields, input_of, scores_of, split_batch, unused_fields
+from trainkit.objectives.from_hidden.loss import Loss
+from trainkit.objectives.from_hidden.output_layer import (
+    OutputLayer,
+    found_loss,
+    output_layer_of,
+    reason_for_scores,
+    scored_inside,
+)
 from trainkit.objectives.tables import Result
 
 __all__ = [
@@ -52,73 +60,6 @@ class Access(Enum):
     """`torch.autograd.grad(outputs, inputs, create_graph=True)`, for a gradient penalty; gradients are then on in
     evaluation, too.
     """
-
-
-@dataclass(slots=True)
-class Loss:
-    """The loss of one shard.
-
-    Example:
-        >>> Loss(loss_sum=torch.tensor(6.0), weight=3.0).weight
-        3.0
-    """
-
-    loss_sum: Tensor
-    """() float32 (float64 in fp64 runs): the sum over this shard's targets, with its graph."""
-    weight: Tensor | float
-    """The number or weight of the summands: samples, tokens or class weights. A float needs no device work; a tensor is
-    ().
-    """
-    extra: Tensor | None = None
-    """() auxiliary loss, already a mean over the shard; the trainer scales it by the shard's share of the weight."""
-    outputs: Any = None
-    """The model's predictions, for metrics only, which must not use the graph."""
-    targets: Any = None
-    """The targets of the predictions, aligned with `outputs`."""
-    terms: Mapping[str, Tensor] | None = None
-    """Parts of the loss to log, by the names in `Objective.term_names`: each () a sum over this shard's targets.
-
-    Gradients come from `loss_sum` alone.
-    """
-
-    @classmethod
-    def of_terms(
-        cls,
-        terms: Mapping[str, Tensor],
-        weight: Tensor | float,
-        *,
-        factors: Mapping[str, float] | None = None,
-        outputs: Any = None,
-        targets: Any = None,
-    ) -> Loss:
-        """Return the loss that adds up several terms, each logged without its factor.
-
-        Args:
-            terms: name -> () the sum over this shard's targets, with its graph.
-            weight: the number or weight of the targets; the same for all terms.
-            factors: name -> factor of the term in the loss; 1 where none is given.
-            outputs: as in `Loss`.
-            targets: as in `Loss`.
-
-        Raises:
-            TrainingError: a factor has the name of no term.
-
-        Example:
-            >>> terms = {"labels": torch.tensor(6.0), "norm": torch.tensor(10.0)}
-            >>> float(Loss.of_terms(terms, 3.0, factors={"norm": 0.1}).loss_sum)
-            7.0
-        """
-        if factors and not factors.keys() <= terms.keys():
-            unknown = ", ".join(sorted(factors.keys() - terms.keys()))
-            raise TrainingError(f"a factor is given for {unknown}, and the terms are {', '.join(terms)}.")
-        total: Tensor | None = None
-        for name, term in terms.items():
-            factor = factors.get(name) if factors else None
-            part = term if factor is None else term * factor
-            total = part if total is None else total + part
-        if total is None:
-            raise TrainingError("a loss of no terms was given.")
-        return cls(total, weight, None, outputs, targets, terms)
 
 
 class Collective(Protocol):
@@ -201,6 +142,11 @@ class Objective(ABC):
         Random numbers drawn here are keyed by (seed, step, shard, `objective`), and again whenever the model returns.
         """
 
+    @property
+    def takes_hidden(self) -> bool:
+        """Whether `loss` may be computed inside the output layer of a model that offers it."""
+        return True
+
     def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
         """Run the model on one collated shard and sum the loss of one phase of a step; evaluation calls `loss`.
 
@@ -277,6 +223,15 @@ class Supervised(Objective):
     """The field of the input, or several; None: the common names."""
     target: Fields = None
     """The field of the targets; None: the common names."""
+    _has_hidden_loss: ClassVar[bool] = False
+    """The value of `takes_hidden`, found where a class is defined."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Compare which classes define the loss, and the two ways to compute it."""
+        super().__init_subclass__(**settings)
+        order = cls.__mro__
+        is_newer = order.index(_definer(order, "loss_from_hidden")) <= order.index(_definer(order, "score"))
+        cls._has_hidden_loss = is_newer and _definer(order, "loss") is Supervised
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the targets of a sample or batch; several inputs are a tuple.
@@ -290,8 +245,33 @@ class Supervised(Objective):
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on the inputs, several by position, and score its outputs."""
         inputs, targets = self.split_batch(batch)
-        outputs = model(*inputs) if isinstance(self.input, list | tuple) else model(inputs)
-        return self.score(outputs, targets)
+        given = inputs if isinstance(self.input, list | tuple) else (inputs,)
+        offered = None
+        if self.takes_hidden and not torch.compiler.is_compiling():  # one graph of a whole step has the loss in it
+            offered = output_layer_of(model)
+        if offered is None:
+            return self.score(model(*given), targets)
+        with scored_inside(offered.layer, lambda hidden: self.loss_from_hidden(hidden, offered, targets)):
+            outputs = model(*given)
+        return found_loss(outputs)
+
+    @property
+    def takes_hidden(self) -> bool:
+        """Whether `loss_from_hidden` computes the same loss as `score`, which a derived class may have replaced."""
+        return self._has_hidden_loss
+
+    def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Any) -> Loss:
+        """Sum the loss of the scores of an output layer, given its inputs, without holding all scores.
+
+        Called in training for a model that offers its output layer; the loss has no outputs. It is the loss of `score`,
+        to rounding: a class that replaces `score` replaces this too, or its scores are used.
+
+        Args:
+            hidden: (samples, ..., features), on the device of the layer.
+            output: the layer.
+            targets: as in `score`, possibly on another device.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss_from_hidden")
 
     def predict(self, model: Model, batch: Any) -> Any:
         """Run the model on the inputs of a batch, which may lack targets, and return its outputs."""
@@ -304,18 +284,28 @@ class Supervised(Objective):
 
     def notes(self, model: nn.Module, sample: Any) -> list[str]:
         """Return whether the model would compute its own loss, with more of a sample than this objective uses."""
+        why = reason_for_scores(model) if self.takes_hidden else None
+        kept = [] if why is None else [f"the loss is computed from all scores: {why}."]
         taken, _ = parameters_of(model)
         if not isinstance(sample, Mapping) or "labels" not in taken or "labels" not in sample:
-            return []
+            return kept
         rest = [name for name in unused_fields(sample, self.input, self.target) if name in taken]
         if not rest:
-            return []
+            return kept
         named = f"{type(model).__name__} computes its own loss"
-        return [f"{named}, and this objective leaves out {', '.join(rest)}: objective=own_loss passes every field."]
+        return [
+            *kept,
+            f"{named}, and this objective leaves out {', '.join(rest)}: objective=own_loss passes every field.",
+        ]
 
     @abstractmethod
     def score(self, outputs: Any, targets: Any) -> Loss:
         """Sum the loss of given outputs (the last stage of a pipeline calls this)."""
+
+
+def _definer(order: tuple[type, ...], name: str) -> type:
+    """Return the class that defines a method."""
+    return next(kind for kind in order if name in vars(kind))
 
 
 def parameters_of(model: nn.Module) -> tuple[tuple[str, ...], bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -12,11 +11,36 @@ from torch.nn import functional
 
 from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic, maths
-from trainkit.objectives.base import Details, Loss, Metric, Supervised
+from trainkit.fields import cosmetic, maths, unit
+from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import class_details
 from trainkit.objectives.fields import Field, scores_of
-from trainkit.objectives.metrics import TopK, fresh_metrics
+from trainkit.objectives.metrics import fresh_metrics
+
+
+class TopK(Metric):
+    """The fraction of samples whose class is among the k highest scores; k = 1 is accuracy.
+
+    Outputs are (samples, classes) scores, targets (samples,) class numbers.
+    """
+
+    def __init__(self, k: int = 1) -> None:
+        self._k = k
+        self._tally = RunningMean()
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        scores, labels = loss.outputs.detach(), loss.targets
+        if self._k == 1:
+            hits = scores.argmax(dim=1) == labels
+        else:
+            hits = (scores.topk(min(self._k, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)).any(dim=1)
+        self._tally.add(hits.sum(), labels.shape[0])
+
+    def compute(self, collective: Collective) -> float:
+        """Return the fraction over all ranks."""
+        return self._tally.mean(collective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +65,7 @@ class Classification(Supervised):
     """Share of each target spread evenly over all classes, in [0, 1)."""
     class_weights: list[float] | None = None
     """A weight a class; null weighs all alike."""
-    top_k: Annotated[list[int], cosmetic] = field(default_factory=list)
+    top_k: Annotated[list[int], cosmetic, unit("classes")] = field(default_factory=list)
     """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
     input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
     """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
@@ -90,8 +114,8 @@ class Classification(Supervised):
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, the requested top-k, and the metrics of the config."""
-        ranked: Mapping[str, Metric] = {f"top{k}": TopK(k) for k in self.top_k}
-        return {"accuracy": TopK(1), **ranked, **fresh_metrics(self.extra_metrics)}
+        own: dict[str, Metric] = {"accuracy": TopK(1), **{f"top{k}": TopK(k) for k in self.top_k}}
+        return {**own, **fresh_metrics(self.extra_metrics)} if self.extra_metrics else own
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return a table of classes, the confusion matrix, the calibration and the worst samples."""

@@ -13,9 +13,10 @@ from trainkit.config.values import above, within
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Loss, Metric, Model, Objective
+from trainkit.objectives.classification import TopK
 from trainkit.objectives.fields import Field, scores_of, split_batch
 from trainkit.objectives.frozen import FrozenModel
-from trainkit.objectives.metrics import TopK, fresh_metrics
+from trainkit.objectives.metrics import fresh_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, Literal
 
@@ -75,10 +75,3 @@ class FrozenModel:
         if self._load is None:
             raise TrainingError(f"nothing has been set that loads {self.source}: call bind before the first batch.")
         return self._load(self.source, self.checkpoint)
-
-
-def frozen_models(objective: object) -> Iterator[tuple[str, FrozenModel]]:
-    """Yield the frozen models of an objective, with the names of the attributes that hold them."""
-    for name, value in vars(objective).items():
-        if isinstance(value, FrozenModel):
-            yield name, value

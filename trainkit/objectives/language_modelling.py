@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.fields import cosmetic, maths
+from trainkit.errors import Problem
+from trainkit.fields import cosmetic, maths, speed
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import token_details
 from trainkit.objectives.fields import Field, scores_of
+from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
+from trainkit.objectives.from_hidden.liger import liger_cross_entropy, liger_problems, refuse_scores
+from trainkit.objectives.from_hidden.output_layer import OutputLayer
 from trainkit.objectives.metrics import fresh_metrics
 
 
@@ -41,6 +46,10 @@ class LanguageModelling(Supervised):
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     output: Annotated[Field | None, maths(neutral=None)] = None
     """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
+    cross_entropy: Annotated[Literal["chunked", "plain", "liger"], speed] = "chunked"
+    """How the loss is computed in training: in the output layer of a model that offers it, `chunked` or by `liger`, a
+    kernel for GPUs; or `plain`, from all scores, as for other models.
+    """
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -60,11 +69,37 @@ class LanguageModelling(Supervised):
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, vocabulary) scores against (samples, length) int64 tokens."""
         outputs = scores_of(outputs, self.output)
+        if self.cross_entropy == "liger":
+            refuse_scores()
         scores = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
         loss_sum = functional.cross_entropy(
             scores.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
         )
         return Loss(loss_sum, (targets != self.ignore_index).sum(), None, outputs, targets)
+
+    @property
+    def takes_hidden(self) -> bool:
+        """Whether `loss_from_hidden` is used, if the model offers its output layer."""
+        return self.cross_entropy != "plain" and self.output is None and super().takes_hidden
+
+    def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
+        """Sum the cross entropy of (samples, length, features) hidden states against (samples, length) tokens."""
+        compute = partial(linear_cross_entropy, score=output.score, part=output.part)
+        if self.cross_entropy == "liger":
+            compute = partial(liger_cross_entropy, is_cut=output.part is not None)
+        loss_sum = compute(
+            hidden.flatten(0, -2),
+            output.layer.weight,
+            targets.flatten(),
+            bias=output.layer.bias,
+            ignore_index=self.ignore_index,
+        )
+        return Loss(loss_sum, (targets != self.ignore_index).sum(), None, None, targets)
+
+    def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
+        """Return why the kernel of Liger cannot compute the loss of this model."""
+        found = super().validate_model(model, sample)
+        return [*found, *(liger_problems(model) if self.cross_entropy == "liger" else [])]
 
     def metrics(self) -> dict[str, Metric]:
         """Return perplexity, and the metrics of the config."""

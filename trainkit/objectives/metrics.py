@@ -5,41 +5,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 from trainkit.objectives.tables import Result
 
 MAX_DIMS: Final = 8
 """Most dims a gathered state of a torchmetrics class may have."""
-
-
-class TopK(Metric):
-    """The fraction of samples whose class is among the k highest scores; k = 1 is accuracy.
-
-    Outputs are (samples, classes) scores, targets (samples,) class numbers.
-    """
-
-    def __init__(self, k: int = 1) -> None:
-        self._k = k
-        self._tally = RunningMean()
-
-    def update(self, loss: Loss, batch: Any) -> None:
-        """Count one batch."""
-        del batch
-        scores, labels = loss.outputs.detach(), loss.targets
-        if self._k == 1:
-            hits = scores.argmax(dim=1) == labels
-        else:
-            hits = (scores.topk(min(self._k, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)).any(dim=1)
-        self._tally.add(hits.sum(), labels.shape[0])
-
-    def compute(self, collective: Collective) -> float:
-        """Return the fraction over all ranks."""
-        return self._tally.mean(collective)
 
 
 class MeanOf(Metric):
@@ -121,3 +98,7 @@ def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:
         name: copy.deepcopy(metric) if isinstance(metric, Metric) else TorchMetric(metric)
         for name, metric in configured.items()
     }
+
+
+__getattr__ = partial(moved_attribute, __name__)
+"""Returns a class that was once here."""

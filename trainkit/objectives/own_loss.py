@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.errors import DataError, Problem, TrainingError
-from trainkit.fields import cosmetic
+from trainkit.fields import cosmetic, speed
 from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_of
 from trainkit.objectives.fields import named_fields, scores_of
+from trainkit.objectives.from_hidden.causal import has_plain_loss
+from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
+from trainkit.objectives.from_hidden.output_layer import (
+    OutputLayer,
+    found_loss,
+    output_layer_of,
+    reason_for_scores,
+    scored_inside,
+)
 from trainkit.objectives.metrics import fresh_metrics
+
+_OF_THE_LOSS: Final = frozenset({"num_items_in_batch", "shift_labels", "ignore_index", "weight"})
+"""Fields that transformers passes on to its loss function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +51,10 @@ class ModelComputesLoss(Objective):
     """Targets that the model leaves out of its mean."""
     shifted: bool = False
     """Whether the model predicts each next label itself, so that the first of a row is no target (causal models)."""
+    cross_entropy: Annotated[Literal["chunked", "plain"], speed] = "chunked"
+    """How the loss of a causal model of transformers is computed in training, with `shifted`: `chunked`, in its output
+    layer, without all scores; or as the model does.
+    """
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """Metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -54,6 +70,11 @@ class ModelComputesLoss(Objective):
 
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on the batch and convert its mean loss into a sum."""
+        offered = output_layer_of(model) if self._is_plain(model, batch) else None
+        if offered is not None:
+            labels = self._labels(batch)
+            with scored_inside(offered.layer, lambda hidden: self._shifted_loss(hidden, offered, labels)):
+                return found_loss(model(**{name: value for name, value in batch.items() if name != self.labels}))
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         labels = self._labels(batch)
         counted = labels[:, 1:] if self.shifted else labels
@@ -66,6 +87,28 @@ class ModelComputesLoss(Objective):
         # The mean over no target is NaN, and so would be the step.
         loss_sum = torch.where(weight > 0, mean.reshape(()) * weight, 0.0)
         return Loss(loss_sum, weight, None, _part(output, "logits", 1), labels)
+
+    def _is_plain(self, model: Model, batch: Any) -> bool:
+        """Return whether the model's own loss is the cross entropy of each next label."""
+        if torch.compiler.is_compiling() or self.cross_entropy == "plain":
+            return False
+        if not self.shifted or self.ignore_index != -100:
+            return False
+        known = isinstance(batch, Mapping) and self.labels == "labels" and not _OF_THE_LOSS & batch.keys()
+        return known and has_plain_loss(model)
+
+    def _shifted_loss(self, hidden: Tensor, output: OutputLayer, labels: Tensor) -> Loss:
+        """Sum the loss in the output layer: (samples, length, features) hidden states, (samples, length) labels."""
+        following = labels[:, 1:]
+        loss_sum = linear_cross_entropy(
+            hidden[:, :-1].flatten(0, -2),
+            output.layer.weight,
+            following.flatten(),
+            bias=output.layer.bias,
+            score=output.score,
+            part=output.part,
+        )
+        return Loss(loss_sum, (following != self.ignore_index).sum(), None, None, labels)
 
     def predict(self, model: Model, batch: Any) -> Any:
         """Run the model on a batch, whose labels are left out, and return the scores."""
@@ -92,6 +135,9 @@ class ModelComputesLoss(Objective):
     def notes(self, model: nn.Module, sample: Any) -> list[str]:
         """Return whether the model shifts its labels by itself."""
         del sample
+        why = reason_for_scores(model) if self.shifted and self.cross_entropy != "plain" else None
+        if why is not None:
+            return [f"the loss is computed from all scores: {why}."]
         if self.shifted or getattr(model, "loss_type", None) != "ForCausalLM":
             return []
         why = f"{type(model).__name__} predicts each next label, and the first of a row is no target"

@@ -16,12 +16,11 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.errors import CheckpointError
-from trainkit.exporting.trained import TrainedModel
+from trainkit.exporting.trained import TrainedModel, Written
 from trainkit.exporting.whole_file import WEIGHTS
-from trainkit.quantizing.formats import FORMATS, Quantized, format_named
-from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_full
+from trainkit.quantizing.formats import FORMATS, Quantized, restore
+from trainkit.storage import bytes_needed, refuse_full
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
-from trainkit.trainer.manifest import FileRecord
 
 QUANTIZED: Final = "quantized"
 """The key of the description that only a quantized model has."""
@@ -35,11 +34,11 @@ class QuantizedFile:
     LOADING: str
     """The section of the model card."""
 
-    def write(self, trained: TrainedModel, draft: Path) -> dict[str, FileRecord]:
+    def write(self, trained: TrainedModel, draft: Path) -> Written:
         """Write the file of weights into an empty folder."""
         refuse_full(draft / WEIGHTS, bytes_needed(self.quantized.tensors.values()))
         trained.working()
-        return {WEIGHTS: write_tensors(draft / WEIGHTS, self.quantized.tensors)}
+        return Written(files={WEIGHTS: write_tensors(draft / WEIGHTS, self.quantized.tensors)})
 
 
 def description_of(quantized: Quantized, to: str) -> dict[str, Any]:
@@ -63,9 +62,8 @@ def restored_model(config: Path, description: Mapping[str, Any], model: nn.Modul
     to = str(description.get("to"))
     if to not in FORMATS:
         raise CheckpointError(f"{config} has the format {to}, which is none of {', '.join(FORMATS)}.")
-    form = format_named(to)
     try:
-        return form.restore(model.float().eval(), to, weights.read, description).eval()
+        return restore(model.float().eval(), to, weights.read, description).eval()
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         what = f"{config.parent} holds no quantized form of this model: {error}"
         raise CheckpointError(f"{what}. {_other_versions(description)}".rstrip()) from error

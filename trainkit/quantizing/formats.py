@@ -7,7 +7,7 @@ the model from its node, quantizes it in the same way, and then copies the numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Final, Protocol, cast
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from trainkit.config.grammar import refusal
 from trainkit.config.values import closest
 from trainkit.errors import MissingExtraError
+from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.quiet import quiet
+from trainkit.quantizing.transposed import as_linear
 
 FORMATS: Final[Mapping[str, str]] = {
     "int8_weight": "trainkit.quantizing.linear",
@@ -25,8 +27,8 @@ FORMATS: Final[Mapping[str, str]] = {
     "int8_static": "trainkit.quantizing.static",
 }
 """Format, as given to `--to` -> its module."""
-Inputs = Mapping[str, Tensor]
-"""Argument of the model's `forward` -> its value for a batch."""
+_TRANSPOSED: Final = "transposed"
+"""Key of the description: modules that were `Conv1D` and are `nn.Linear` in the quantized model."""
 Read = Callable[[str], Tensor]
 """Reads a tensor of a file by its name; KeyError if there is none."""
 
@@ -43,6 +45,20 @@ class Quantized:
     """Names of the modules whose weights were quantized."""
     facts: Mapping[str, Any]
     """What else loading needs; values of YAML."""
+
+
+def quantize(model: nn.Module, to: str, calibration: Sequence[Inputs]) -> Quantized:
+    """Replace the transposed linear layers of a model, in place, and quantize it; as `Format.quantize`."""
+    replaced = as_linear(model)
+    done = format_named(to).quantize(model, to, calibration)
+    return replace(done, facts={**done.facts, **({_TRANSPOSED: replaced} if replaced else {})})
+
+
+def restore(model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> nn.Module:
+    """Return the quantized model of a file; as `Format.restore`."""
+    form = format_named(to)
+    as_linear(model, map(str, facts.get(_TRANSPOSED, ())))
+    return form.restore(model, to, read, facts)
 
 
 class Format(Protocol):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.evaluation import EvalBatches
+from trainkit.exporting.inputs import Inputs
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
-from trainkit.quantizing.formats import Inputs
+from trainkit.quantizing.transposed import is_linear
 from trainkit.report.numbers import figure
 from trainkit.storage import num_bytes
 from trainkit.strategies.base import LocalModel
@@ -132,10 +133,10 @@ def share_of_weights(model: nn.Module, layers: Sequence[str]) -> dict[str, float
     sizes = {
         name: module.weight.numel()
         for name, module in model.named_modules()
-        if name in layers or isinstance(module, nn.Linear)
+        if name in layers or is_linear(module)
         if isinstance(module.weight, Tensor)
     }
-    linear = {name for name in sizes if isinstance(model.get_submodule(name), nn.Linear)}
+    linear = {name for name in sizes if is_linear(model.get_submodule(name))}
     num_linear = sum(sizes[name] for name in linear)
     quantized = sum(sizes[name] for name in layers)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -36,6 +36,11 @@ def sweep_request(
     return {"draw": "sweep", "path": str(path), "title": title, "metric": metric, "mode": mode, "jobs": listed}
 
 
+def bench_request(path: Path, *, title: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the request for the plot of a measurement: its choices, as in bench.json."""
+    return {"draw": "bench", "path": str(path), "title": title, "choices": [dict(one) for one in choices]}
+
+
 class Drawing:
     """One plot in progress."""
 
@@ -87,6 +92,10 @@ def draw(request: Mapping[str, Any]) -> None:
         case "metrics":
             read = curves.read_curves(read_lines(Path(request["metrics"])))
             curves.draw_metrics(Path(request["folder"]), title=request["title"], curves=read, modes=request["modes"])
+        case "bench":
+            from trainkit.report import bench_plot  # noqa: PLC0415 - the same
+
+            bench_plot.draw_bench(Path(request["path"]), title=request["title"], choices=request["choices"])
         case "sweep":
             from trainkit.report import sweep_plot  # noqa: PLC0415 - the same
 

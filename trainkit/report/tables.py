@@ -156,6 +156,7 @@ def _time_taken(result: Mapping[str, Any]) -> str:
 def _closing_rows(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
     metrics = result.get("metrics") or {}
     rows = {"result": "  ".join(f"{name} {figure(value)}" for name, value in metrics.items() if value is not None)}
+    rows["compiling"] = f"took {duration(result['compile_s'])}" if result.get("compile_s") else ""
     rows["skipped"] = _skipped(result)
     rows["restarts"] = _restarts(result)
     rows["best"] = str(result.get("best") or "")

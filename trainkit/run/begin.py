@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import errno
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
+from trainkit.cluster.host import num_cores
 from trainkit.config.identity import fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
+from trainkit.config.secrets import redacted
+from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
+from trainkit.redaction import mask, redacted_argument
 from trainkit.report.train_log import TrainLog, recorded_output
-from trainkit.run.folder.metadata import write_environment, write_resolved
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder, write_atomically, write_json_atomically
 from trainkit.run.folder.status import StatusFile, read_status
-from trainkit.run.planning.averages import average_of
+from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.trainer.checkpoint import refuse_small_disk
-from trainkit.trainer.manifest import list_complete
+from trainkit.run.session.outcome import own_loss_refusal
+from trainkit.storage import Free, lacking, num_bytes, storage_error
+from trainkit.trainer.checkpoint import meta_of
+from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
+
+_FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
+_ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"
 
 Result = dict[str, Any] | None
 """Content of result.json on rank 0; None on other ranks."""
@@ -42,6 +58,8 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
     Raises:
         StorageError: there is too little free space.
     """
+    if plan.is_measurement:
+        return
     settings = plan.cfg.checkpoint
     kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
     where = folder.path if folder is not None else run_dir or Path("outputs") / plan.cfg.name
@@ -51,6 +69,39 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
     exported = model_bytes(plan, model) * copies if ends else 0
     size = checkpoint_bytes(plan, model)
     refuse_small_disk(where, size=size, kept=kept, steps_left=plan.last_step, exported=exported)
+
+
+def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, exported: int = 0) -> None:
+    """Refuse a run whose checkpoints do not fit on the file system of its folder, before its first step.
+
+    Args:
+        folder: the run folder, which may not exist yet.
+        size: bytes of a checkpoint.
+        kept: number of checkpoints kept.
+        steps_left: at most so many are written.
+        exported: bytes of the model that is written at the end.
+
+    Raises:
+        StorageError: there is too little space for the kept checkpoints and the one that is written in addition.
+    """
+    root = folder / "checkpoints"
+    there = list_complete(root) if os.path.lexists(root) else []
+    have = sum(record.num_bytes for checkpoint in there for record in checkpoint.files.values())
+    number = min(kept + 1, len(there) + steps_left)
+    needed = max(size * number - have, size) + exported
+    free = Free.at(folder)
+    if lacking(folder, 0, size) == errno.EFBIG:
+        raise storage_error(root, OSError(errno.EFBIG, os.strerror(errno.EFBIG)), needed=size)
+    if free is None or (free.num_bytes >= needed and free.num_files != 0):
+        return
+    of = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
+    of += f", and {num_bytes(exported)} of the model at the end" if exported else ""
+    less = f", less the {num_bytes(have)} of existing ones" if have else ""
+    fewer = f", {_FEWER}" if number > 1 else ""
+    raise StorageError(
+        f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed ({of}{less}), "
+        f"{free}. Free space there{fewer}, or {_ELSEWHERE}."
+    )
 
 
 def begin_folder(
@@ -92,6 +143,21 @@ class ResumePoint:
     """One line that describes what is continued."""
     relaunched: bool = False
     """Whether an external launcher has restarted all processes."""
+
+    def refuse_own_loss(self) -> None:
+        """Refuse a training whose losses a loop has given, for a process that has no such loop.
+
+        Raises:
+            ConfigError: the newest checkpoint has steps with a loss of a loop.
+        """
+        root = self.folder.checkpoints if self.folder is not None else self.checkpoints
+        if root is None:
+            return
+        with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is restored
+            newest = [read_manifest(root)] if (root / MANIFEST).is_file() else list_complete(root)[:1]
+            states = [meta_of(one).get("state") for one in newest]
+            if any(isinstance(state, dict) and state.get("own_loss") is True for state in states):
+                raise own_loss_refusal(newest[0].folder)
 
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
@@ -180,7 +246,10 @@ def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
         batch = replace(batch, micro_size=earlier.batch.micro_size)
     if batch.global_size is None:
         batch = replace(batch, global_size=earlier.batch.global_size, accumulation=None)
-    return replace(cfg, batch=batch)
+    loader = cfg.loader
+    if loader.num_workers == "auto":
+        loader = replace(loader, num_workers=earlier.loader.num_workers)
+    return replace(cfg, batch=batch, loader=loader)
 
 
 def _same_training(cfg: RunConfig, run: Path) -> RunConfig:
@@ -220,3 +289,102 @@ def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] | None = None
         except BaseException as error:
             log.write_error(error)
             raise
+
+
+_OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
+_GIT_TIMEOUT_S: Final = 2.0
+
+
+def write_resolved(folder: RunFolder, cfg: RunConfig) -> dict[str, Any]:
+    """Write the config with every value resolved, as plain YAML.
+
+    Returns:
+        The secrets that were left out, by full key: the workers need them.
+    """
+    import yaml  # noqa: PLC0415 - 20 ms that a worker does not need here
+
+    values, secrets = redacted(cfg.to_dict())
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True, width=110)
+    write_atomically(folder.resolved, text)
+    return secrets
+
+
+def write_environment(
+    folder: RunFolder, *, cfg: RunConfig, fingerprint: str, notes: Sequence[str] = (), argv: Sequence[str] | None = None
+) -> None:
+    """Write `environment.json`: host, commit, packages, devices, command, seed, fingerprint.
+
+    Costs about 10 ms, a third of it git.
+    """
+    write_json_atomically(
+        folder.environment,
+        {
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "argv": [redacted_argument(argument) for argument in (sys.argv if argv is None else argv)],
+            "cwd": os.getcwd(),  # noqa: PTH109 - a string is needed
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "git": git_state(),
+            "packages": packages(cfg.to_dict()),
+            "devices": _devices(),
+            "seed": cfg.seed,
+            "fingerprint": fingerprint,
+            "notes": [mask(note) for note in notes],
+        },
+    )
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return commit, branch and whether tracked files of the current folder are changed; None outside a repository."""
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        answer = subprocess.run(  # noqa: S603 - a fixed command
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one too large for the time limit
+        return None
+    lines = answer.splitlines()
+    facts = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+    return {
+        "commit": facts.get("branch.oid"),
+        "branch": facts.get("branch.head"),
+        "dirty": any(not line.startswith("#") for line in lines),
+    }
+
+
+def packages(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of the packages that every run uses, and of the packages of its `_target_`s."""
+    modules = {target.partition(".")[0] for target in _targets(values)}
+    found = {}
+    for name in dict.fromkeys((*_OURS, *sorted(modules))):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # a folder on the path, or a module of another name
+            continue
+    return found
+
+
+def _targets(values: Any) -> Iterator[str]:
+    if isinstance(values, Mapping):
+        if isinstance(values.get("_target_"), str):
+            yield values["_target_"]
+        for value in values.values():
+            yield from _targets(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _targets(value)
+
+
+def _devices() -> dict[str, Any]:
+    """Return cores and GPUs; queries the driver only for their number, which creates no CUDA context."""
+    import torch  # noqa: PLC0415 - a process that starts a run has imported it
+
+    count = torch.cuda.device_count()
+    return {
+        "cores": num_cores(),
+        "cuda": torch.version.cuda,
+        "gpus": count,
+    }

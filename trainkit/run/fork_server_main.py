@@ -13,8 +13,8 @@ import sys
 from typing import Final
 
 from trainkit.run import worker_main as worker
-from trainkit.run.process.fork_server import ForkServer, enter_child, preload
-from trainkit.run.process.worker_group import LIFELINE
+from trainkit.run.process.fork_server import ForkServer, preload
+from trainkit.run.process.worker_group import LIFELINE, enter_child
 from trainkit.run.signals import exit_without_teardown
 
 _IMPORTED: Final = (
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     request = ForkServer(link).serve()
     if request is None:
         return 0
-    enter_child(request)
+    enter_child(request.environ, request.log, request.reader)
     os.environ[LIFELINE] = str(request.reader)
     sys.argv = [str(worker.__file__), *request.arguments]
     return worker.main(request.arguments)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.local import launch_environment_of
 from trainkit.cluster.tasks import Identity
+from trainkit.config.composition import Composition
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
+from trainkit.errors import ConfigError
 from trainkit.run.begin import (
     Job,
     Result,
@@ -27,13 +30,65 @@ from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
-from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.planning.shared_plan import plan_to_environ
+from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
+from trainkit.run.planning.workers import ChooseWorkers, with_workers
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import TaskRun
 from trainkit.storage import reporting
+
+
+def train_composition(
+    composition: Composition,
+    *,
+    run_dir: str | Path | None = None,
+    kept_in: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
+    choose_workers: ChooseWorkers | None = None,
+) -> dict[str, Any]:
+    """Train a checked composition, as a job of Hydra; return the content of `result.json`.
+
+    Args:
+        composition: the result of `trainkit.config.check.checked`.
+        run_dir: the run folder; None: as in `train`, or `hydra.run.dir` if the composition sets it.
+        kept_in: keeps the source of the classes of a session in the run's folder meanwhile.
+        choose_workers: as in `train`.
+
+    Raises:
+        ConfigError: as in `train`, with the origin of each key.
+        TrainkitError: as in `train`.
+    """
+    from trainkit.config.check.unused_keys import unused_keys_with_classes  # noqa: PLC0415 - imports the targets
+
+    if run_dir is None and composition.run_dir_given:
+        run_dir = composition.run_dir
+    try:
+        cfg = composition.cfg
+        launch = launch_environment_of(cfg)
+        if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
+            raise ConfigError(problems)
+        return train(
+            cfg,
+            run_dir=None if run_dir is None else Path(run_dir),
+            notes=composition.notes,
+            is_given=composition.is_given,
+            job=_hydra_job(composition, kept_in),
+            launch=launch,
+            choose_workers=choose_workers,
+        )
+    except ConfigError as error:
+        raise composition.with_origins(error) from error
+
+
+def _hydra_job(composition: Composition, kept_in: Callable[[Path], AbstractContextManager[Any]]) -> Job:
+    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
+    from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
+
+    def job(folder: Path, task: Callable[[], Result]) -> Result:
+        with kept_in(folder):
+            return run_job(composition, folder, task)
+
+    return job
 
 
 def train(
@@ -44,6 +99,7 @@ def train(
     job: Job | None = None,
     launch: LaunchEnvironment | None = None,
     is_given: Callable[[str], bool] = is_never_given,
+    choose_workers: ChooseWorkers | None = None,
 ) -> dict[str, Any]:
     """Train, in this process or in as many processes as the strategy needs.
 
@@ -54,6 +110,7 @@ def train(
         job: wraps the call of the training once its folder exists, for example in the job context of Hydra.
         launch: the external launch that this process belongs to; None: this process starts the others itself.
         is_given: whether the user set a key: without effect, it is then refused.
+        choose_workers: resolves `loader.num_workers=auto`; None: it is refused.
 
     Returns:
         Content of result.json, and `folder`; on a rank above 0 of an external launch, its status and reason.
@@ -64,48 +121,42 @@ def train(
     """
     with reporting(Path("outputs") if run_dir is None else run_dir):
         if launch is None:
-            return _train(cfg, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
+            with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given, choose_workers=choose_workers) as begun:
+                return _train(begun, job)
         from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
 
         return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
 
 
-def _train(
-    cfg: RunConfig,
-    *,
-    run_dir: Path | None,
-    notes: Sequence[str],
-    job: Job | None,
-    is_given: Callable[[str], bool],
-) -> dict[str, Any]:
-    with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given) as begun:
-        plan, folder = begun.plan, begun.folder
+def _train(begun: _BegunRun, job: Job | None) -> dict[str, Any]:
+    """Train a run that has begun."""
+    plan, folder, cfg = begun.plan, begun.folder, begun.plan.cfg
 
-        def run() -> Result:
-            begun.record.follow_heartbeat()
-            if plan.backend is not None:
-                from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
+    def run() -> Result:
+        begun.record.follow_heartbeat()
+        if plan.backend is not None:
+            from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
 
-                return run_on(plan.backend, plan, folder)
-            if len(plan.tasks) == 1:
-                with begun.task() as task:
-                    return task.run()
-            from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
-            from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
+            return run_on(plan.backend, plan, folder)
+        if len(plan.tasks) == 1:
+            with begun.task() as task:
+                return task.run()
+        from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
+        from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
 
-            settings = SupervisorSettings(
-                max_restarts=cfg.supervisor.max_restarts,
-                min_replicas=cfg.elastic.min_replicas,
-                retry_s=cfg.elastic.retry_s,
-                limits=TimeLimits.of(cfg.supervisor),
-                pass_fds=(begun.lock,),
-                environ={**plan_to_environ(plan), **to_environment(begun.secrets)},
-                auxiliary_ranks=plan.auxiliary_ranks,
-                replaceable=plan.replaceable,
-            )
-            return supervise(folder.resolved, plan.tasks, settings, folder=folder)
+        settings = SupervisorSettings(
+            max_restarts=cfg.supervisor.max_restarts,
+            min_replicas=cfg.elastic.min_replicas,
+            retry_s=cfg.elastic.retry_s,
+            limits=TimeLimits.of(cfg.supervisor),
+            pass_fds=(begun.lock,),
+            environ={**plan_to_environ(plan), **to_environment(begun.secrets)},
+            auxiliary_ranks=plan.auxiliary_ranks,
+            replaceable=plan.replaceable,
+        )
+        return supervise(folder.resolved, plan.tasks, settings, folder=folder)
 
-        result = run() if job is None else job(folder.path, run)
+    result = run() if job is None else job(folder.path, run)
     return {**(result or {}), "folder": str(folder.path)}
 
 
@@ -146,15 +197,19 @@ def _begun(
     run_dir: Path | None,
     notes: Sequence[str],
     is_given: Callable[[str], bool],
-    check: Callable[[RunPlan], None] = lambda _plan: None,
+    check: Callable[[RunPlan], None] | None = None,
+    choose_workers: ChooseWorkers | None = None,
 ) -> Iterator[_BegunRun]:
     """Plan a run, refuse what cannot be, and begin its folder; it is locked and its output recorded inside.
 
-    `check` raises if this kind of training cannot run a plan.
+    `check` raises if the loop of this process cannot run a plan; None: the trainer's own loop, which runs every plan.
     """
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
-    check(plan)
+    if check is None:
+        start.refuse_own_loss()
+    else:
+        check(plan)
     if plan.backend is not None:
         refuse_to_carry(
             [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
@@ -163,6 +218,9 @@ def _begun(
     refuse_misfits(plan, model)
     refuse_lack_of_room(plan, model, start.folder, run_dir)
     found = [*model_notes(plan, model, is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
+    if plan.cfg.loader.num_workers == "auto":
+        plan, note = with_workers(plan, choose_workers)  # last: it takes some seconds
+        found.append(note)
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, recorded_run(folder) as record:
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])

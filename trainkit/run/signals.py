@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, NoReturn, Self
 
@@ -174,6 +174,24 @@ class StopFlag:
         if self._signals[signal.Signals(number)] not in ("stopped", "hangup"):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def raised_stops() -> Iterator[None]:
+    """Raise the error of a stop signal in the main thread, so that the block ends and removes what it has begun.
+
+    Ctrl-C raises KeyboardInterrupt without it. In another thread it changes nothing.
+
+    Raises:
+        TerminatedError, HangupError: the first of these signals has come; later ones are ignored.
+    """
+    signals = {number: reason for number, reason in stop_signals().items() if reason != "stopped"}
+    with StopFlag(_raise_stop, signals=signals):
+        yield
+
+
+def _raise_stop(reason: Reason) -> None:
+    raise stop_error(reason, f"{REASONS[reason]}.")
 
 
 def exit_without_teardown(code: int) -> NoReturn:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from trainkit.cluster.tasks import Identity
+from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError
@@ -25,7 +26,7 @@ from trainkit.run.folder.export import export_at_end
 from trainkit.run.folder.proof_records import last_proof
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_callbacks
-from trainkit.run.planning.out_of_memory import explain_oom
+from trainkit.run.planning.out_of_memory import explained
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.session.auxiliary import run_auxiliary
@@ -39,6 +40,9 @@ from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
+
+_RESERVE: Final = 64 * 2**20
+"""Bytes of address space, never touched, that are freed for the report of an error: a limit may count them."""
 
 
 def run_task(
@@ -161,8 +165,14 @@ class TaskRun:
         return heartbeat, plan, self.session
 
     def _run_auxiliary(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> None:
-        work = evaluate_all if self.identity.task.is_evaluator else run_auxiliary
-        with report_compiling(heartbeat):
+        task = self.identity.task
+        work = evaluate_all if task.is_evaluator else run_auxiliary
+
+        def reached() -> int:
+            return 0 if heartbeat is None else heartbeat.step
+
+        explaining = nullcontext() if task.is_evaluator else explain_oom(plan, task, reached)
+        with explaining, report_compiling(heartbeat):
             work(
                 plan,
                 self.identity,
@@ -283,6 +293,35 @@ def _notes(folder: RunFolder) -> list[str]:
     return [note for note in notes if isinstance(note, str)]
 
 
+@contextmanager
+def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> Iterator[None]:
+    """Convert a failed allocation inside the block into an error that names what the run needs, and ways to need less.
+
+    Raises:
+        OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
+        TrainingError: a kernel needs more on-chip memory than the device has.
+    """
+    reserve = _reserved()
+    try:
+        yield
+    except Exception as error:
+        reserve.close()
+        found = explained(error, plan, task, step=step())
+        if found is None:
+            raise
+        raise found from error
+    finally:
+        reserve.close()
+
+
+def _reserved() -> ExitStack:
+    """Reserve address space, freed by closing the stack; a limit that refuses it leaves a run that fits alone."""
+    stack = ExitStack()
+    with contextlib.suppress(OSError):
+        stack.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return stack
+
+
 @contextlib.contextmanager
 def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
     """Enter the phase `compile` whenever torch.compile works, for the duration of the block.
@@ -296,8 +335,9 @@ def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
     before = [(beats.phase, beats.step)]
 
     def begins(*_: Any) -> None:
-        before[0] = (beats.phase, beats.step)
-        beats("compile", beats.step)
+        step = beats.step  # first: it may begin the phase of another step
+        before[0] = (beats.phase, step)
+        beats("compile", step)
 
     def ends(*_: Any) -> None:
         if beats.phase == "compile":

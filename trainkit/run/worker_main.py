@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.paths import config_dirs_from, with_config_dirs
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
+from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
 from trainkit.reading import open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
@@ -78,7 +78,8 @@ def main(arguments: list[str], work: Work | None = None) -> int:
             if rank > 0 and not supervised:
                 line = f"{identity.task}, rank {rank} of {identity.num_ranks}: its output stays in this terminal"
                 print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
-            failpoints.hit("start", 0)
+            if failpoints.ARMED:
+                failpoints.hit("start", 0)
             with (
                 _recorded(folder, rank, supervised=supervised),
                 _stacks_on_demand(folder, rank),
@@ -103,7 +104,7 @@ def _run(
     resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
 ) -> dict[str, Any] | None:
     from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
-    from trainkit.run.planning.shared_plan import plan_from_environ  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan import plan_from_environ  # noqa: PLC0415 - imports torch
     from trainkit.run.task import run_task  # noqa: PLC0415 - imports torch
 
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))

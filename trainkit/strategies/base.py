@@ -23,11 +23,12 @@ from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import Problem
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
-from trainkit.numerics.precision import LossScale, Precision
-from trainkit.objectives.base import Collective, Objective
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Objective
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.step_values import (
     LeftOut,
+    LocalModel,
     LoopCall,
     LossWeighting,
     NamedOptimizer,
@@ -177,55 +178,8 @@ class Traits:
     """Whether ranks communicate in a forward pass, so that every rank runs the model or none does."""
     several_optimizers: bool = False
     """Whether a run may have several optimizers, and its objective several phases."""
-
-
-@dataclass(kw_only=True)
-class LocalModel:
-    """One task's copy or part of the model: its devices, its precision, and the ranks that it computes with."""
-
-    model: nn.Module
-    """Called by the objective; its parameters are in the precision's model dtype."""
-    device: torch.device
-    """Where batches must be."""
-    device_types: tuple[str, ...] = ()
-    """The types of all devices that the model is on; empty: that of `device`."""
-    data_ranks: Collective
-    """Sums of small tensors over the data ranks; every process of the run takes part and gets the result."""
-    all_ranks: Collective = None  # type: ignore[assignment]  # set below
-    """The same over all processes of the run, where several compute a replica; None: `data_ranks`."""
-    precision: Precision
-    """The number formats of the training."""
-    lanes: int | None = None
-    """Lanes of the order of summation; None where it is free."""
-    loss_scale: LossScale = None  # type: ignore[assignment]  # set below
-    """The current loss scale; None: the one that the precision begins with."""
-    step_metrics: dict[str, float] = field(default_factory=dict)
-    """Measurements of the latest step, for the next row of metrics."""
-
-    def __post_init__(self) -> None:
-        """Assume one device and one process a replica, where nothing else is given."""
-        self.device_types = self.device_types or (self.device.type,)
-        self.all_ranks = self.all_ranks or self.data_ranks
-        self.loss_scale = self.loss_scale or self.precision.loss_scale()
-
-    @property
-    def is_rank0(self) -> bool:
-        """Whether this process writes what a run writes once."""
-        return self.all_ranks.rank == 0
-
-    @property
-    def rank(self) -> int:
-        """The data rank of this process."""
-        return self.data_ranks.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Data ranks of the run."""
-        return self.data_ranks.num_ranks
-
-    def set_loss_scale(self, scale: LossScale) -> None:
-        """Compute with another loss scale from now on."""
-        self.loss_scale = scale
+    compiles_step: bool = False
+    """Whether it may compute gradients and update of a step as graphs of torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +206,8 @@ class SetupRequest:
     """Opens training data for tickets that are not known in advance; closed when the task ends."""
     folder: Path | None = None
     """The run folder, for a strategy that keeps a record of its own; None where there is no run."""
+    step_backend: str | None = None
+    """The backend of torch.compile that makes graphs of a step (`Traits.compiles_step`); None: steps are eager."""
     on_phase: PhaseListener = ignore_phase
     """Receives (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
 

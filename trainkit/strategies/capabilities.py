@@ -6,7 +6,6 @@ A class has a capability if it has its methods. The trainer calls the functions,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -14,29 +13,11 @@ from torch import nn
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext
+from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext, Traits
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
 JsonMap = Mapping[str, object]
 """A JSON object."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelMemory:
-    """What the fullest device of a strategy holds, in elements."""
-
-    resident: Mapping[str, int]
-    """Elements of each parameter, by canonical name."""
-    transient: int = 0
-    """Elements of parameters and gradients that a device holds temporarily, in addition."""
-    gradient_copies: int = 0
-    """Copies of all gradients at the peak of a step, in addition to the gradients themselves."""
-
-    @classmethod
-    def whole(cls, model: nn.Module, *, gradient_copies: int = 0) -> ModelMemory:
-        """Return the memory of a device with a whole replica."""
-        resident = {name: param.numel() for name, param in model.named_parameters()}
-        return cls(resident=resident, gradient_copies=gradient_copies)
 
 
 @runtime_checkable
@@ -71,30 +52,6 @@ def access_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
         return []
     rule = f"{found.value}, and {reasons[found]}"
     return [Problem(key="objective", value=type(objective).__name__, rule=rule)]
-
-
-@runtime_checkable
-class EstimatesMemory(Protocol):
-    """A strategy whose devices do not hold exactly one replica and its gradients."""
-
-    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return what the fullest device holds; pure."""
-
-
-def estimate_memory(strategy: Strategy, model: nn.Module, context: PlanContext) -> ModelMemory:
-    """Return what the fullest device holds, for the plan."""
-    if isinstance(strategy, EstimatesMemory):
-        return strategy.estimate_memory(model, context)
-    return ModelMemory.whole(model)
-
-
-@runtime_checkable
-class ShardsModel(Protocol):
-    """A strategy under which each device holds a part of the model; one that ran out of memory is pointed to it."""
-
-    @classmethod
-    def sharded_over(cls, count: int) -> Mapping[str, int]:
-        """Return the keys of `strategy` that shard the model over so many devices; pure."""
 
 
 @runtime_checkable
@@ -161,6 +118,20 @@ class ConditionalMaths(Protocol):
 def changes_maths_here(strategy: Strategy) -> bool:
     """Return whether a strategy, with its current fields, trains differently from one device."""
     return strategy.changes_maths_here if isinstance(strategy, ConditionalMaths) else strategy.changes_maths
+
+
+@runtime_checkable
+class ConditionalTraits(Protocol):
+    """A strategy whose fields decide some of its properties."""
+
+    @property
+    def traits_here(self) -> Traits:
+        """Its properties, with its current fields."""
+
+
+def traits_here(strategy: Strategy) -> Traits:
+    """Return the properties of a strategy with its current fields."""
+    return strategy.traits_here if isinstance(strategy, ConditionalTraits) else strategy.traits
 
 
 @runtime_checkable

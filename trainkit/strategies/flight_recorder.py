@@ -165,6 +165,7 @@ class FlightRecorder:
         self._groups: dict[str, tuple[int, list[int]]] = {}
         self._sequences: dict[int, int] = {}
         self._peers: dict[int, mmap.mmap | None] = {}
+        self._looks: dict[int, int] = {}  # at files of ranks that were not there
 
     def __enter__(self) -> Self:
         """Create the file, and record every collective that Python code calls from now on."""
@@ -212,7 +213,7 @@ class FlightRecorder:
             number=self._number,
             group=group_id,
             sequence=sequence,
-            kind=_hash(f"{name} {alike} {module.startswith('trainkit.')}"),
+            kind=_hash(f"{name} {alike} {module.startswith(_OURS)}"),
             step=self._step(),
             text=f"{name}{shape} at {place}",
         )
@@ -229,14 +230,20 @@ class FlightRecorder:
         return self._groups[name]
 
     def _peer(self, rank: int) -> mmap.mmap | None:
-        """Return the memory of another rank; None where that is on another host."""
+        """Return the memory of another rank; None where that is on another host, or does not record yet."""
         if rank not in self._peers:
-            self._peers[rank] = None
-            with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
-                memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
-                if HEAD.unpack_from(memory, 0)[0] == host_id():
-                    self._peers[rank] = memory
+            memory = self._mapped(rank)
+            host = 0 if memory is None else HEAD.unpack_from(memory, 0)[0]
+            self._looks[rank] = self._looks.get(rank, 0) + 1
+            if host == 0 and self._looks[rank] < _SLOTS:  # it may begin later: groups can connect before that
+                return None
+            self._peers[rank] = memory if host == host_id() else None
         return self._peers[rank]
+
+    def _mapped(self, rank: int) -> mmap.mmap | None:
+        with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
+            return mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+        return None
 
     def _compare(self, own: Collective, rank: int, memory: mmap.mmap) -> None:
         theirs = read_record(memory, slot_of(own.group, own.sequence))
@@ -275,6 +282,12 @@ def _tensor_in(args: Sequence[Any], name: str) -> Tensor | None:
     while isinstance(found, list | tuple):
         found = found[0] if found else None
     return found if isinstance(found, Tensor) else None
+
+
+_OURS: Final = ("trainkit.", "torch.")
+"""Modules of callers that count as trainkit: a callback of torch, as PowerSGD has, runs below a call of trainkit or in
+a thread of torch, depending on which completes the exchange before it.
+"""
 
 
 def _caller() -> tuple[str, str]:

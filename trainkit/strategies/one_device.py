@@ -11,7 +11,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
-from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
@@ -21,6 +21,7 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
+from trainkit.strategies.memory_capabilities import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class OneDevice(Strategy):
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="model", several_optimizers=True)
+    traits: ClassVar[Traits] = Traits(compiles="model", several_optimizers=True, compiles_step=True)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
@@ -70,4 +71,6 @@ class OneDevice(Strategy):
 
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move the model to the device."""
-        return SynchronousExecutor(Replica(build_parts(request)), request.training, make_step=self.shard_step)
+        replica = Replica(build_parts(request))
+        graphs = None if request.step_backend is None else StepGraphs.of(request, replica, self.shard_step)
+        return SynchronousExecutor(replica, request.training, make_step=self.shard_step, graphs=graphs)

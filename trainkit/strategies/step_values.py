@@ -1,4 +1,4 @@
-"""The values of a step: its inputs and its outcome."""
+"""What a step computes with, and its outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.objectives.base import Loss, Model, Objective
+from trainkit.numerics.precision import LossScale, Precision
+from trainkit.objectives.base import Collective, Loss, Model, Objective
 
 
 class Status(Enum):
@@ -157,3 +158,52 @@ class StepContext:
         if self.phase is None:
             return self.objective.loss(model, batch)
         return self.objective.phase_loss(self.phase, model, batch)
+
+
+@dataclass(kw_only=True)
+class LocalModel:
+    """One task's copy or part of the model: its devices, its precision, and the ranks that it computes with."""
+
+    model: nn.Module
+    """Called by the objective; its parameters are in the precision's model dtype."""
+    device: torch.device
+    """Where batches must be."""
+    device_types: tuple[str, ...] = ()
+    """The types of all devices that the model is on; empty: that of `device`."""
+    data_ranks: Collective
+    """Sums of small tensors over the data ranks; every process of the run takes part and gets the result."""
+    all_ranks: Collective = None  # type: ignore[assignment]  # set below
+    """The same over all processes of the run, where several compute a replica; None: `data_ranks`."""
+    precision: Precision
+    """The number formats of the training."""
+    lanes: int | None = None
+    """Lanes of the order of summation; None where it is free."""
+    loss_scale: LossScale = None  # type: ignore[assignment]  # set below
+    """The current loss scale; None: the one that the precision begins with."""
+    step_metrics: dict[str, float] = field(default_factory=dict)
+    """Measurements of the latest step, for the next row of metrics."""
+
+    def __post_init__(self) -> None:
+        """Assume one device and one process a replica, where nothing else is given."""
+        self.device_types = self.device_types or (self.device.type,)
+        self.all_ranks = self.all_ranks or self.data_ranks
+        self.loss_scale = self.loss_scale or self.precision.loss_scale()
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this process writes what a run writes once."""
+        return self.all_ranks.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The data rank of this process."""
+        return self.data_ranks.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks of the run."""
+        return self.data_ranks.num_ranks
+
+    def set_loss_scale(self, scale: LossScale) -> None:
+        """Compute with another loss scale from now on."""
+        self.loss_scale = scale

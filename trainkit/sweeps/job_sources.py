@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -90,13 +89,3 @@ class JobList:
     def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - the jobs of a list run to their end
         """Return False."""
         return False
-
-
-def free_folder(folder: Path, taken: Iterable[Path] = ()) -> Path:
-    """Return the folder, or the first of FOLDER-2, FOLDER-3 ... that neither exists nor is taken."""
-    others = set(taken)
-    for number in itertools.count(1):
-        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        if not candidate.exists() and candidate not in others:
-            return candidate
-    raise AssertionError  # count() never ends

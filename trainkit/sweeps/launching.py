@@ -17,6 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainkit.cluster.host import num_cores
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
@@ -28,13 +29,13 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
 from trainkit.moved import with_original_targets
 from trainkit.redaction import REDACTED, redacted_argument, variable_of
-from trainkit.run.folder.metadata import num_cores
-from trainkit.run.process.fork_client import ForkedGroup, ForkServerClient
-from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, free_folder
+from trainkit.run.process.fork_server import ForkedGroup, ForkServerClient
+from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob
 from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.results.job_results import FILE
+from trainkit.trainer.ownership import free_name
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit")
 
@@ -204,7 +205,7 @@ class Launching:
             return row.job, row.folder
         taken = [job.folder for job in self._jobs.values()] + [one.folder for one in self.sweep.record.rows.values()]
         wanted = self.sweep.folder / _subfolder(str(OmegaConf.select(config, "hydra.sweep.subdir")))
-        folder = free_folder(wanted, taken)
+        folder = free_name(wanted, taken)
         return folder.relative_to(self.sweep.folder).as_posix(), folder
 
     def _slots_of(self, cfg: RunConfig) -> int:
@@ -256,7 +257,7 @@ def _folder_of(config: DictConfig, settings: Settings) -> Path:
         rule = f"is not the folder of a sweep: it has no {FILE}."
         raise ConfigError([Problem(key="sweep.resume", value=settings.resume, rule=rule, origin=COMMAND_LINE)])
     named = settings.resume or settings.name or any("hydra.sweep.dir" in line for line in config.hydra.overrides.hydra)
-    return folder if named else free_folder(folder)
+    return folder if named else free_name(folder)
 
 
 def _run_config(config: DictConfig) -> RunConfig:
@@ -285,7 +286,14 @@ _OF_THE_SWEEP: Final = "sweep"
 _COUNTED_WHEN_NULL: Final = ("cv", "strategy")
 """Where keys whose baseline is null count with it, as in sweeps of earlier versions; keys added since then do not."""
 
-_ADDED: Final[Mapping[str, object]] = {"optimizers": {}, "average": {}, "eval.beside": False}
+_ADDED: Final[Mapping[str, object]] = {
+    "optimizers": {},
+    "average": {},
+    "eval.beside": False,
+    "data.distribute": "samples",
+    "objective.cross_entropy": "chunked",
+    "strategy.process_group": "auto",
+}
 """Key that earlier versions do not have -> its value that does not count."""
 
 

@@ -15,8 +15,8 @@ from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_no
 _TEMPORARY: Final = ".tmp_"
 """Name prefix of folders that are being written or deleted."""
 _OLD: Final = "old_"
-_WRITTEN: Final = re.compile(r"rank_\d{5,}\.safetensors|(index|meta|manifest)\.json")
-"""The files of a checkpoint, except its token."""
+_WRITTEN: Final = re.compile(r"rank_\d{5,}\.safetensors|(index|meta|manifest)\.json|\.owner\.\d+")
+"""The files of a checkpoint, except its token; a kill may leave the first form of the token, `.owner.PID`."""
 
 
 def owner_of(root: Path) -> OwnershipToken:

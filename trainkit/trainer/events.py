@@ -1,4 +1,4 @@
-"""Callbacks: hooks that are called during a training, and the view of the run that they receive.
+"""Callbacks: hooks that are called during a training, and the view of the run and its progress that they receive.
 
 run_start          before the first step, when everything is placed
   step_end         after every step (only callbacks that override it are called)
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,15 +29,86 @@ import torch
 from torch import nn
 
 from trainkit.config.schema import RunConfig
+from trainkit.config.sections import NumericsConfig
 from trainkit.errors import CALLBACK_NOTE, TrainingError, TrainkitError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective
 from trainkit.objectives.tables import Table
-from trainkit.strategies.base import StepOutcome
-from trainkit.trainer.state import State
+from trainkit.strategies.base import PhaseListener, Status, StepOutcome
+from trainkit.trainer.left_out import LeftOutSteps
 
 __all__ = ["Callback", "Row", "Run"]
+
+
+@dataclass(kw_only=True)
+class State:
+    """The state that a resumed run continues from, besides tensors."""
+
+    plan: BatchPlan
+    """How steps are cut."""
+    step: int = 0
+    """Updates completed, and steps skipped."""
+    seconds: float = 0.0
+    """Seconds of training, over all attempts; without evaluation and saving."""
+    best: float | None = None
+    """The best `eval.metric` so far."""
+    retries: int = 0
+    """Repetitions of steps that overflowed."""
+    own_loss: bool = False
+    """Whether a loop of the user's own has given a step its loss, so that the config alone cannot continue it."""
+    left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
+    """Steps skipped because they are not finite."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the dataset, including fractions: samples used divided by the size of the dataset."""
+        return self.samples / self.plan.num_samples
+
+    @property
+    def samples(self) -> int:
+        """Samples used."""
+        return self.plan.samples_before(self.step)
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return self.left_out.count
+
+    def advance(self, outcome: StepOutcome) -> bool:
+        """Record the outcome of a step; return whether the step is completed.
+
+        An applied step and one skipped by policy are; an overflowed step is repeated, and an asynchronous one is in
+        flight.
+
+        Raises:
+            NonFiniteError: too many steps are skipped.
+            RollbackNeeded: the step must be trained again, from the last checkpoint on.
+        """
+        if outcome.status is Status.handed_out:
+            return False
+        if outcome.status is Status.retry:
+            self.retries += 1
+            return False
+        self.step += 1
+        for one in outcome.left_out:
+            self.left_out.take(one)
+        if self.left_out.count:
+            self.left_out.judge_share(self.step)
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
+        own = {"own_loss": True} if self.own_loss else {}
+        return {**counted, **own, "left_out": self.left_out.to_json()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the state that `to_json` returned; earlier versions only stored the number of skipped steps."""
+        for name in ("step", "seconds", "best", "retries"):
+            setattr(self, name, saved[name])
+        self.own_loss = saved.get("own_loss", False)
+        self.left_out.restore(saved.get("left_out", {"count": saved.get("skipped", 0)}))
 
 
 Row = Mapping[str, float]
@@ -68,6 +140,10 @@ class Run:
     """The learning rate of each of several optimizers, by name; empty where a run has one."""
     state: State
     """The progress of the training."""
+    begun_at: int = 0
+    """Updates completed when this start of the run began."""
+    begun_moment: float = field(default_factory=time.monotonic)
+    """When this start of the run began its steps, on `time.monotonic`."""
     is_owner: bool
     """Whether this rank writes files."""
     model: nn.Module
@@ -127,9 +203,15 @@ class Callback:
     """Whether it only looks: its errors do not end the run, unless `observer_errors=stop`. It calls no collective."""
     decides_by_figures: ClassVar[bool] = False
     """Whether it changes the training by evaluation results; the evaluation must then run in the training process."""
+    measures_only: ClassVar[bool] = False
+    """Whether a run with it is a measurement: the run writes no checkpoint, and cannot be resumed."""
 
     def run_start(self, run: Run) -> None:
         """Handle the start, before the first step."""
+
+    def phase_listener(self) -> PhaseListener | None:
+        """Return what receives (phase, step) when a phase of a step begins, on the hot path; None: nothing does."""
+        return None
 
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
         """Handle the end of a step; on the hot path."""
@@ -197,6 +279,19 @@ class CallbackHooks:
         for callback in self._callbacks:
             with contextlib.suppress(*suppressed):
                 self._call(callback, hook, args)
+
+    def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
+        """Return a listener that passes each phase to those of the callbacks, and then to `on_phase`."""
+        listeners = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
+        if not listeners:
+            return on_phase
+
+        def listen(phase: str, step: int) -> None:
+            for listener in listeners:
+                listener(phase, step)
+            on_phase(phase, step)
+
+        return listen
 
     def of(self, hook: str) -> list[Callable[..., None]]:
         """Return a hook of the callbacks that override it, to be called at each step."""

@@ -31,6 +31,7 @@ Phase = Literal[
 checkpoint to the callbacks. `compile`: torch.compile works. `end`: the training has ended. `idle`: waits for requests.
 """
 
+VARIABLE: Final = "TRAINKIT_FAIL"
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 ACTIONS: Final = ("kill", "stop", "hang", "raise", "full", "exit", "slow")
 
@@ -107,31 +108,26 @@ def _parse_one(text: str) -> Failpoint:
             "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
             f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
         )
-        raise ConfigError([Problem(key="TRAINKIT_FAIL", value=text, rule=rule, origin="environment")])
+        raise ConfigError([Problem(key=VARIABLE, value=text, rule=rule, origin="environment")])
     return Failpoint(action=action, phase=phase, marker=marker, **numbers)
 
 
 def _of_this_process(environ: Mapping[str, str]) -> tuple[Failpoint, ...]:
-    return tuple(point for point in parse(environ.get("TRAINKIT_FAIL", "")) if point.concerns(environ))
+    return tuple(point for point in parse(environ.get(VARIABLE, "")) if point.concerns(environ))
 
 
-_armed: tuple[Failpoint, ...] = _of_this_process(os.environ)
+ARMED: tuple[Failpoint, ...] = _of_this_process(os.environ) if VARIABLE in os.environ else ()
+"""The failpoints of this process."""
 
 
 def reload(environ: Mapping[str, str]) -> None:
     """Read the failpoints again, because the environment changed after the import, as in a test."""
-    global _armed  # noqa: PLW0603 - one switch per process, read on the hot path
-    _armed = _of_this_process(environ)
-
-
-def armed() -> bool:
-    """Return whether any failpoint is armed in this process."""
-    return bool(_armed)
+    global ARMED  # noqa: PLW0603 - one switch per process, read on the hot path
+    ARMED = _of_this_process(environ)
 
 
 def hit(phase: Phase, step: int) -> None:
-    """Report that a phase begins; costs one comparison if nothing is armed."""
-    if _armed:
-        for point in _armed:
-            if point.matches(phase, step):
-                point.fail(phase, step)
+    """Report that a phase begins."""
+    for point in ARMED:
+        if point.matches(phase, step):
+            point.fail(phase, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,40 @@ class Trigger:
     def reschedule(self, step: int) -> None:
         """Set the step after which it is due next, from the current step."""
         self.due = self.next_after(step)
+
+
+def every_n_steps(steps: int) -> Callable[[int], int]:
+    """Return a function from a step to the next multiple of `steps`.
+
+    Example:
+        >>> every_n_steps(5)(0), every_n_steps(5)(5), every_n_steps(5)(7)
+        (5, 10, 10)
+    """
+    return lambda step: (step // steps + 1) * steps
+
+
+def every_steps_or_epochs(
+    act: Callable[[], None], every_steps: int | None, every_epochs: float | None, per_epoch: int
+) -> list[Trigger]:
+    """Return the triggers of an action: by steps, by epochs of `per_epoch` steps, or by both.
+
+    Example:
+        >>> [trigger.next_after(5) for trigger in every_steps_or_epochs(lambda: None, 4, 0.5, per_epoch=6)]
+        [8, 6]
+    """
+    found = []
+    if every_steps is not None:
+        found.append(every_n_steps(every_steps))
+    if every_epochs is not None:
+        length = every_epochs * per_epoch
+        found.append(lambda step: max(step + 1, math.ceil((math.floor(step / length + 1e-9) + 1) * length - 1e-9)))
+    return [Trigger(act=act, next_after=next_after) for next_after in found]
+
+
+def at_sync_points(trigger: Trigger, next_sync_step: Callable[[int], int]) -> Trigger:
+    """Return the trigger delayed to the next step at which replicas hold identical parameters."""
+    next_after = trigger.next_after
+    return Trigger(act=trigger.act, next_after=lambda step: next_sync_step(next_after(step)))
 
 
 class TriggerSchedule:

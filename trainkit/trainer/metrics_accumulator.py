@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from trainkit.errors import NonFiniteError, ZeroWeightError
+from trainkit.errors import NonFiniteError, TrainingError, ZeroWeightError
 from trainkit.strategies.base import LeftOut, LocalModel, Status, StepOutcome
 from trainkit.trainer.events import Run
-from trainkit.trainer.state import REMEDY, listed
+from trainkit.trainer.left_out import REMEDY, listed
 
 
 class MetricsAccumulator:
@@ -173,3 +174,44 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
     for part in parts:
         total += part
     return total
+
+
+@dataclass
+class LoggedFigures:
+    """The figures of this rank since the last row, the newest of each name."""
+
+    _figures: dict[str, float | Tensor] = field(default_factory=dict)
+
+    def add(self, figures: Mapping[str, float | Tensor]) -> None:
+        """Keep figures for the next row; a tensor of one number is read there, and not before.
+
+        Raises:
+            TrainingError: one is no number.
+        """
+        for name, figure in figures.items():
+            is_number = isinstance(figure, int | float) or (isinstance(figure, Tensor) and figure.numel() == 1)
+            if not is_number:
+                raise TrainingError(f"session.log: {name} is a {type(figure).__name__}. Give a number for each name.")
+        self._figures |= {
+            name: figure.detach() if isinstance(figure, Tensor) else figure for name, figure in figures.items()
+        }
+
+    def added_to(self, row: dict[str, float] | None, *, end_of: Run | None = None) -> dict[str, float] | None:
+        """Return a row with the figures, which are used up; None if there is no row.
+
+        Args:
+            row: a row of metrics, None if no step was made since the last one.
+            end_of: a run that ends: figures without a row get one of their own.
+
+        Raises:
+            TrainingError: the row has a name already.
+        """
+        if not self._figures or (row is None and end_of is None):
+            return row
+        row = row if end_of is None or row is not None else {"step": end_of.state.step, "epoch": end_of.state.epoch}
+        assert row is not None
+        if both := sorted(row.keys() & self._figures.keys()):
+            raise TrainingError(f"session.log: {', '.join(both)} is a figure of the trainer. Use another name.")
+        row |= {name: float(figure) for name, figure in self._figures.items()}
+        self._figures.clear()
+        return row

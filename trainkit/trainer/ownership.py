@@ -20,7 +20,8 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -75,7 +76,7 @@ class OwnershipToken:
             return None
         owner = cls(**{name: content[name] for name in ("token", "adopts", "folders")})
         if not owner.is_sound:
-            raise UnreadableError.of(path, "it holds no token of a run")
+            raise UnreadableError(path, "it holds no token of a run")
         return owner
 
     @classmethod
@@ -182,12 +183,24 @@ def set_aside(path: Path, why: str) -> Path:
     return target
 
 
-def free_name(path: Path) -> Path:
-    """Return the path, or the path with -2, -3 ...: the first that does not exist, not even as a broken link."""
-    if not os.path.lexists(path):
-        return path
+def free_name(path: Path, taken: Iterable[Path] = ()) -> Path:
+    """Return the path, or the path with -2, -3 ...: the first that is not taken and does not exist, not even as a
+    broken link.
+    """
+    others = set(taken)
     names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(name for name in names if not os.path.lexists(name))
+    return next(name for name in itertools.chain([path], names) if name not in others and not os.path.lexists(name))
+
+
+def new_folder(path: Path) -> Path:
+    """Create a folder under the first free name, as `free_name`, and return it; processes that do so at the same time
+    create different ones.
+    """
+    while True:
+        folder = free_name(path)
+        with suppress(FileExistsError):  # another process has taken this name meanwhile
+            folder.mkdir(parents=True)
+            return folder
 
 
 def print_notice(line: str) -> None:

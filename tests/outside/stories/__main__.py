@@ -23,8 +23,6 @@ name: {name}
 steps: 5
 batch: {{global_size: 12, micro_size: 4}}
 eval: {{every_steps: 3, batch_size: 5}}
-callbacks: {{}}
-logger: {{}}
 """
 TWO: Final = ("mirrored strategy.replicas=2", "fsdp strategy.replicas=2")
 EVERY: Final = (
@@ -49,7 +47,7 @@ def main(name: str, *, every: bool) -> None:
         text = HEAD.format(doc=(story.__doc__ or "").splitlines()[0], name=name) + story.RECIPE
         (conf / "recipe" / f"{name}.yaml").write_text(text)
         own: dict[str, Any] = {"config_dirs": [conf], "packages": ["stories"]}
-        recipe = [f"recipe={name}", "quiet=true"]
+        recipe = [f"recipe={name}", "quiet=true", "callbacks=[]", "logger=[]"]
         if every:
             for strategy in EVERY:
                 show(f"{strategy.split()[0]}: {outcome(recipe, strategy, own)}")

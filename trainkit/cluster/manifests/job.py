@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.members import ROLES
 from trainkit.cluster.tasks import Task
 
 SHARED: Final = "/shared"
@@ -38,11 +39,15 @@ class ManifestJob:
     """Whether each process takes a GPU."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The engine's own flags, by name without dashes."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """Role -> number of its tasks, for a strategy with other roles than worker; empty: every process is a worker."""
 
     @property
     def size(self) -> str:
         """The hosts and what each has, in words."""
         hosts = "a host" if self.hosts == 1 else f"{self.hosts} hosts"
+        if self.roles:
+            return ", ".join(f"{number} {role}" for role, number in self.roles.items())
         what = "GPU" if self.gpus else "process"
         return f"{hosts} of {self.per_host} {what}{'' if self.per_host == 1 else 's' if self.gpus else 'es'}"
 
@@ -50,6 +55,11 @@ class ManifestJob:
         """Return the number of processes over all hosts, with the noun."""
         number = self.hosts * self.per_host
         return f"{number} {word if number == 1 else plural}"
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Role -> number of its tasks."""
+        return self.roles or {"worker": self.hosts * self.per_host}
 
     @property
     def shell_arguments(self) -> str:
@@ -70,6 +80,8 @@ class ManifestJob:
 
     def launch(self, *, kind: str, takes_devices: bool) -> LaunchEnvironment | None:
         """Return the launch of one of its processes, as far as a strategy checks it; None for a single process."""
+        if self.roles:
+            return self._launch_of_roles(kind)
         count = self.hosts if takes_devices else self.hosts * self.per_host
         if count == 1:
             return None
@@ -77,6 +89,15 @@ class ManifestJob:
         return LaunchEnvironment(
             kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=count // self.hosts, num_hosts=self.hosts,
             store=("127.0.0.1", 0), takes_devices=takes_devices,
+        )  # fmt: skip
+
+    def _launch_of_roles(self, kind: str) -> LaunchEnvironment:
+        placed = [(role, index) for role in ROLES for index in range(self.roles.get(role, 0))]
+        tasks = tuple(Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(placed))
+        each = -(-len(tasks) // self.hosts)
+        return LaunchEnvironment(
+            kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=each, num_hosts=self.hosts,
+            store=("127.0.0.1", 0), takes_devices=each == 1,
         )  # fmt: skip
 
 
@@ -98,6 +119,10 @@ class ManifestWriter:
     """The flags it requires for several hosts."""
     takes_devices: bool = False
     """Whether it starts one process per host, which uses all devices."""
+    takes_roles: bool = False
+    """Whether it starts tasks of the roles chief, worker, ps and evaluator."""
+    host_for_each: bool = False
+    """Whether each task with a role is a host of its own there, a container, so that `--hosts` means nothing."""
     shares_nfs: bool = False
     """Whether `shared` is SERVER:/PATH of an NFS export; otherwise it is the name of a volume."""
 
@@ -126,7 +151,8 @@ def block_yaml(document: Mapping[str, Any]) -> str:
     import yaml  # noqa: PLC0415 - only an engine that takes YAML needs it
 
     class Dumper(yaml.SafeDumper):
-        pass
+        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - Kubernetes reads none
+            return True
 
     def as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         style = "|" if "\n" in text else None

@@ -6,11 +6,15 @@ from typing import Any, Final
 
 from trainkit.cluster.manifests.job import SHARED, ManifestJob, ManifestWriter, block_yaml, linking, seconds_of
 
+_COMPUTING: Final = ("chief", "worker")
+
 
 def _write(job: ManifestJob) -> str:
-    pools = [_pool(job, 1)]
-    if job.hosts > 1:
-        pools.append(_pool(job, job.hosts - 1))
+    # The pools are chief, workers, servers and evaluator, in this order; TF_CONFIG of each task says its role.
+    if job.roles:
+        pools = [_pool(job, number, gpus=job.gpus and role in _COMPUTING) for role, number in job.roles.items()]
+    else:
+        pools = [_pool(job, number, gpus=job.gpus) for number in (1, job.hosts - 1) if number]
     document: dict[str, Any] = {"workerPoolSpecs": pools}
     if "time" in job.options:
         document["scheduling"] = {"timeout": f"{seconds_of(job.options['time'])}s"}
@@ -18,9 +22,9 @@ def _write(job: ManifestJob) -> str:
     return f"# {job.name} on {job.size}: {start}\n{block_yaml(document)}"
 
 
-def _pool(job: ManifestJob, count: int) -> dict[str, Any]:
+def _pool(job: ManifestJob, count: int, *, gpus: bool) -> dict[str, Any]:
     machine: dict[str, Any] = {"machineType": job.options["machine"]}
-    if job.gpus:
+    if gpus:
         machine |= {"acceleratorType": job.options["accelerator"], "acceleratorCount": job.per_host}
     # Vertex AI mounts NFS exports below /mnt/nfs.
     command = ["python", "-m", "trainkit"]
@@ -44,5 +48,7 @@ VERTEX: Final = ManifestWriter(
     gpus_need=("accelerator",),
     hosts_need=("shared",),
     takes_devices=True,
+    takes_roles=True,
+    host_for_each=True,
     shares_nfs=True,
 )

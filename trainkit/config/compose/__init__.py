@@ -5,13 +5,12 @@ by layer, so that every key records the file and line, or the argument, that set
 together by the check; Hydra would end the program at the first one.
 
     hydra_adapter   Hydra's internal classes: the only import of them
-    files           Hydra's config repository, read with line numbers; saving and restoring its global state
-    composer        one search path: parse arguments, compose runs, enumerate sweeps
-    builder         one composition: arguments and the defaults list
+    files           one search path: parse arguments, read its files with line numbers; Hydra's global state
+    composer        compose runs: arguments and the defaults list; enumerate sweeps
     layers          merging of values, exclusive keys, interpolations
     space           the arguments of a sweep as axes, and every point of a grid
-    loader          Hydra's config loader around composed values; the command of a sweep's job
-    jobs            composed runs as Hydra jobs: a job in its folder, a sweep, completion
+    bounds          limits on what Hydra parses, resolves and calls
+    jobs            composed runs as Hydra jobs: Hydra's config loader, a job in its folder, a sweep, completion
 """
 
 from __future__ import annotations

@@ -1,24 +1,32 @@
-"""Limits on what Hydra and OmegaConf parse and resolve.
+"""Limits on what Hydra and OmegaConf parse, resolve and call.
 
 Both parse recursively and resolve a reference each time they meet it. Without limits, an argument of nested brackets or
-a few lines of references to one another exhaust the stack or the memory, or take a year.
+a few lines of references to one another exhaust the stack or the memory, or take a year. And Hydra and `logging.config`
+call anything that Hydra's own node names.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final
 
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
 from trainkit.bounded import MAX_DEPTH
+from trainkit.config.compose.hydra_adapter import CORE_PLUGINS
 from trainkit.config.composition import KeyPath, dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.secrets import texts_in
+from trainkit.config.targets.allowed import TARGET, root_of
+from trainkit.config.targets.build import imported
 from trainkit.errors import ConfigError, Problem
 
 MAX_ARGUMENT: Final = 10_000
@@ -111,6 +119,7 @@ def reference_problem(value: Any) -> str | None:
     return _rule_of_text(value) if isinstance(value, str) and "${" in value else None
 
 
+@lru_cache(maxsize=512)
 def _rule_of_text(value: str) -> str | None:
     if len(value) > MAX_ARGUMENT:
         return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the most."
@@ -210,3 +219,75 @@ class _Budget:
     def _refuse(self, rule: str) -> None:
         self.broken = self.broken or f"{rule}. Write the value itself."
         raise TooManyReferencesError(self.broken)
+
+
+_PLUGINS: Final = ("hydra_plugins", CORE_PLUGINS)
+_CALLBACKS: Final = ("hydra_plugins", "hydra.experimental.callbacks")
+_MAKES_NODES: Final = ("${oc.decode", "${oc.create", "${oc.dict")
+_STREAMS: Final = ("ext://sys.stdout", "ext://sys.stderr")
+_LOGGING: Final = (logging.Handler, logging.Formatter, logging.Filter)
+_CALLED: Final = ("()", "class", "queue", "listener")
+"""Keys whose value `logging.config.dictConfig` imports and calls."""
+_OWN: Final = "To trust it: --allow-package {}."
+
+
+def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
+    """Refuse a Hydra node that names something that neither Hydra nor Python's `logging` defines.
+
+    Hydra and `logging.config` call anything that a text in this node names, so the rule for every `_target_`
+    (`trainkit.config.targets.allowed`) is applied to it before either of them reads it.
+
+    Raises:
+        ConfigError: every such name.
+    """
+    values = OmegaConf.to_container(node, resolve=False)
+    problems = [
+        Problem(key=dotted(("hydra", *path)), value=value, rule=rule)
+        for path, value in texts_in(values)
+        if (rule := _rule(path, value, packages)) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
+    """Return what is wrong with one text of the node; None if nothing is."""
+    is_called = path[-1] == TARGET or (path[0].endswith("_logging") and path[-1] in _CALLED)
+    names_code = is_called or text.startswith("ext://")
+    if any(resolver in text for resolver in _MAKES_NODES) or (names_code and "${" in text):
+        return "must be written out: what it stands for is only known once it would be called."
+    if path[0].endswith("_logging") and text.startswith("${") and text.endswith("}"):
+        return "must be written out: it may stand for a handler, which would be called."
+    if path[0] == "callbacks" and len(path) < 3 and "${" in text:
+        return f"must be a mapping with {TARGET}."
+    if text.startswith("ext://") and text not in _STREAMS:
+        return _of_package(text.removeprefix("ext://"), packages)
+    return _rule_of_called(path, text, packages) if is_called else None
+
+
+def _rule_of_called(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
+    """Return what is wrong with a text that names something that will be called; None if nothing is."""
+    if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_below(_PLUGINS)):
+        return None  # Hydra itself refuses anything that is not a plugin of these two kinds
+    if path[0] == "callbacks" and len(path) == 3 and text.startswith(_below(_CALLBACKS)):
+        return _unless(text, (Callback,), "is not a callback of Hydra.")
+    if path[-1] != TARGET and root_of(text) == "logging":
+        return _unless(text, _LOGGING, "is not a handler, formatter or filter of Python's logging.")
+    return _of_package(text, packages)
+
+
+def _below(homes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{home}." for home in homes)
+
+
+def _of_package(text: str, packages: Sequence[str]) -> str | None:
+    package = root_of(text)
+    if package not in packages:
+        return f"{package} is not among the packages that Hydra's node may name. {_OWN.format(package)}"
+    home = str(getattr(imported(text), "__module__", ""))
+    return None if root_of(home) == package else f"is defined in {home}, not in {package}. Name it where it is defined."
+
+
+def _unless(text: str, kinds: tuple[type, ...], rule: str) -> str | None:
+    found = imported(text)
+    return None if isinstance(found, type) and issubclass(found, kinds) else rule

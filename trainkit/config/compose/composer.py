@@ -1,97 +1,37 @@
-"""One search path, and the runs, points and arguments composed with it."""
+"""Compose runs: merge arguments and files into values with their origins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, Final
 
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.config.compose.bounds import argument_problem
-from trainkit.config.compose.builder import CompositionBuilder, repeated
-from trainkit.config.compose.files import hydra_state
-from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, ConfigSearchPathImpl
+from trainkit.config.compose.files import CONFIG, Repository, SearchPath, group_in, hydra_state, is_about_hydra
+from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_list
+from trainkit.config.compose.layers import Layers, shown
 from trainkit.config.compose.space import Space, read_space
-from trainkit.config.composition import Composition, Level, dotted
-from trainkit.config.grammar import COMMAND_LINE, key_of, unreadable
-from trainkit.config.paths import shipped_conf, shipped_recipes
-from trainkit.config.schema import LIST_GROUPS
-from trainkit.config.targets.allowed import refuse_packages
-from trainkit.config.yaml_documents import read_document
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, Level, Origin, TrackedTree, dotted, lookup
+from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.secrets import remember_secrets
+from trainkit.config.values import closest, plain
+from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import hide_from_process_list
+from trainkit.frames import first_line
+from trainkit.redaction import REDACTED, hide_from_process_list, redacted_argument, remember
+
+_ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 
-class Composer:
+class Composer(SearchPath):
     """Composes runs from one search path."""
-
-    def __init__(self, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()) -> None:
-        self.config_dirs = tuple(Path(folder).expanduser().absolute() for folder in config_dirs)
-        self.packages = tuple(packages)
-        refuse_packages(self.packages)
-        for folder in self.config_dirs:
-            if not folder.is_dir():
-                raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is not a folder.", origin=COMMAND_LINE)])
-        with hydra_state():
-            self.loader = ConfigLoaderImpl(self._search_path())
-        self._parser: OverridesParser | None = None
-
-    def _search_path(self) -> ConfigSearchPathImpl:
-        path = ConfigSearchPathImpl()
-        for folder in self.config_dirs:
-            path.append("command-line", f"file://{folder}")
-        path.append("hydra", "pkg://hydra.conf")
-        path.append("main", f"file://{shipped_conf()}")
-        path.append("trainkit", f"recipes://{shipped_recipes()}")
-        path.append("schema", "structured://")
-        return path
-
-    def choices_of(self, group: str) -> list[str]:
-        """Return the choices of a group."""
-        return list(self.loader.repository.get_group_options(group))
-
-    def groups(self) -> list[str]:
-        """Return the names of all groups, including the user's own."""
-        found = self.loader.repository.get_group_options("", results_filter=ObjectType.GROUP)
-        return [name for name in found if name != "hydra"]
-
-    def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-        """Parse arguments with Hydra's grammar; return a problem for each argument that it cannot read."""
-        if self._parser is None:
-            self._parser = OverridesParser.create(config_loader=self.loader)
-        parsed, problems = [], []
-        for argument in overrides:
-            if problem := argument_problem(argument):
-                problems.append(problem)
-                continue
-            try:
-                override = self._parser.parse_override(argument)
-                override.config_loader = self.loader  # glob(...) reads the choices from it
-                parsed.append(override)
-            except (HydraException, RecursionError, ValueError):
-                problems.append(unreadable(argument))
-        return parsed, problems
-
-    def is_group(self, override: Override) -> bool:
-        """Return whether an argument selects a choice of a group, not the value of a key."""
-        if override.is_sweep_override():
-            return bool(self.loader.repository.group_exists(override.key_or_group))
-        return self.loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
-
-    def without_null(self, override: Override) -> Override:
-        """Return `recipe=null` as Hydra's grammar expects it: `~recipe`, or an empty list for a group that takes a
-        list.
-        """
-        if override.is_sweep_override() or override.is_delete() or not self.is_group(override):
-            return override
-        if override.value() is not None:
-            return override
-        group = override.get_key_element()
-        line = f"{group}=[]" if override.key_or_group in LIST_GROUPS else f"~{group}"
-        return self.parse([line])[0][0]
 
     def compose(self, overrides: Sequence[str] = (), *, for_others: bool = False) -> Composition:
         """Compose one run.
@@ -160,3 +100,299 @@ def compose(
         The composition; its `problems` lists the errors.
     """
     return Composer(config_dirs, packages).compose(overrides)
+
+
+class CompositionBuilder:
+    """Collects the state of one composition while it is built."""
+
+    def __init__(self, composer: SearchPath, overrides: Sequence[str]) -> None:
+        self.composer = composer
+        self.repository = Repository(composer.loader.repository)
+        self.given = tuple(overrides)
+        self.parsed, self.problems = composer.parse(overrides)
+        self.problems += repeated(self.parsed)
+        self.layers = Layers()
+
+    def run(self) -> Composition:
+        """Compose: defaults list, layers, arguments, exclusive keys, interpolations."""
+        task = [item for item in self.parsed if not item.is_hydra_override()]
+        about_hydra = [item for item in self.parsed if item.is_hydra_override()]
+        task = [item for item in task if not self._refused(item)]
+        defaults = self._defaults([*task, *self._no_default_recipe(task)])
+        files = self._files(defaults)
+        self.problems += self._several()
+        choices = self._choices(defaults, files)
+        swapped = self._swapped(task, files, choices)
+        layers = self.layers
+        layers.merge(files, swapped)
+        hydra = copy.deepcopy(layers.hydra.values.get("hydra", {}))
+        for override in defaults.config_overrides:
+            self._apply(override, layers.tree)
+        for override in about_hydra:
+            if "." in override.key_or_group:
+                self._apply(override, layers.hydra)
+        self._remember_arguments()
+        values = layers.finish(files, choices, self.composer.packages)
+        remember_secrets(values)
+        run_dir = layers.folder(lookup(layers.hydra.values, ("hydra", "run", "dir")), values)
+        return Composition(
+            values=values,
+            origins=dict(layers.tree.origins),
+            choices=choices,
+            files=tuple(files),
+            overrides=tuple(item.input_line or "" for item in self.parsed if not item.is_hydra_override()),
+            hydra_overrides=tuple(item.input_line or "" for item in about_hydra),
+            hydra=hydra,
+            hydra_choices=_hydra_choices(files),
+            config_dirs=self.composer.config_dirs,
+            packages=self.composer.packages,
+            notes=tuple(layers.notes),
+            variables=layers.variables,
+            problems=(*self.problems, *layers.problems),
+            run_dir=run_dir,
+            run_dir_given=layers.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
+        )
+
+    def _remember_arguments(self) -> None:
+        """Register secrets in arguments, even in ones that cannot be parsed, so that no message quotes them."""
+        for argument in self.given:
+            if redacted_argument(argument).endswith(f"={REDACTED}"):
+                remember(argument.partition("=")[2].strip("'\""))
+
+    # -- the arguments ------------------------------------------------------------------------------------------
+
+    def _refused(self, override: Override) -> bool:
+        """Report an argument that no defaults list can take; return True if there was a problem."""
+        key = override.key_or_group
+        if override.is_sweep_override():
+            rule = f"is a list of choices to try one after the other: add -m. As one text: {key}='...'."
+            self._report(override, rule)
+            return True
+        if not self.composer.is_group(override):
+            return False
+        value = override.value()
+        if isinstance(value, list) and key not in LIST_GROUPS:
+            first = ",".join(map(str, value))
+            self._report(override, f"takes one choice, not a list. To run them all: -m {key}={first}.")
+            return True
+        if override.is_force_add():
+            self._report(override, f"is a group: write {key}={value}.")
+            return True
+        if not isinstance(value, str | list | None) and not override.is_delete():
+            self._report(override, f"needs the name of a choice. {self._there_are(key)}")
+            return True
+        names = value if isinstance(value, list) else [value]
+        absent = [] if override.is_delete() else [name for name in names if not self._exists(key, name)]
+        for name in absent:
+            self._report(override, self._no_choice(key, str(name)))
+        return bool(absent)
+
+    def _report(self, override: Override, rule: str) -> None:
+        line = override.input_line or ""
+        name, separator, value = line.lstrip("+").partition("=")
+        found = {"value": value} if separator else {}
+        self.problems.append(Problem(key=name, rule=rule, origin=COMMAND_LINE, **found))
+
+    def _exists(self, group: str, name: Any) -> bool:
+        return name is None or (isinstance(name, str) and self.repository.config_exists(f"{group}/{name}"))
+
+    def _no_choice(self, group: str, name: str) -> str:
+        near = closest(name, self.composer.choices_of(group))
+        hint = f"Did you mean {near}? " if near else ""
+        return f"no such choice. {hint}{self._there_are(group)}"
+
+    def _there_are(self, group: str) -> str:
+        if not self.composer.choices_of(group):
+            return f"There is no group {group}; there are: {', '.join(self.composer.groups())}."
+        return f"There are: {', '.join(self.composer.choices_of(group))}."
+
+    # -- the files ----------------------------------------------------------------------------------------------
+
+    def _defaults(self, task: Sequence[Override]) -> DefaultsList:
+        """Return Hydra's defaults list; report every choice that a file names and that does not exist."""
+        remaining = [self.composer.without_null(item) for item in task]
+        while True:
+            self.repository.begin_list()
+            try:
+                return create_defaults_list(self.repository, CONFIG, list(remaining), False, False)
+            except RecursionError:
+                raise ConfigError([*self.problems, self.repository.cycle_problem()]) from None
+            except MissingConfigException as error:
+                missing = error.missing_cfg_file or ""
+                if missing in self.repository.absent or missing == CONFIG:
+                    raise ConfigError([*self.problems, Problem(key=missing, rule=first_line(error))]) from error
+                self.problems.append(self._missing(missing))
+                self.repository.mark_absent(missing)
+            except (HydraException, ValueError, OmegaConfBaseException) as error:
+                culprit = next((item for item in remaining if item.get_key_element() in str(error)), None)
+                rule = first_line(error)
+                if culprit is None:
+                    raise ConfigError([*self.problems, Problem(key="defaults list", rule=rule)]) from error
+                self._report(culprit, rule)
+                remaining.remove(culprit)
+
+    def _missing(self, config_path: str) -> Problem:
+        """Return the problem of a missing choice, with the line that names it."""
+        group, _, name = config_path.rpartition("/")
+        for document in self.repository.documents.values():
+            for item, line in zip(document.defaults, document.defaults_lines, strict=False):
+                pairs = item.items() if isinstance(item, Mapping) else ()
+                if any(group_in(str(key)) == group and name in _names(value) for key, value in pairs):
+                    where = f"{shown(document.file)}:{line}"
+                    return Problem(key=group, value=name, rule=self._no_choice(group, name), origin=where)
+        return Problem(key=group or config_path, value=name, rule=self._no_choice(group, name))
+
+    def _several(self) -> Iterator[Problem]:
+        """Yield problems of lists of choices that files give to a group of one choice; Hydra would merge them."""
+        for document in self.repository.documents.values():
+            for item, line in zip(document.defaults, document.defaults_lines, strict=False):
+                for key, value in item.items() if isinstance(item, Mapping) else ():
+                    group = group_in(str(key))
+                    if isinstance(value, list) and group in GROUPS and group not in LIST_GROUPS:
+                        where = f"{shown(document.file)}:{line}"
+                        yield Problem(key=group, value=value, rule="takes one choice, not a list.", origin=where)
+
+    def _files(self, defaults: DefaultsList) -> list[ConfigFile]:
+        """Return the files in ascending precedence: config.yaml, choices, recipes, experiments."""
+        files = []
+        shipped = (shipped_conf(), shipped_recipes())
+        for default in defaults.defaults:
+            path = default.config_path or ""
+            group, _, name = path.rpartition("/")
+            level = Level.choice
+            if path == CONFIG:
+                level = Level.defaults
+            elif path.startswith(("recipe/", "experiment/")):
+                level = Level.recipe if path.startswith("recipe/") else Level.experiment
+            document = self.repository.documents[path]
+            package = tuple(part for part in (default.package or "").split(".") if part and part != "_global_")
+            own = any(document.file.is_relative_to(folder) for folder in shipped)
+            files.append(
+                ConfigFile(group=group, name=name, package=package, level=level, document=document, shipped=own)
+            )
+        return sorted(files, key=lambda file: file.level)
+
+    def _choices(self, defaults: DefaultsList, files: Sequence[ConfigFile]) -> dict[str, str | list[str] | None]:
+        known: dict[str, Any] = dict(defaults.overrides.known_choices)
+        for group in LIST_GROUPS:
+            known[group] = [file.name for file in files if file.group == group]
+        return {name: known[name] for name in sorted(known)}
+
+    def _swapped(
+        self, task: Sequence[Override], files: Sequence[ConfigFile], choices: Mapping[str, Any]
+    ) -> dict[Level, dict[str, str]]:
+        """Return level -> group -> note, for groups whose choice in a recipe or experiment was replaced from above."""
+        arguments = {item.key_or_group: str(item.input_line) for item in task if self.composer.is_group(item)}
+        primary, recipes, experiments = (
+            [file.document for file in reversed(files) if file.level == level]
+            for level in (Level.defaults, Level.recipe, Level.experiment)
+        )
+        own = {group: "the experiment" for group in GROUPS if [*_chosen_in(experiments, group)]}
+        sources = {
+            Level.recipe: ([*recipes, *primary], {**own, **arguments}),
+            Level.experiment: ([*experiments, *recipes, *primary], arguments),
+        }
+        swapped: dict[Level, dict[str, str]] = {level: {} for level in sources}
+        for level, (documents, labels) in sources.items():
+            for group in labels.keys() - {"recipe", "experiment"}:
+                before = next(_chosen_in(documents, group), None)
+                if _names(before) != _names(choices.get(group)):
+                    swapped[level][group] = f"{labels[group]} replaces {'+'.join(_names(before)) or 'nothing'}"
+        return swapped
+
+    def _no_default_recipe(self, task: Sequence[Override]) -> list[Override]:
+        """Return the argument that leaves the default recipe out: an experiment is composed over the defaults alone,
+        unless it or the command line names a recipe.
+        """
+        names = [str(item.value()) for item in task if item.key_or_group == "experiment" and not item.is_delete()]
+        if not names or any(item.key_or_group == "recipe" for item in task):
+            return []
+        self.repository.load_config(f"experiment/{names[0]}")
+        document = self.repository.documents.get(f"experiment/{names[0]}")
+        if document is None or [*_chosen_in([document], "recipe")]:
+            return []
+        return self.composer.parse(["recipe=null"])[0]
+
+    def _apply(self, override: Override, tree: TrackedTree) -> None:
+        """Merge one argument over the values of the files."""
+        path = tuple(override.key_or_group.split("."))
+        if override.package is not None:
+            self._report(override, f"{override.key_or_group} is not a group, so it takes no @package.")
+        elif override.is_delete():
+            if _is_of_schema(path) and path in tree.origins:
+                name = f"{dotted(path)}.KEY" if isinstance(lookup(tree.values, path), Mapping) else dotted(path)
+                self._report(override, f"belongs to every run and cannot be deleted. Give a value: {name}=VALUE.")
+            elif not tree.remove(path):
+                self._report(override, "there is no such key to delete.")
+        else:
+            value = override.value()
+            if value == {}:
+                tree.remove(path)  # merging an empty mapping would change nothing, but it means to clear the node
+            tree.put(path, value, _ARGUMENT)
+
+
+def _is_of_schema(path: KeyPath) -> bool:
+    """Return whether every run has a key; below `optimizers` the names are the user's."""
+    hint = hints_of(RunConfig).get(path[0])
+    return hint is not None and path[0] not in GROUPS and (len(path) == 1 or is_dataclass(plain(hint)))
+
+
+def _hydra_choices(files: Sequence[ConfigFile]) -> dict[str, str]:
+    """Return the choices that files make for Hydra's own groups; the file of highest precedence decides."""
+    items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
+    return {group_in(str(key)): value for item in items for key, value in item.items()}
+
+
+def _names(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+
+
+def _chosen_in(documents: Sequence[Document], group: str) -> Iterator[Any]:
+    """Yield the choices that the defaults lists of documents make for a group, first document first."""
+    for item in itertools.chain.from_iterable(document.defaults for document in documents):
+        if isinstance(item, Mapping):
+            yield from (value for key, value in item.items() if group_in(str(key)) == group)
+
+
+def repeated(arguments: Sequence[Override]) -> list[Problem]:
+    """Return a problem for each key or group that several arguments give: their order would decide which one counts.
+
+    `optimizer=adamw optimizer.lr=1` names a group and one of its keys, each once. A mapping names every key in it.
+    """
+    givers: dict[str, list[str]] = {}
+    for argument in arguments:
+        for key in dict.fromkeys(_keys(argument)):
+            givers.setdefault(key, []).append(redacted_argument(argument.input_line or ""))
+    return [
+        Problem(key=key, rule=f"is given {_times(len(lines))}: {_listed(lines)}. Give it once.", origin=COMMAND_LINE)
+        for key, lines in givers.items()
+        if len(lines) > 1
+    ]
+
+
+def _keys(argument: Override) -> Iterator[str]:
+    name = argument.key_or_group if argument.package is None else f"{argument.key_or_group}@{argument.package}"
+    value = None if argument.is_sweep_override() or argument.is_delete() else argument.value()
+    if isinstance(value, Mapping) and value:
+        yield from _inner(name, value)
+    else:
+        yield name
+
+
+def _inner(name: str, value: Mapping[Any, Any]) -> Iterator[str]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _inner(f"{name}.{key}", item)
+        else:
+            yield f"{name}.{key}"
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _listed(lines: Sequence[str]) -> str:
+    shown = [line if len(line) <= 60 else f"{line[:57]}..." for line in lines[:4]]
+    return ", ".join(shown[:-1]) + f" and {shown[-1]}" if len(lines) <= 4 else ", ".join(shown) + " and others"

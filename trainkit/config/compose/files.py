@@ -1,32 +1,51 @@
-"""Hydra's files and state: its config repository read with line numbers, and its global state saved and restored."""
+"""Hydra's files and state: one search path, its files read with line numbers, its global state saved and restored."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from hydra import version as hydra_version
+from hydra.core.default_element import InputDefault
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
-from trainkit.config.compose.hydra_adapter import CachingConfigRepository, ConfigRepository
+from trainkit.config.compose.bounds import argument_problem
+from trainkit.config.compose.hydra_adapter import (
+    CachingConfigRepository,
+    ConfigLoaderImpl,
+    ConfigRepository,
+    ConfigSearchPathImpl,
+    lean_defaults_lists,
+)
 from trainkit.config.composition import Composition
+from trainkit.config.grammar import COMMAND_LINE, unreadable
 from trainkit.config.schema import LIST_GROUPS
-from trainkit.config.yaml_documents import Document, is_choice_path, read_document
+from trainkit.config.targets.allowed import refuse_packages
+from trainkit.config.yaml_files import Document, is_choice_path, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem
 
 CONFIG: Final = "config"
 """The primary config, conf/config.yaml."""
 _MAX_FILES: Final = 200
 """Largest number of file loads in one composition; repeated loads count again."""
+_NO_SOURCES: Final = ConfigRepository(ConfigSearchPathImpl())
+_NO_CONTENT: Final = OmegaConf.create({})
+_SOME_CONTENT: Final = OmegaConf.create({"content": True})
+"""Of a file's values, Hydra asks only whether there are any."""
 
 
 @contextlib.contextmanager
@@ -39,7 +58,8 @@ def hydra_state() -> Iterator[None]:
         setup_globals()
         hydra_version.setbase("1.3")
         Plugins.instance()
-        yield
+        with lean_defaults_lists():
+            yield
     finally:
         BaseContainer._resolvers = resolvers  # noqa: SLF001
         if base is None:
@@ -52,7 +72,9 @@ class Repository(CachingConfigRepository):
     """Hydra's config repository, which records line numbers and drops what a file sets about Hydra itself."""
 
     def __init__(self, delegate: ConfigRepository) -> None:
-        super().__init__(delegate)
+        # Not the base class's deep copy: only the list of sources could be replaced in it, not a source.
+        self.delegate = copy.copy(delegate)
+        self.cache = {}
         self.documents: dict[str, Document] = {}
         self.absent: set[str] = set()
         """Choices that do not exist. Once reported, they are read as empty, so that the remaining choices are checked
@@ -124,18 +146,21 @@ class Repository(CachingConfigRepository):
 
     def _result(self, config_path: str, document: Document) -> ConfigResult:
         self.documents[config_path] = document
-        items = [item for item in document.defaults if not is_about_hydra(item)]
-        has_content = {"content": True} if document.values else {}
         result = ConfigResult(
             provider="trainkit",
             path=str(document.file),
-            config=OmegaConf.create(has_content),
+            config=_SOME_CONTENT if document.values else _NO_CONTENT,
             header={"package": _package(config_path, document)},
         )
-        result.defaults_list = self.delegate._create_defaults_list(  # type: ignore[attr-defined]  # noqa: SLF001
-            config_path, OmegaConf.create(items)
-        )
+        result.defaults_list = _defaults_list(config_path, document)
         return result
+
+
+@lru_cache(maxsize=512)
+def _defaults_list(config_path: str, document: Document) -> list[InputDefault]:
+    """Return the defaults list of a file in Hydra's form; Hydra changes only copies of it."""
+    items = [item for item in document.defaults if not is_about_hydra(item)]
+    return _NO_SOURCES._create_defaults_list(config_path, OmegaConf.create(items)) if items else []  # noqa: SLF001
 
 
 def is_about_hydra(item: Any) -> bool:
@@ -182,3 +207,94 @@ class HydraFiles(Repository):
         items = OmegaConf.create(self._primary.defaults)
         result.defaults_list = self.delegate._create_defaults_list(config_path, items)  # type: ignore[attr-defined]  # noqa: SLF001
         return result
+
+
+@lru_cache(maxsize=16)
+def _loader(config_dirs: tuple[Path, ...]) -> ConfigLoaderImpl:
+    """Return Hydra's loader of files below these folders; it looks for a file whenever one is asked for."""
+    path = ConfigSearchPathImpl()
+    for folder in config_dirs:
+        path.append("command-line", f"file://{folder}")
+    path.append("hydra", "pkg://hydra.conf")
+    path.append("main", f"file://{shipped_conf()}")
+    path.append("trainkit", f"recipes://{shipped_recipes()}")
+    path.append("schema", "structured://")
+    loader = ConfigLoaderImpl(path)
+    for source in loader.repository.sources:
+        if source.scheme() == "pkg":  # Hydra's own files: they stay as they are installed
+            for method in (source.is_config, source.is_group):
+                setattr(source, method.__name__, cache(method))
+            source.load_config = _copying(cache(source.load_config))  # type: ignore[method-assign, assignment]
+    return loader
+
+
+def _copying(load: Callable[[str], ConfigResult]) -> Callable[[str], ConfigResult]:
+    return lambda config_path: copy.deepcopy(load(config_path))
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@lru_cache(maxsize=1024)  # the jobs of a sweep share most of their arguments
+def _parsed(argument: str) -> Override:
+    """Return an argument parsed by Hydra's grammar, which takes about a millisecond; to be copied."""
+    return _parser().parse_override(argument)
+
+
+class SearchPath:
+    """Where YAMLs are looked up, and arguments read by the groups that are there."""
+
+    def __init__(self, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()) -> None:
+        self.config_dirs = tuple(Path(folder).expanduser().absolute() for folder in config_dirs)
+        self.packages = tuple(packages)
+        refuse_packages(self.packages)
+        for folder in self.config_dirs:
+            if not folder.is_dir():
+                raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is not a folder.", origin=COMMAND_LINE)])
+        with hydra_state():
+            self.loader = _loader(self.config_dirs)
+        self._is_group = cache(self.loader.repository.group_exists)
+
+    def choices_of(self, group: str) -> list[str]:
+        """Return the choices of a group."""
+        return list(self.loader.repository.get_group_options(group))
+
+    def groups(self) -> list[str]:
+        """Return the names of all groups, including the user's own."""
+        found = self.loader.repository.get_group_options("", results_filter=ObjectType.GROUP)
+        return [name for name in found if name != "hydra"]
+
+    def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+        """Parse arguments with Hydra's grammar; return a problem for each argument that it cannot read."""
+        parsed, problems = [], []
+        for argument in overrides:
+            if problem := argument_problem(argument):
+                problems.append(problem)
+                continue
+            try:
+                override = copy.copy(_parsed(argument))
+                override.config_loader = self.loader  # glob(...) reads the choices from it
+                parsed.append(override)
+            except (HydraException, RecursionError, ValueError):
+                problems.append(unreadable(argument))
+        return parsed, problems
+
+    def is_group(self, override: Override) -> bool:
+        """Return whether an argument selects a choice of a group, not the value of a key."""
+        if override.is_sweep_override():
+            return self._is_group(override.key_or_group)
+        return self._is_group(override.key_or_group) and not isinstance(override.value(), dict)
+
+    def without_null(self, override: Override) -> Override:
+        """Return `recipe=null` as Hydra's grammar expects it: `~recipe`, or an empty list for a group that takes a
+        list.
+        """
+        if override.is_sweep_override() or override.is_delete() or not self.is_group(override):
+            return override
+        if override.value() is not None:
+            return override
+        group = override.get_key_element()
+        line = f"{group}=[]" if override.key_or_group in LIST_GROUPS else f"~{group}"
+        return self.parse([line])[0][0]

@@ -25,9 +25,9 @@ from trainkit.config.composition import (
     lookup,
     variable_in,
 )
-from trainkit.config.paths import shipped_conf, shipped_recipes
 from trainkit.config.schema import GROUPS, LIST_GROUPS
-from trainkit.config.secrets import dereferenced, import_marks, redacted, reference_paths
+from trainkit.config.secrets import dereferenced, import_marks, reference_paths, remember_secrets, texts_in
+from trainkit.config.yaml_files import shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import first_line
 
@@ -73,39 +73,37 @@ class Layers:
     def _merge_file(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
         """Merge one file's values over the values below it."""
         chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
+        whole = Origin(level=file.level, where=shown(file.document.file), file_rank=rank, shipped=file.shipped)
         dropped: dict[str, list[str]] = {}
         for name, value in file.document.values.items():
             path = (*file.package, str(name))
             if path[0] == "hydra":
-                self._put(self.hydra, file, rank, path, value)
+                self._put(self.hydra, file, whole, path, value)
             elif path[0] in swapped:
                 names = value if isinstance(value, Mapping) else {}
                 gone = [key for key in names if key not in chosen.get(path[0], ())]
                 dropped.setdefault(path[0], []).extend(dotted((*path, str(key))) for key in gone)
                 for key in [key for key in names if key not in gone]:
-                    self._put(self.tree, file, rank, (*path, str(key)), names[key])
+                    self._put(self.tree, file, whole, (*path, str(key)), names[key])
             else:
-                self._put(self.tree, file, rank, path, value)
+                self._put(self.tree, file, whole, path, value)
         if not file.document.values and file.package and file.level == Level.choice:
-            self._put(self.tree, file, rank, file.package, {})
+            self._put(self.tree, file, whole, file.package, {})
         for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
             what = f"what the {file.level.name} set in {group} is dropped with it ({', '.join(keys)})"
             self.notes.append(f"{swapped[group]}: {what}")
 
-    def _put(self, tree: TrackedTree, file: ConfigFile, rank: int, path: KeyPath, value: Any) -> None:
-        """Set a value and everything below it, each key with its own line."""
-        inner = path[len(file.package) :]
-        line = file.document.lines.get(inner)
-        name = shown(file.document.file)
-        where = f"{name}:{line}" if line else name
-        origin = Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
+    def _put(self, tree: TrackedTree, file: ConfigFile, whole: Origin, path: KeyPath, value: Any) -> None:
+        """Set a value and everything below it, each key with its own line; `whole` is the origin without a line."""
+        line = file.document.lines.get(path[len(file.package) :])
+        origin = replace(whole, where=f"{whole.where}:{line}") if line else whole
         if not isinstance(value, Mapping):
             tree.put(path, value, origin)
             return
         if not isinstance(lookup(tree.values, path), Mapping):
             tree.put(path, {}, origin)
         for key, item in value.items():
-            self._put(tree, file, rank, (*path, str(key)), item)
+            self._put(tree, file, whole, (*path, str(key)), item)
 
     def _complete(self, choices: Mapping[str, Any]) -> None:
         """Add the name, the recipe and a node for every group; expand `~` in paths."""
@@ -126,7 +124,7 @@ class Layers:
         """Return the values with `${...}` resolved; secrets that refer to environment variables stay references."""
         values = self.tree.values
         kept = self._references(values)
-        redacted(values)  # from here on, messages hide secrets
+        remember_secrets(values)
         open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
         open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
         readable = [(path, value) for path, value in open_leaves if not self._unreadable(values, path, value)]
@@ -211,7 +209,8 @@ class Layers:
         try:
             with bounded_references():
                 if rule is None:
-                    return Path(OmegaConf.create({**values, "_folder_": pattern})["_folder_"]).expanduser()
+                    named = _named_in(pattern, values)
+                    return Path(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]).expanduser()
         except (OmegaConfBaseException, RecursionError, TooManyReferencesError, TypeError) as error:
             rule = _unresolved(error)
         origin = self.hydra.origin_of(("hydra", "run", "dir"))
@@ -227,6 +226,12 @@ def _has_interpolation(value: Any) -> bool:
         _has_interpolation(item) or (isinstance(item, Mapping) and any(_has_interpolation(v) for _, v in leaves(item)))
         for item in value
     )
+
+
+def _named_in(pattern: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values that a pattern may refer to: those of the keys named in it, or all if one refers further."""
+    named = {key: value for key, value in values.items() if str(key) in pattern}
+    return values if any("${" in text for _, text in texts_in(named)) else named
 
 
 def _as_plain(node: Any) -> Any:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any, Final
@@ -94,6 +94,12 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
     return found
 
 
+def class_built_by(node: Mapping[str, Any]) -> type | None:
+    """Return the class that a node builds; None if its target is a function."""
+    target = resolve_target(node[TARGET])
+    return target if isinstance(target, type) else None
+
+
 def admitted(node: Mapping[str, Any], expected: Expected = ANY_KIND) -> Any:
     """Return the target of a node once it and its arguments are known to be allowed; call nothing.
 
@@ -159,6 +165,10 @@ def signature_of(target: Callable[..., Any]) -> Signature:
         >>> {name: key.required for name, key in signature_of(f).keys.items()}
         {'size': True, 'rate': False}
     """
+    return _signature_of_class(target) if isinstance(target, type) else _signature(target)
+
+
+def _signature(target: Callable[..., Any]) -> Signature:
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -175,6 +185,9 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     keys |= {name: Key(hint=Any, required=False) for name in keys_set_as_attributes(target) if name not in keys}
     takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
     return Signature(keys=keys, takes_more=takes_more)
+
+
+_signature_of_class: Final = lru_cache(maxsize=512)(_signature)  # one check of a config asks 30 times
 
 
 def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any) -> Any:

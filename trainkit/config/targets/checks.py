@@ -8,16 +8,17 @@ from dataclasses import is_dataclass
 from typing import Any, Final
 
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted
-from trainkit.config.paths import shipped_conf
 from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, limits_in, misfit, plain
-from trainkit.config.yaml_documents import Document, read_document
+from trainkit.config.yaml_files import Document, read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
 
-_CHEAP: Final = ("schedule", "strategy", "precision", "average", "cluster", "objective", "callbacks", "logger")
+_CHEAP: Final = (
+    "schedule", "strategy", "precision", "average", "cluster", "hardware", "objective", "callbacks", "logger",
+)  # fmt: skip
 """Groups whose own dataclasses are built so that they validate their values: none uses data or a device."""
 
 
@@ -120,7 +121,7 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
     if value is None and key.default is None and not key.required:
         return
     try:
-        used = dereferenced(value, key=dotted(path)) if is_reference(composition.values, path) else value
+        used = dereferenced(value, key=dotted(path)) if is_reference(composition.values, path, value) else value
     except ConfigError as error:
         yield from (composition.problem(path, item.rule, value=item.value) for item in error.problems)
         return
@@ -234,3 +235,31 @@ class OtherChoices:
             keys = [key for key in known if not key.startswith("_")]
             rule += f" There are: {', '.join(keys)}." if keys else " It has none."
         return self._composition.problem((*path, name), rule, show_value=False)
+
+
+_NOT_NEGATIVE: Final = ("lr", "weight_decay", "eps", "momentum")
+
+
+def optimizer_limits(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield values beyond the limits that all optimizers of torch share.
+
+    Args:
+        composition: the composition, for the origins of the keys.
+        path: the path of the node.
+        node: the optimizer.
+    """
+    for name in _NOT_NEGATIVE:
+        value = node.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
+            yield composition.problem((*path, name), "must not be negative.", value=value)
+    betas = node.get("betas")
+    for value in betas if isinstance(betas, list) else ():
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:
+            yield composition.problem((*path, "betas"), "each must be at least 0 and less than 1.", value=betas)
+    if node.get("nesterov") is True and (not node.get("momentum") or node.get("dampening")):
+        prefix = dotted(path)
+        rule = f"needs {prefix}.momentum above 0 and {prefix}.dampening=0."
+        yield composition.problem((*path, "nesterov"), rule, value=True)
+    if node.get("foreach") is True and node.get("fused") is True:
+        rule = f"fused and foreach are two ways of doing the same. Add {dotted(path)}.fused=false."
+        yield composition.problem((*path, "foreach"), rule, value=True)

@@ -76,6 +76,7 @@ _OF_PLACES: Final[Mapping[str, Kind]] = {
     "precision": Kind(name="trainkit Precision", bases=("trainkit.numerics.precision.Precision",)),
     "average": Kind(name="trainkit Average", bases=("trainkit.adapters.average.Average",)),
     "cluster": Kind(name="trainkit Cluster", bases=("trainkit.cluster.base.Cluster",)),
+    "hardware": Kind(name="trainkit Hardware", bases=("trainkit.run.estimates.hardware.HardwareChoice",)),
     "callbacks": _CALLBACK,
     "logger": _CALLBACK,
 }
@@ -83,6 +84,7 @@ _NESTED: Final = (
     Kind(name="metric", bases=("torchmetrics.metric.Metric", "trainkit.objectives.base.Metric")),
     Kind(name="torch.utils.data.Sampler", bases=("torch.utils.data.sampler.Sampler",)),
     Kind(name="torchvision transform", home="torchvision.transforms", methods=("__call__",)),
+    Kind(name="source of a stream", home="trainkit.data.sets", methods=("__iter__", "read")),
     _CONFIG,
     _TOKENIZER,
 )

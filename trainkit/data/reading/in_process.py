@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from trainkit.data.reading.collate import to_device
-from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
-from trainkit.numerics.batch import Ticket
+from trainkit.numerics.batch import Positions, Ticket
 from trainkit.numerics.generators import Untouched
 
 _BURST: Final = 16

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import resolve_target
 from trainkit.config.values import at_least
+from trainkit.data.declaration import Declared
 from trainkit.data.reading.collate import CollateFunction, collate, to_device
+from trainkit.data.reading.dealt import DealtReader, FileSource, has_files
 from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
@@ -23,7 +29,8 @@ class Stream:
     """An iterable dataset with a known number of samples per epoch: sample i is the i-th item.
 
     Every rank iterates the whole stream and keeps the items of its own shards, so that each sample is used exactly
-    once, on any number of ranks. The order is the stream's own; a source with `set_epoch` receives the epoch.
+    once, on any number of ranks. The order is the stream's own; a source with `set_epoch` receives the epoch. With
+    `distribute=files` each shard of a step has files of its own (`trainkit.data.reading.dealt`).
 
     Example:
         >>> stream = Stream(source=[(0.0, 1), (0.5, 0)], num_samples=2)
@@ -39,18 +46,38 @@ class Stream:
     """The source for validation; null for no validation."""
     val_num_samples: Annotated[int | None, at_least(1)] = None
     """Samples of the validation source."""
+    distribute: Annotated[Literal["samples", "files", "auto"], maths(neutral="samples")] = "samples"
+    """What ranks divide: `samples`, of which each rank reads all; `files`; auto: files, if every shard can have one."""
     split: Literal["train", "val"] = "train"
     """Which of the two sources."""
+    _begin: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The state of the source before it was iterated, once it was."""
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the splits: validation only if it has a source."""
         return ("train",) if node.get("val_source") is None else ("train", "val")
 
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return the length that the node gives, and the samples that the class of its source declares."""
+        number, source = ("num_samples", "source") if split == "train" else ("val_num_samples", "val_source")
+        node = keys.get(source)
+        kind = resolve_target(node[TARGET]) if isinstance(node, Mapping) and TARGET in node else None
+        declare = getattr(kind, "declare", None)
+        draw = None if declare is None else declare(node, split).draw
+        return Declared(num_samples=keys.get(number), draw=draw)
+
     def __post_init__(self) -> None:
         if (self.val_source is None) != (self.val_num_samples is None):
             rule = "data.val_source and data.val_num_samples belong together: give both, or neither."
             raise ConfigError([Problem(key="data.val_num_samples", value=self.val_num_samples, rule=rule)])
+        if self.distribute == "files" and self.split == "train" and not has_files(self.source):
+            rule = (
+                "needs a source with files, sizes and read(file), as trainkit.data.sets.json_lines.JsonLines has, and "
+                f"{type(self.source).__name__} lacks them. Use samples."
+            )
+            raise ConfigError([Problem(key="data.distribute", value="files", rule=rule)])
 
     def __len__(self) -> int:
         """Return the samples of an epoch."""
@@ -58,13 +85,25 @@ class Stream:
 
     def __getitem__(self, index: int) -> Any:
         """Return one item, reading from the start: to inspect one sample, not for training."""
-        for position, item in enumerate(self.items(0)):
+        for position, item in enumerate(self.from_begin(0)):
             if position == index:
                 return item
         raise self.too_short(index)
 
+    def from_begin(self, epoch: int) -> Iterator[Any]:
+        """Iterate an epoch from its first item, wherever the source stands."""
+        if self._begin:
+            self._current.load_state_dict(copy.deepcopy(self._begin["state"]))
+        return self.items(epoch)
+
+    def following(self, epoch: int) -> Iterator[Any]:
+        """Iterate the epoch after a whole one; a source without `set_epoch` may count its epochs itself."""
+        return self.from_begin(epoch) if hasattr(self._current, "set_epoch") else self.items(epoch)
+
     def items(self, epoch: int, state: dict[str, Any] | None = None) -> Iterator[Any]:
-        """Iterate an epoch from its start, or from the position of `state`."""
+        """Iterate the source from where it stands, or from the position of `state`."""
+        if not self._begin and self._keeps_place:
+            self._begin["state"] = copy.deepcopy(self._current.state_dict())
         if hasattr(self._current, "set_epoch"):
             self._current.set_epoch(epoch)
         if state is not None:
@@ -73,15 +112,21 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the source's own state, if it has one that JSON can hold."""
-        give = getattr(self._current, "state_dict", None)
-        if give is None or not hasattr(self._current, "load_state_dict"):
+        if not self._keeps_place:
             return None
-        state: dict[str, Any] = give()
+        state: dict[str, Any] = self._current.state_dict()
         try:
             json.dumps(state)
         except (TypeError, ValueError):
             return None
         return state
+
+    def files_for(self, num_shards: int) -> FileSource | None:
+        """Return the source whose files are dealt to the shards of a step; None where ranks divide samples."""
+        source = self._current
+        if self.distribute == "samples" or not has_files(source):
+            return None
+        return source if self.distribute == "files" or len(source.files) >= num_shards else None
 
     def too_short(self, position: int) -> DataError:
         """Return the error of a source that ends before its `num_samples`."""
@@ -89,8 +134,41 @@ class Stream:
         return DataError(f"{name} ended after {position} samples, but num_samples={len(self)}.")
 
     @property
+    def _keeps_place(self) -> bool:
+        return hasattr(self._current, "state_dict") and hasattr(self._current, "load_state_dict")
+
+    @property
     def _current(self) -> Any:
         return self.source if self.split == "train" else self.val_source
+
+
+def stream_reader(
+    stream: Stream,
+    plan: BatchPlan,
+    *,
+    device: torch.device,
+    settings: LoaderSettings,
+    seed: int,
+    collate: CollateFunction = collate,
+) -> StreamReader | DealtReader:
+    """Return the reader of a stream.
+
+    Raises:
+        ConfigError: a key of `loader` or `data` is not possible with this stream.
+    """
+    if settings.num_processes:
+        rule = (
+            "an iterable dataset is read by the training process, in its own order. Use 0, or give the dataset "
+            "__len__ and __getitem__, so that workers can read its samples."
+        )
+        raise ConfigError([Problem(key="loader.num_workers", value=settings.num_workers, rule=rule)])
+    if settings.cache is True:
+        rule = "an iterable dataset cannot be cached. Use auto."
+        raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
+    files = stream.files_for(plan.num_shards(0))
+    if files is not None:
+        return DealtReader(files, plan, device=device, seed=seed, collate=collate)
+    return StreamReader(stream, plan, device=device, seed=seed, collate=collate)
 
 
 class StreamReader:
@@ -105,19 +183,9 @@ class StreamReader:
         plan: BatchPlan,
         *,
         device: torch.device,
-        settings: LoaderSettings,
         seed: int,
         collate: CollateFunction = collate,
     ) -> None:
-        if settings.num_workers:
-            rule = (
-                "an iterable dataset is read by the training process, in its own order. Use 0, or give the dataset "
-                "__len__ and __getitem__, so that workers can read its samples."
-            )
-            raise ConfigError([Problem(key="loader.num_workers", value=settings.num_workers, rule=rule)])
-        if settings.cache is True:
-            rule = "an iterable dataset cannot be cached. Use auto."
-            raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
         self._stream = stream
         self._plan = plan
         self._device = device
@@ -158,7 +226,8 @@ class StreamReader:
     def _shard(self, epoch: int, start: int, stop: int) -> Any:
         if epoch != self._epoch or start < self._position:
             seed_host(sample_key(self._seed, epoch, -1))
-            self._items = self._stream.items(epoch)
+            follows = epoch == self._epoch + 1 and self._position == len(self._stream)
+            self._items = self._stream.following(epoch) if follows else self._stream.from_begin(epoch)
             self._epoch, self._position = epoch, 0
         for _ in range(start - self._position):
             self._next()

@@ -12,14 +12,14 @@ from torch import Tensor
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, UserTransform
 from trainkit.data.reading.collate import shards_of, to_device
+from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
-from trainkit.data.reading.iterable import Stream, StreamReader
-from trainkit.data.reading.positions import Positions
+from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
 from trainkit.data.reading.reader import Reader, result_without_draws
 from trainkit.data.reading.workers import Workers
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.batch import BatchPlan, Positions, Ticket
 from trainkit.numerics.generators import Untouched
 
 _CHUNK: Final = 1024
@@ -55,7 +55,7 @@ class Memory:
     def read(self, ticket: Ticket) -> list[Any]:
         """Gather; several shards are views of one gathered batch."""
         index = self._index(ticket)
-        gathered = tuple(tensor.index_select(0, index) for tensor in self._tensors)
+        gathered = tuple([tensor.index_select(0, index) for tensor in self._tensors])
         if self._home != self._device:
             gathered = to_device(gathered, self._device)
         batch: Any = gathered if self._keys is None else dict(zip(self._keys, gathered, strict=True))
@@ -69,8 +69,10 @@ class Memory:
         if self._version != self._positions.version:
             self._version = self._positions.version
             self._block = torch.from_numpy(self._positions.block).to(self._home)
-        parts = [self._block[start:stop] for start, stop in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(spans) == 1:
+            start, stop = spans[0]
+            return self._block[start:stop]
+        return torch.cat([self._block[start:stop] for start, stop in spans])
 
 
 class Gatherer:
@@ -252,7 +254,7 @@ class Loader:
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint with which a stream resumes without reading again; None if not needed."""
-        return self._source.state() if isinstance(self._source, StreamReader) else None
+        return self._source.state() if isinstance(self._source, StreamReader | DealtReader) else None
 
     def load_state(self, state: dict[str, Any] | None) -> str | None:
         """Restore `state` before the first fetch of a resumed run.
@@ -260,7 +262,7 @@ class Loader:
         Returns:
             A line for the user about how a stream finds its position; None for datasets with random access.
         """
-        return self._source.load_state(state) if isinstance(self._source, StreamReader) else None
+        return self._source.load_state(state) if isinstance(self._source, StreamReader | DealtReader) else None
 
     def close(self) -> None:
         """Stop the workers. Safe to call twice."""
@@ -281,13 +283,13 @@ def _choose(
 ) -> BatchSource:
     hooks.refuse_misfits(dataset, cache=settings.cache)
     if isinstance(dataset, Stream):
-        return StreamReader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
+        return stream_reader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
     positions = Positions(plan, hooks.order(dataset, seed=seed, shuffle=settings.shuffle))
     if hooks.collate is None:
         in_memory = _in_memory(dataset, positions, device=device, settings=settings)
         if in_memory is not None:
             return in_memory
-    if settings.num_workers == 0:
+    if settings.num_processes == 0:
         reader = Reader(dataset, seed=seed, collate=hooks.collate)
         return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, device=device)
     return Workers(

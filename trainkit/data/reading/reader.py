@@ -87,7 +87,12 @@ class Reader:
 
     def _collated(self, function: CollateFunction, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Any:
         """Collate one shard; random numbers depend on (seed, epoch, first sample of the shard)."""
-        if not self._collate_draws:
+        if not (self.draws or self._collate_draws):
+            _watch().begin()
+            batch = function(self._unkeyed(indices), indices)
+            if not _watch().broken:
+                return batch
+        if not self._collate_draws:  # find which of the two has drawn
             samples = self._samples(epoch, indices, keys)
             _watch().begin()
             batch = function(samples, indices)

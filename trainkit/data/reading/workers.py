@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import CollateFunction, to_device
-from trainkit.data.reading.positions import Positions, Request
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
-from trainkit.numerics.batch import Ticket
+from trainkit.numerics.batch import Positions, Request, Ticket
 from trainkit.numerics.generators import Untouched
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -111,7 +110,7 @@ def read_ahead(
         _Remote(Reader(dataset, seed=seed, collate=collate)),
         batch_size=None,
         sampler=requests,
-        num_workers=settings.num_workers,
+        num_workers=settings.num_processes,
         prefetch_factor=settings.prefetch,
         collate_fn=_as_it_is,
         pin_memory=device.type == "cuda" if settings.pin_memory == "auto" else settings.pin_memory,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainkit.config.values import below
+from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
+from trainkit.data.sets.in_memory import InMemory
 from trainkit.errors import DataError
 from trainkit.fields import placement
 
@@ -29,11 +30,11 @@ _REMEDY: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cifar10:
+class Cifar10(InMemory):
     """CIFAR-10 from the six files of its binary version (Krizhevsky 2009, "Learning multiple layers of features").
 
     The last `val_size` of the 50,000 training images are held out to validate; the 10,000 test images are the test
-    split.
+    split. A sample is an image, (3, 32, 32) float32, and its class, () int64.
     """
 
     split: Literal["train", "val", "test"]
@@ -44,12 +45,18 @@ class Cifar10:
     """Training images held out; with 0, train on all and do not validate."""
     scaling: Literal["unit", "standard"] = "standard"
     """`unit`: pixels from 0 to 1; `standard`: each colour with mean 0 and deviation 1 over the training images."""
-    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the splits: validation only if images are held out for it."""
         return ("train", "test") if node.get("val_size") == 0 else ("train", "val", "test")
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return length and samples, without the data."""
+        held_out = int(keys.get("val_size", 5000))
+        counts = {"train": 50_000 - held_out, "val": held_out, "test": 10_000}
+        return Declared(num_samples=counts[split], draw=lambda g: (image(g, 3, 32, 32), label(g, 10)))
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -63,20 +70,7 @@ class Cifar10:
         if self.scaling == "standard":
             mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
             images.sub_(mean).div_(deviation)
-        object.__setattr__(self, "_arrays", (images, torch.from_numpy(records[part, 0].astype(np.int64))))
-
-    def __len__(self) -> int:
-        """Return the number of images in this split."""
-        return len(self._arrays[1])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return an image, (3, 32, 32) float32, and its class, () int64."""
-        images, labels = self._arrays
-        return images[index], labels[index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all images, (n, 3, 32, 32) float32, and their classes, (n,) int64."""
-        return self._arrays
+        self._keep(images, torch.from_numpy(records[part, 0].astype(np.int64)))
 
 
 def _records(path: Path) -> Any:

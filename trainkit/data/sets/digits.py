@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
@@ -10,12 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainkit.data.declaration import Declared, image, label
+from trainkit.data.sets.in_memory import InMemory
+
 
 @dataclass(frozen=True, kw_only=True)
-class Digits:
+class Digits(InMemory):
     """The UCI digits that ship with trainkit (see digits.LICENSE), 1,437 to train on and 360 to validate on.
 
-    The split is stored with the data: stratified by class, drawn once, the same for all users.
+    The split is stored with the data: stratified by class, drawn once, the same for all users. A sample is an image,
+    (1, 8, 8) float32, and its class, () int64.
 
     Example:
         >>> digits = Digits(split="val")
@@ -29,10 +34,15 @@ class Digits:
     """Which part."""
     scaling: Literal["unit", "standard"] = "unit"
     """`unit`: pixels from 0 to 1; `standard`: mean 0 and deviation 1 over all pixels of the training part."""
-    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return length and samples, without the data."""
+        del keys
+        return Declared(num_samples=1437 if split == "train" else 360, draw=lambda g: (image(g, 1, 8, 8), label(g, 10)))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_arrays", self._load())
+        self._keep(*self._load())
 
     def _load(self) -> tuple[Tensor, Tensor]:
         with files("trainkit.data").joinpath("digits.npz").open("rb") as file, np.load(file) as stored:
@@ -45,16 +55,3 @@ class Digits:
         chosen = held_out if self.split == "val" else ~held_out
         images = torch.from_numpy(scaled[chosen]).unsqueeze(1)
         return images, torch.from_numpy(labels[chosen].astype(np.int64))
-
-    def __len__(self) -> int:
-        """Return the number of images in this split."""
-        return len(self._arrays[1])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """Return an image, (1, 8, 8) float32, and its class, () int64."""
-        images, labels = self._arrays
-        return images[index], labels[index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all images, (n, 1, 8, 8) float32, and their classes, (n,) int64."""
-        return self._arrays

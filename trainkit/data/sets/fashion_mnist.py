@@ -5,17 +5,18 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trainkit.config.values import below
+from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import cache_folder, existing, fetch
+from trainkit.data.sets.in_memory import InMemory
 from trainkit.errors import DataError
 from trainkit.fields import placement
 
@@ -33,11 +34,11 @@ _MEAN, _DEVIATION = 0.2860, 0.3530
 
 
 @dataclass(frozen=True, kw_only=True)
-class FashionMnist:
+class FashionMnist(InMemory):
     """Fashion-MNIST from its four idx.gz files (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747).
 
     The last `val_size` of the 60,000 training images are held out to validate; the 10,000 test images are the test
-    split.
+    split. A sample is an image, (1, 28, 28) float32, and its class, () int64.
     """
 
     split: Literal["train", "val", "test"]
@@ -50,12 +51,18 @@ class FashionMnist:
     """Training images held out; with 0, train on all and do not validate."""
     scaling: Literal["unit", "standard"] = "standard"
     """`unit`: pixels from 0 to 1; `standard`: mean 0 and deviation 1 over the training images."""
-    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the splits: validation only if images are held out for it."""
         return ("train", "test") if node.get("val_size") == 0 else ("train", "val", "test")
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return length and samples, without the data."""
+        held_out = int(keys.get("val_size", 5000))
+        counts = {"train": 60_000 - held_out, "val": held_out, "test": 10_000}
+        return Declared(num_samples=counts[split], draw=lambda g: (image(g, 1, 28, 28), label(g, 10)))
 
     def __post_init__(self) -> None:
         folder = self._folder()
@@ -67,7 +74,7 @@ class FashionMnist:
         images = torch.from_numpy(pixels.reshape(-1, 1, 28, 28)[part].astype(np.float32)).div_(255)
         if self.scaling == "standard":
             images.sub_(_MEAN).div_(_DEVIATION)
-        object.__setattr__(self, "_arrays", (images, torch.from_numpy(labels[part].astype(np.int64))))
+        self._keep(images, torch.from_numpy(labels[part].astype(np.int64)))
 
     def _folder(self) -> Path:
         if self.path is not None:
@@ -82,19 +89,6 @@ class FashionMnist:
                 "data.download=true."
             )
         return cached
-
-    def __len__(self) -> int:
-        """Return the number of images in this split."""
-        return len(self._arrays[1])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return an image, (1, 28, 28) float32, and its class, () int64."""
-        images, labels = self._arrays
-        return images[index], labels[index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all images, (n, 1, 28, 28) float32, and their classes, (n,) int64."""
-        return self._arrays
 
 
 def _read(folder: Path, name: str, *, header: int, download: bool) -> NDArray[np.uint8]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.config.values import Limit, above, at_least
+from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
 
@@ -26,6 +27,39 @@ _BILINEAR: Final = 2
 """PIL.Image.Resampling.BILINEAR."""
 
 _Box = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Images:
+    """Files of images, read by Pillow."""
+
+    decode: Any
+    """`PIL.Image.open`."""
+
+    @classmethod
+    def of(cls, *, image_size: int, resize: int) -> Images:
+        """Load Pillow; the arguments are the keys of the dataset.
+
+        Raises:
+            ConfigError: the crop is larger than the image.
+            MissingExtraError: Pillow is not installed.
+        """
+        if image_size > resize:
+            rule = f"larger than data.resize={resize}, out of which it is cut."
+            raise ConfigError([Problem(key="data.image_size", value=image_size, rule=rule)])
+        return cls(decode=pillow().open)
+
+    def read(self, file: Path | str, index: int) -> Any:
+        """Return the image of a file in RGB.
+
+        Raises:
+            DataError: the file is no image, or a damaged one; the text names the sample.
+        """
+        try:
+            with self.decode(file) as opened:
+                return opened.convert("RGB")
+        except Exception as error:  # a damaged file raises OSError, SyntaxError, ValueError, DecompressionBombError
+            raise DataError(f"sample {index} cannot be read: {file}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +91,17 @@ class ImageFolder:
     """Standard deviation per colour channel, divided by."""
     classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _files: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
-    _open: Any = field(init=False, repr=False, compare=False)
+    _images: Images = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return the samples; the length is that of the files."""
+        del split
+        size = keys.get("image_size", 224)
+        return Declared(draw=lambda g: (image(g, 3, size, size), label(g)))
 
     def __post_init__(self) -> None:
-        if self.image_size > self.resize:
-            rule = f"larger than data.resize={self.resize}, out of which it is cut."
-            raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
-        object.__setattr__(self, "_open", pillow().open)
+        object.__setattr__(self, "_images", Images.of(image_size=self.image_size, resize=self.resize))
         root = existing(self.path)
         classes = _classes(existing(root / "train"))
         object.__setattr__(self, "classes", classes)
@@ -80,11 +118,7 @@ class ImageFolder:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return an image, (3, image_size, image_size) float32, and its class."""
         name, label = self._files[index]
-        try:
-            with self._open(name) as opened:
-                image = opened.convert("RGB")
-        except OSError as error:
-            raise DataError(f"sample {index} cannot be read: {name}: {error}") from error
+        image = self._images.read(name, index)
         random_crop = self.augment and self.split == "train"
         image = self._cropped_at_random(image) if random_crop else centre_crop(image, self.resize, self.image_size)
         return normalised(image, self.mean, self.deviation), label

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from trainkit.config.values import Limit, at_least
+from trainkit.data.declaration import Declared, image, label, window
 from trainkit.data.reading.windows import IGNORED
+from trainkit.data.sets.in_memory import InMemory
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.generators import hash64
 
@@ -49,6 +52,13 @@ class Synthetic:
     """Seed of the data, independent of the run's."""
     _prototypes: Tensor = field(init=False, repr=False, compare=False)
 
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return length and samples, without the data."""
+        count = keys.get("num_samples", 1024) if split == "train" else keys.get("val_samples", 256)
+        shape, classes = keys.get("shape", [64]), keys.get("num_classes", 10)
+        return Declared(num_samples=count, draw=lambda g: (image(g, *shape), label(g, classes)))
+
     def __post_init__(self) -> None:
         if len(self.shape) not in {1, 3} or min(self.shape) < 1:
             raise ConfigError([Problem(key="data.shape", value=self.shape, rule=_SHAPE_RULE)])
@@ -81,10 +91,11 @@ class Synthetic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticTokens:
+class SyntheticTokens(InMemory):
     """Rows of tokens in which the next token is usually (5 x token + 3) modulo the vocabulary.
 
-    With `min_context`, rows have random lengths and are padded, so that samples have unequal numbers of targets.
+    With `min_context`, rows have random lengths and are padded, so that samples have unequal numbers of targets. A
+    sample is inputs and targets, each (context,) int64.
 
     Example:
         >>> inputs, targets = SyntheticTokens(split="train", context=4, noise=0.0)[0]
@@ -110,13 +121,19 @@ class SyntheticTokens:
     """Share of tokens that are replaced by random ones."""
     seed: int = 0
     """Seed of the data, independent of the run's."""
-    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return length and samples, without the data."""
+        count = keys.get("num_samples", 1024) if split == "train" else keys.get("val_samples", 256)
+        context, vocab_size = keys.get("context", 32), keys.get("vocab_size", 64)
+        return Declared(num_samples=count, draw=lambda g: window(g, context, vocab_size))
 
     def __post_init__(self) -> None:
         if self.min_context is not None and self.min_context > self.context:
             rule = f"larger than data.context={self.context}."
             raise ConfigError([Problem(key="data.min_context", value=self.min_context, rule=rule)])
-        object.__setattr__(self, "_arrays", self._drawn())
+        self._keep(*self._drawn())
 
     def _drawn(self) -> tuple[Tensor, Tensor]:
         generator = _generator(self.seed, _SPLITS[self.split])
@@ -132,18 +149,6 @@ class SyntheticTokens:
             inputs.masked_fill_(padding, 0)
             targets.masked_fill_(padding, IGNORED)
         return inputs, targets
-
-    def __len__(self) -> int:
-        """Return the number of samples in this split."""
-        return len(self._arrays[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a sample, each (context,) int64."""
-        return self._arrays[0][index], self._arrays[1][index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all inputs and targets, each (n, context) int64."""
-        return self._arrays
 
 
 def _generator(*parts: int) -> torch.Generator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.config.values import at_least, below
+from trainkit.data.declaration import Declared, image
 from trainkit.data.reading.files import existing
+from trainkit.data.sets.in_memory import InMemory
 from trainkit.errors import DataError
 from trainkit.fields import placement
 
@@ -24,11 +26,12 @@ _NAMED: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CsvTable:
+class CsvTable(InMemory):
     """Rows of a CSV file with a header: features of numbers and categories, and one target.
 
     A column of numbers becomes one feature, with mean 0 and deviation 1 over the training rows; any other becomes one
-    feature of 0 or 1 per text that it has in the training rows, and a text that they do not have is all zeros.
+    feature of 0 or 1 per text that it has in the training rows, and a text that they do not have is all zeros. A sample
+    is the features of a row, (features,) float32, and its target, () float32 or int64.
     """
 
     split: Literal["train", "val", "all"]
@@ -47,7 +50,6 @@ class CsvTable:
     """Seed of the choice of validation rows, independent of the run's."""
     reference: Annotated[Path | None, placement] = None
     """The file whose training rows give means, deviations and categories, where `path` is another; null: `path`."""
-    _arrays: tuple[Tensor, ...] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -66,7 +68,7 @@ class CsvTable:
         features = [_encoded(training[name], rows[name]) for name in names]
         stacked = torch.from_numpy(np.concatenate(features, axis=1).astype(np.float32))
         targets = (self._targets(training[self.target], rows[self.target]),) if has_targets else ()
-        object.__setattr__(self, "_arrays", (stacked, *targets))
+        self._keep(stacked, *targets)
 
     def _chosen(self, count: int, split: str) -> NDArray[np.int64]:
         """Return the indices of the rows of a split, in the order of the file."""
@@ -89,18 +91,6 @@ class CsvTable:
                 f"data.target={self.target}: {text!r} is no finite number. Use data.target_kind=class, or mend it."
             )
         return torch.from_numpy(numbers.astype(np.float32))
-
-    def __len__(self) -> int:
-        """Return the number of rows in this split."""
-        return len(self._arrays[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """Return the features of a row, (features,) float32, and its target, () float32 or int64."""
-        return tuple(column[index] for column in self._arrays)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return all features, (rows, features) float32, and the targets, (rows,) float32 or int64."""
-        return self._arrays
 
 
 @dataclass(frozen=True)
@@ -181,11 +171,12 @@ def _numbers(texts: Sequence[str]) -> NDArray[np.float64] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Friedman:
+class Friedman(InMemory):
     """A made regression of ten uniform features, of which five matter, with Gaussian noise.
 
     The target is 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + noise: the best root mean squared error is the
-    deviation of the noise. Features have mean 0 and deviation 1.
+    deviation of the noise. Features have mean 0 and deviation 1. A sample is its features, (10,) float32, and its
+    target, () float32.
 
     Source: Friedman 1991, "Multivariate adaptive regression splines", section 4.3.
 
@@ -206,7 +197,12 @@ class Friedman:
     """Standard deviation of the noise; that of the target without it is 4.9."""
     seed: int = 0
     """Seed of the data, independent of the run's."""
-    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return length and samples, without the data."""
+        count = keys.get("num_samples", 8000) if split == "train" else keys.get("val_samples", 2000)
+        return Declared(num_samples=count, draw=lambda g: (image(g, 10), image(g)))
 
     def __post_init__(self) -> None:
         count = self.num_samples if self.split == "train" else self.val_samples
@@ -215,18 +211,4 @@ class Friedman:
         target = 10 * np.sin(math.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
         target += self.noise * drawn.standard_normal(count)
         features = (x - 0.5) * math.sqrt(12)
-        arrays = tuple(torch.from_numpy(values.astype(np.float32)) for values in (features, target))
-        object.__setattr__(self, "_arrays", arrays)
-
-    def __len__(self) -> int:
-        """Return the number of rows in this split."""
-        return len(self._arrays[1])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the features of a row, (10,) float32, and its target, () float32."""
-        features, targets = self._arrays
-        return features[index], targets[index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all features, (rows, 10) float32, and the targets, (rows,) float32."""
-        return self._arrays
+        self._keep(*(torch.from_numpy(values.astype(np.float32)) for values in (features, target)))

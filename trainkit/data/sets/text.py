@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.config.values import above, at_least, below
+from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import cache_folder, digest_of, download, existing
 from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.errors import DataError
@@ -35,6 +37,14 @@ class _Tokens:
     stride: Annotated[int | None, at_least(1)] = None
     """Tokens from one training sample to the next; null: `context`, so that each token is used once per epoch."""
     _windows: Windows = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return the samples; the length is that of the files."""
+        del split
+        vocab_size = keys.get("vocab_size", getattr(cls, "vocab_size", None))
+        size = vocab_size if isinstance(vocab_size, int) else None
+        return Declared(draw=lambda g: window(g, keys.get("context", 64), size))
 
     def _keep(self, tokens: NDArray[Any], *, val_share: float) -> None:
         part = split_tokens(tokens, split=self.split, val_share=val_share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from trainkit.config.values import at_least
+from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import existing
 from trainkit.data.reading.windows import Windows, tile
 from trainkit.errors import DataError
@@ -37,6 +39,12 @@ class TokenMemmap:
     vocab_size: Annotated[int | None, at_least(1)] = None
     """Size of the model's vocabulary; a sample with a larger token is refused. null: not checked."""
     _windows: Windows = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
+        """Return the samples; the length is that of the files."""
+        del split
+        return Declared(draw=lambda g: window(g, keys.get("context", 1024), keys.get("vocab_size")))
 
     def __post_init__(self) -> None:
         file = existing(existing(self.path) / f"{self.split}.bin")

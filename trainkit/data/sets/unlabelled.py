@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainkit.config.values import at_least
 from trainkit.data.reading.files import existing
-from trainkit.data.sets.image_folder import SUFFIXES, centre_crop, normalised, pillow
-from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.data.sets.image_folder import SUFFIXES, Images, centre_crop, normalised
+from trainkit.errors import DataError
 from trainkit.fields import placement
 
 
@@ -37,13 +37,10 @@ class ImageFiles:
     deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     """Standard deviation per colour channel, divided by."""
     ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _open: Any = field(init=False, repr=False, compare=False)
+    _images: Images = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.image_size > self.resize:
-            rule = f"larger than data.resize={self.resize}, out of which it is cut."
-            raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
-        object.__setattr__(self, "_open", pillow().open)
+        object.__setattr__(self, "_images", Images.of(image_size=self.image_size, resize=self.resize))
         root = existing(self.path)
         files = (file for file in root.rglob("*") if file.suffix.lower() in SUFFIXES)
         object.__setattr__(self, "ids", tuple(sorted(file.relative_to(root).as_posix() for file in files)))
@@ -54,12 +51,7 @@ class ImageFiles:
 
     def __getitem__(self, index: int) -> Tensor:
         """Return an image, (3, image_size, image_size) float32."""
-        file = self.path.expanduser() / self.ids[index]
-        try:
-            with self._open(file) as opened:
-                image = opened.convert("RGB")
-        except OSError as error:
-            raise DataError(f"sample {index} cannot be read: {file}: {error}") from error
+        image = self._images.read(self.path.expanduser() / self.ids[index], index)
         return normalised(centre_crop(image, self.resize, self.image_size), self.mean, self.deviation)
 
 

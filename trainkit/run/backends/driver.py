@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.paths import config_dir_environ
 from trainkit.config.targets.allowed import package_environ
+from trainkit.config.yaml_files import config_dir_environ
 from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
 from trainkit.reading import open_regular
 from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file

@@ -16,12 +16,11 @@ from trainkit.reading import open_regular
 from trainkit.run.backends.attempt import RankError, stop_file, stop_reason
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.signals import EXIT_CODES, Reason, signal_of
 from trainkit.run.supervisor.failure import hanging, root_cause
 

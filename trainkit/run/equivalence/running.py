@@ -36,6 +36,7 @@ def bare(cfg: RunConfig, steps: int) -> RunConfig:
         callbacks={},
         logger={},
         log_every_steps=1,
+        loader=replace(cfg.loader, num_workers=cfg.loader.num_processes),
         eval=replace(cfg.eval, every_steps=None, every_epochs=None, beside=False),
         checkpoint=replace(
             cfg.checkpoint,

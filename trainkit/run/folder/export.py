@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,16 @@ from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import with_own_secrets
 from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.exporting.checked_file import CheckedFile
+from trainkit.exporting.checking import real_samples
 from trainkit.exporting.folder import Exported, write_export
-from trainkit.exporting.formats import format_named
+from trainkit.exporting.formats import Format, format_named
+from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.trained import TrainedModel
 from trainkit.reading import read_map
 from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.averages import average_of
-from trainkit.run.planning.build import build_model, load_weights
+from trainkit.run.planning.build import average_of, build_model, load_weights
 from trainkit.run.planning.memory import model_without_data
 from trainkit.storage import naming
 from trainkit.strategies.tensors.lazy_state import averaged_weights
@@ -35,7 +37,12 @@ MODEL: Final = "model"
 
 
 def export_at_end(
-    folder: RunFolder, cfg: RunConfig, metrics: Mapping[str, Any], *, working: Callable[[], None] = lambda: None
+    folder: RunFolder,
+    cfg: RunConfig,
+    metrics: Mapping[str, Any],
+    *,
+    working: Callable[[], None] = lambda: None,
+    form: Format | None = None,
 ) -> Exported:
     """Write `RUN/model`: the last weights, and `best` beside them where those are others.
 
@@ -44,6 +51,8 @@ def export_at_end(
         cfg: the config of the run.
         metrics: those of the end of the run, for the model card.
         working: called again and again meanwhile.
+
+        form: writes the file, and checks it or not; None: without a check.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged, or the model cannot be exported.
@@ -56,7 +65,8 @@ def export_at_end(
     if average is not None and average.export and any(key.startswith(AVERAGES) for key in last.weights.tensors):
         weights = replace(last.weights, tensors=averaged_weights(last.weights.tensors))
         beside.append(replace(last, weights=weights, which="average"))
-    return write_export(last, format_named("safetensors"), folder.path / MODEL, folder.take(), beside=beside)
+    form = form or format_named("safetensors")
+    return write_export(last, form, folder.path / MODEL, folder.take(), beside=beside)
 
 
 def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Exported:
@@ -72,28 +82,51 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
         CheckpointError, StorageError: as `export_at_end`.
     """
     form = format_named(to)
-    if not (path / "resolved.yaml").is_file():
-        raise ConfigError([Problem(key=str(path), rule="is no folder of a run: it holds no resolved.yaml.")])
     if to == "safetensors" and checkpoint is not None:
         rule = "has no effect: safetensors writes the last weights, and the best ones beside them."
         raise refusal("--checkpoint", rule)
     needed = ("model",) if to == "safetensors" else ("model", "data", "objective")
-    folder, cfg = RunFolder(path), with_own_secrets(load_resolved(path / "resolved.yaml"), needed)
-    refuse_foreign(cfg.model)
+    folder, cfg = trained_run(path, needed)
     with folder.lock():
         result = folder.read_result() or {}
         metrics = result.get("metrics") or {}
         if to == "safetensors":
-            done = export_at_end(folder, cfg, metrics)
+            done = export_at_end(folder, cfg, metrics, form=CheckedFile(samples=partial(_samples, cfg)))
             if result:
                 kept = {name: value for name, value in result.items() if not name.startswith("model")}
                 folder.write_report(folder.result, {**kept, **done.to_result()})
             return done
-        target = path / "exports" / to
-        with naming(target):
-            target.parent.mkdir(exist_ok=True)
+        target = folder_of_format(path / "exports", to)
         trained = trained_model(folder, cfg, checkpoint or "last", metrics=metrics)
         return write_export(trained, form, target, folder.take())
+
+
+def trained_run(path: Path, groups: Sequence[str]) -> tuple[RunFolder, RunConfig]:
+    """Return a run folder and its config with the secrets of some groups; import no class of a foreign package.
+
+    Raises:
+        ConfigError: it is no run, a secret is missing, or the package of its model is not allowed.
+    """
+    if not (path / "resolved.yaml").is_file():
+        raise ConfigError([Problem(key=str(path), rule="is no folder of a run: it holds no resolved.yaml.")])
+    cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), groups)
+    refuse_foreign(cfg.model)
+    return RunFolder(path), cfg
+
+
+def folder_of_format(parent: Path, to: str) -> Path:
+    """Return the folder of a format, after its parent was made.
+
+    Raises:
+        StorageError: the parent cannot be made.
+    """
+    with naming(parent):
+        parent.mkdir(exist_ok=True)
+    return parent / to
+
+
+def _samples(cfg: RunConfig, model: nn.Module) -> Inputs:
+    return real_samples(with_own_secrets(cfg, ("data", "objective")), model)
 
 
 def trained_model(

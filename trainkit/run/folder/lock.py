@@ -127,6 +127,7 @@ def _owner(path: Path) -> str:
 
 _FILES: Final = (
     "environment.json",
+    "plan.json",
     "result.json",
     "status.json",
     "metrics.jsonl",

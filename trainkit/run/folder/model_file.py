@@ -27,10 +27,10 @@ from trainkit.quantizing.description import QUANTIZED, restored_model
 from trainkit.reading import read_text
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
 from trainkit.run.planning.build import build_model, load_weights
-from trainkit.trainer.checkpoint import Loaded, load, load_below, newest_valid
+from trainkit.trainer.checkpoint import Loaded, load, load_below, manifest_below, newest_valid
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
-from trainkit.trainer.manifest import MANIFEST, FileRecord, is_checkpoint
+from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, is_checkpoint
 
 Which = Literal["best", "last"]
 """Name of a checkpoint of a run."""
@@ -113,6 +113,16 @@ def checkpoint_of(folder: RunFolder, which: Which) -> Loaded:
     return found
 
 
+def find_checkpoint(folder: RunFolder, which: Which) -> Checkpoint:
+    """Find the best or the last checkpoint of a run, without reading its tensors if its name is recorded.
+
+    Raises:
+        CheckpointError: as `checkpoint_of`; damaged tensors are found when they are loaded.
+    """
+    name = checkpoint_name(folder, which)
+    return checkpoint_of(folder, which).checkpoint if name is None else manifest_below(folder.checkpoints, name)
+
+
 def refuse_foreign(node: Mapping[str, Any]) -> None:
     """Refuse a model whose classes are of packages that are not allowed, without importing them."""
     allowed = allowed_packages()
@@ -152,7 +162,7 @@ def _description(file: Path) -> dict[str, Any]:
             parse_yaml(text), {"model": dict}, optional={"weights": dict, "tied": dict, "files": dict, QUANTIZED: dict}
         )
     except ValueError as error:
-        raise UnreadableError.of(file, str(error)) from None
+        raise UnreadableError(file, str(error)) from None
 
 
 def _record(file: Path, description: Mapping[str, Any]) -> FileRecord:
@@ -162,7 +172,7 @@ def _record(file: Path, description: Mapping[str, Any]) -> FileRecord:
         if not record["sha256"]:
             raise ValueError("there is no SHA-256")
     except ValueError as error:
-        raise UnreadableError.of(file, f"of the weights, {error}") from None
+        raise UnreadableError(file, f"of the weights, {error}") from None
     return FileRecord(num_bytes=record["num_bytes"], sha256=record["sha256"])
 
 

@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 from trainkit.config.grammar import refusal
-from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.secrets import with_own_secrets
+from trainkit.config.schema import RunConfig
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, size_of, validation_splits
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
 from trainkit.exporting.folder import write_export
-from trainkit.exporting.inputs import model_inputs
+from trainkit.exporting.inputs import Inputs, model_inputs
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.quantizing.description import QUANTIZED, QuantizedFile, description_of
-from trainkit.quantizing.formats import Inputs, Quantized, format_named, needs_calibration
+from trainkit.quantizing.formats import Quantized, format_named, needs_calibration, quantize
 from trainkit.quantizing.measuring import (
     BATCHES,
     Measured,
@@ -35,11 +34,9 @@ from trainkit.quantizing.measuring import (
     size_of_file,
     table,
 )
-from trainkit.run.folder.export import trained_model
-from trainkit.run.folder.model_file import Which, precision_of, refuse_foreign
-from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.export import folder_of_format, trained_model, trained_run
+from trainkit.run.folder.model_file import Which, precision_of
 from trainkit.run.planning.build import build_objective
-from trainkit.storage import naming
 
 CALIBRATION: Final = 512
 """Samples of the training split whose activations are observed."""
@@ -84,20 +81,16 @@ def quantize_run(
         DataError: the data of the run is missing or damaged.
         CheckpointError, StorageError: as `trainkit.run.folder.export.export_at_end`.
     """
-    form = format_named(to)
+    format_named(to)
     _refuse_calibration(to, calibrate)
-    if not (path / "resolved.yaml").is_file():
-        raise ConfigError([Problem(key=str(path), rule="is no folder of a run: it holds no resolved.yaml.")])
-    folder = RunFolder(path)
-    cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), ("model", "data", "objective"))
-    refuse_foreign(cfg.model)
+    folder, cfg = trained_run(path, ("model", "data", "objective"))
     with folder.lock():
         trained = trained_model(folder, cfg, checkpoint, metrics={})
         bench = _Bench.of(cfg)
         model = trained.build(trained.weights.tensors)
         inputs = bench.inputs(model, "train", calibrate or CALIBRATION) if needs_calibration(to) else []
         report(f"quantizing {cfg.name} to {to}")
-        quantized = form.quantize(trained.build(trained.weights.tensors).float(), to, inputs)
+        quantized = quantize(trained.build(trained.weights.tensors).float(), to, inputs)
         report(f"scoring both on {size_of(bench.splits[bench.split]):,} samples of {bench.split}")
         timed = bench.inputs_to_time(model)
         beside = bench.measured("original", model, timed, num_bytes=file_size(model), precision=bench.precision)
@@ -107,9 +100,7 @@ def quantize_run(
         measured = {"share": share, "split": bench.split, "original": beside.facts(), "result": own.facts()}
         description = {**description_of(quantized, to), "measured": measured}
         about = replace(trained, facts={**trained.facts, QUANTIZED: description})
-        target = path / "quantized" / to
-        with naming(target):
-            target.parent.mkdir(exist_ok=True)
+        target = folder_of_format(path / "quantized", to)
         card = _card(rows, share, quantized, bench.split)
         write_export(about, QuantizedFile(quantized=quantized, LOADING=card), target, folder.take())
     return QuantizedRun(folder=target, rows=rows, share=share, layers=quantized.layers)

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded import Kind
-from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages, package_arguments
+from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,14 @@ from trainkit.strategies.base import (
     Ticket,
     UpdateParams,
 )
-from trainkit.strategies.capabilities import LimitsAccess, access_problems, refresh_model, resolve, validate_model
+from trainkit.strategies.capabilities import (
+    LimitsAccess,
+    access_problems,
+    refresh_model,
+    resolve,
+    traits_here,
+    validate_model,
+)
 from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
@@ -70,6 +78,9 @@ class Job:
     tasks: tuple[Task, ...]
     strategy: Strategy
     outputs: Outputs
+    model: nn.Module
+    """Of a written model: with its weights, on the CPU; of a checkpoint: without numbers, if the constructor allows it.
+    """
 
     @property
     def eval_batch_size(self) -> int:
@@ -130,14 +141,14 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
         problems += access_problems(parts.strategy, facts)
     if problems:
         raise ConfigError(problems)
-    meta = _meta_model(cfg, request.source)
-    problems += validate_model(parts.strategy, meta, facts)
+    model = _model_of_source(cfg, request.source)
+    problems += validate_model(parts.strategy, model, facts)
     if request.verb == "predict":
-        problems += [*outputs.problems(parts.objective, meta), *_withheld(parts, outputs, facts)]
+        problems += [*outputs.problems(parts.objective, model), *_withheld(parts, outputs, facts)]
     if problems:
         raise ConfigError(problems)
     tasks = parts.strategy.tasks(facts)
-    if len(tasks) > 1 and _is_quantized(request, meta):
+    if len(tasks) > 1 and _is_quantized(request, model):
         rule = "a quantized model runs on one device. Leave it out."
         raise ConfigError([Problem(key="strategy", value=cfg.strategy[TARGET], rule=rule)])
     if any(task.is_evaluator for task in tasks):
@@ -150,8 +161,9 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
         dataset=dataset,
         facts=facts,
         tasks=tasks,
-        strategy=resolve(parts.strategy, lambda: meta, facts),
+        strategy=resolve(parts.strategy, lambda: model, facts),
         outputs=outputs,
+        model=model,
     )
 
 
@@ -166,17 +178,17 @@ def refuse_misfits(job: Job) -> None:
     """
     if not hasattr(job.dataset, "__getitem__") or isinstance(job.dataset, Stream):
         return  # reading a stream twice may cost more than its first error
+    if sum(param.numel() for param in job.model.parameters()) > _CHEAP:
+        return
     with kept_generators():
-        model = model_of(job) if job.request.source.checkpoint is None else build_model(job.cfg)
-        if sum(param.numel() for param in model.parameters()) > _CHEAP:
-            return
+        model = job.model if job.request.source.checkpoint is None else build_model(job.cfg)
         places = range(min(2, size_of(job.dataset)))
         samples = [read_sample(job.dataset, place) for place in places]
         batch = job.parts.hooks.collate_function(samples, places)
         objective, precision = job.parts.objective, job.parts.precision
         run = objective.loss if job.request.verb == "evaluate" else objective.predict
         if not _is_quantized(job.request, model):
-            model = precision.adapt(model)
+            model = precision.adapt(copy.deepcopy(model) if model is job.model else model)
         try:
             with torch.no_grad(), precision.autocast(["cpu"]):
                 run(model.eval(), batch)
@@ -211,8 +223,8 @@ def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[P
     return [Problem(key=key, value=value, rule=f"{found.value}, and {reasons[found]}")]
 
 
-def _meta_model(cfg: RunConfig, source: Source) -> nn.Module:
-    """Return the model, without data where its constructor allows that."""
+def _model_of_source(cfg: RunConfig, source: Source) -> nn.Module:
+    """Return what `Job.model` holds."""
     if source.checkpoint is None:
         return load_model(Path(source.path), checkpoint=source.which)
     try:
@@ -268,14 +280,13 @@ def _is_quantized(request: JobRequest, model: nn.Module) -> bool:
 
 
 def model_of(job: Job) -> nn.Module:
-    """Return the model for the executor: initialised for a checkpoint to be loaded, or with the weights of a file."""
+    """Return the model for the executor, once: initialised for a checkpoint to be loaded, or with the weights of a
+    file.
+    """
     cfg, traits = job.cfg, job.strategy.traits
-    source = job.request.source
-    if source.checkpoint is None:
-        model = load_model(Path(source.path), checkpoint=source.which)
-    else:
-        model = build_model(cfg, deferred=traits.supports_meta_init)
-    apply_transforms(model, model_transforms_of(cfg), compiles=traits.compiles)
+    written = job.request.source.checkpoint is None
+    model = job.model if written else build_model(cfg, deferred=traits.supports_meta_init)
+    apply_transforms(model, model_transforms_of(cfg), compiles=traits_here(job.strategy).compiles)
     return model
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from trainkit.cluster.tasks import Identity
 from trainkit.config.secrets import to_environment
-from trainkit.run.folder.metadata import write_resolved
+from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.inference.job import Job, refuse_misfits

@@ -56,7 +56,7 @@ class JobRequest:
         try:
             source = expect_map(found["source"], {"path": str, "checkpoint": (str, type(None)), "which": str})
         except ValueError as error:
-            raise UnreadableError.of(folder / FILE, str(error)) from None
+            raise UnreadableError(folder / FILE, str(error)) from None
         return cls(
             verb=found["verb"], split=found["split"], source=Source(**source), parts=found["parts"], todo=found["todo"]
         )

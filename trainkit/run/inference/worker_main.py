@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.paths import config_dirs_from, with_config_dirs
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
+from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.signals import StopFlag, exit_without_teardown

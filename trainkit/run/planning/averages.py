@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from trainkit.adapters.average import Average
-from trainkit.config.schema import RunConfig
-from trainkit.config.targets.build import build
 from trainkit.errors import Problem
-
-
-def average_of(cfg: RunConfig) -> Average | None:
-    """Return the average of the weights that a run keeps."""
-    average: Average | None = build(cfg.average, "average") if cfg.average else None
-    return average
 
 
 def averaged_split(split: str, average: Average) -> str:
@@ -27,11 +19,9 @@ def averaged_split(split: str, average: Average) -> str:
     return f"{split}_{average.name}"
 
 
-def average_problems(cfg: RunConfig, splits: Iterable[str], num_steps: int) -> Iterator[Problem]:
+def average_problems(average: Average, splits: Iterable[str], num_steps: int) -> Iterator[Problem]:
     """Yield the problems of an average that never begins, or whose metrics have the name of a split of the data."""
-    average, splits = average_of(cfg), list(splits)
-    if average is None:
-        return
+    splits = list(splits)
     if average.start_step > num_steps:
         rule = f"is after the last step: the run has {num_steps:,}. Give a smaller one."
         yield Problem(key="average.start_step", value=average.start_step, rule=rule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.average import Average
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import with_own_secrets
@@ -25,12 +26,12 @@ from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective, Supervised
-from trainkit.objectives.frozen import frozen_models
+from trainkit.objectives.frozen import FrozenModel
 from trainkit.reading import read_map
-from trainkit.run.planning.averages import average_of
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
+from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.core.replica import refuse_mismatch
-from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms
 from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback
 from trainkit.trainer.manifest import is_checkpoint
@@ -136,6 +137,12 @@ def build_objective(cfg: RunConfig) -> Objective:
     return objective
 
 
+def average_of(cfg: RunConfig) -> Average | None:
+    """Return the average of the weights that a run keeps."""
+    average: Average | None = build(cfg.average, "average") if cfg.average else None
+    return average
+
+
 def numerics_of(cfg: RunConfig) -> Numerics:
     """Return the numerics settings for a strategy."""
     return Numerics(
@@ -179,7 +186,8 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
 def transformed_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
     """Return the model for the executor, with recomputed or compiled forward passes in place."""
     model = build_model(cfg, deferred=strategy.traits.supports_meta_init)
-    apply_transforms(model, model_transforms_of(cfg), compiles=strategy.traits.compiles)
+    if (transforms := model_transforms_of(cfg)) != NO_TRANSFORMS:
+        apply_transforms(model, transforms, compiles=traits_here(strategy).compiles)
     return model
 
 
@@ -290,6 +298,13 @@ def _bind_frozen_models(objective: Objective, precision: Precision) -> None:
             rule = "is no folder of a run: it holds no resolved.yaml. Name the folder that the teacher's run printed."
             raise ConfigError([Problem(key=key, value=frozen.source, rule=rule)])
         frozen.bind(dtype=precision.model_dtype, load=trained_model)
+
+
+def frozen_models(objective: Objective) -> Iterator[tuple[str, FrozenModel]]:
+    """Yield the frozen models of an objective, with the names of the attributes that hold them."""
+    for name, value in vars(objective).items():
+        if isinstance(value, FrozenModel):
+            yield name, value
 
 
 def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:

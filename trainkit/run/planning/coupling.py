@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.numerics.generators import HostStates, seed_host
 from trainkit.objectives.base import Objective
+from trainkit.objectives.from_hidden.output_layer import scores_kept
 
 DRAWS: Final = "draws random numbers"
 COUPLES: Final = "couples the samples of a shard"
@@ -231,7 +232,8 @@ class Shard:
                 buffer.copy_(self._buffers[name])
         seed_host(0)
         recorder = _CallRecorder(len(places))
-        with recorder.recording(self._model):
+        kept = scores_kept() if self._objective.takes_hidden else nullcontext()
+        with recorder.recording(self._model), kept:
             loss = self._objective.loss(self._model, batch)
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
         return Pass(

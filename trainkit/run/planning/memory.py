@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.frames import first_line, named_first_line, with_frames
-from trainkit.objectives.frozen import FrozenModel, frozen_models
-from trainkit.run.planning.build import build_model, config_of_run, make_optimizer
+from trainkit.objectives.frozen import FrozenModel
+from trainkit.run.planning.build import build_model, config_of_run, frozen_models, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.capabilities import estimate_memory
+from trainkit.storage import bytes_needed
 from trainkit.strategies.core.optimizer import NamedSteppers
-from trainkit.trainer.checkpoint import bytes_needed
+from trainkit.strategies.memory_capabilities import ModelMemory, estimate_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,18 @@ def meta_model(plan: RunPlan) -> nn.Module:
 
 def model_without_data(cfg: RunConfig) -> nn.Module:
     """Return the model of a config as `meta_model` does."""
+    found = only_without_data(cfg)
+    return _with_data(cfg) if found is None else found
+
+
+def only_without_data(cfg: RunConfig) -> nn.Module | None:
+    """Return the model of a config on torch's `meta` device; None if it cannot be built so.
+
+    Raises:
+        ConfigError: the size of a parameter in bytes overflows 64 bits.
+    """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutDraws():
             return build_model(cfg)
     except TrainkitError:
         raise
@@ -69,7 +81,24 @@ def model_without_data(cfg: RunConfig) -> nn.Module:
         if "Storage size calculation overflowed" in str(error):
             rule = f"has a parameter that no memory holds: {first_line(error)}. Use smaller sizes."
             raise ConfigError([Problem(key="model", rule=rule)]) from None
-        return _with_data(cfg)
+        return None
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leave out the random numbers of tensors without data, for which torch imports its compiler: 2 s."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function, or return the tensor that it would fill."""
+        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__name__", "") in _DRAWS and isinstance(tensor, Tensor) and tensor.is_meta:
+            return tensor
+        return func(*args, **(kwargs or {}))
+
+
+_DRAWS: Final = frozenset({"normal_", "uniform_", "trunc_normal_", "bernoulli_", "exponential_", "random_"})
+"""Functions that fill a tensor with random numbers and return it, of `torch.nn.init` and of tensors."""
 
 
 def _with_data(cfg: RunConfig) -> nn.Module:
@@ -88,11 +117,17 @@ def _with_data(cfg: RunConfig) -> nn.Module:
         raise ConfigError([Problem(key="model._target_", value=target, rule=with_frames(rule, error))]) from error
 
 
-def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
-    """Compute what a device of this run will hold."""
+def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = None) -> Memory:
+    """Compute what a device of this run will hold.
+
+    Args:
+        plan: the run.
+        model: possibly without data.
+        estimate: what the device holds of the model; None: what the fullest device of the strategy holds.
+    """
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
-    estimate = estimate_memory(plan.components.strategy, model, plan.facts)
+    estimate = estimate or estimate_memory(plan.components.strategy, model, plan.facts)
     held = estimate.resident
     trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
     count = sum(held.values())
@@ -101,7 +136,7 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
         num_params=sum(param.numel() for param in model.parameters()),
         parameter_bytes=count * width + apart,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        gradient_bytes=trained * width + apart,
+        gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, and freed
         exchange_bytes=estimate.gradient_copies * trained * master_width,
         optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
         gathered_bytes=estimate.transient * master_width,
@@ -132,18 +167,37 @@ def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:
     """Count the optimizer state after one step on `meta` parameters; None if the optimizer cannot run on them."""
+    optimizers = stepped_optimizers(plan, model, held, fused=False, foreach=False)
+    if optimizers is None:
+        return None
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
+
+
+def stepped_optimizers(
+    plan: RunPlan, model: nn.Module, held: Mapping[str, int], **settings: bool
+) -> Sequence[torch.optim.Optimizer] | None:
+    """Return the optimizers of a run after one step on `meta` parameters; None if one of them cannot run on these.
+
+    Args:
+        plan: the run.
+        model: possibly without data.
+        held: elements of each parameter on the device.
+        settings: to use instead of the config's, where an optimizer has them.
+    """
     params = {
         name: nn.Parameter(_abstract(param, held[name]))
         for name, param in model.named_parameters()
         if param.requires_grad and held.get(name)
     }
-    settings = {key: False for key in ("fused", "foreach") if key in plan.cfg.optimizer}
+    known = {key: value for key, value in settings.items() if key in plan.cfg.optimizer}
     try:
         if plan.optimizers:
-            named = named_optimizers(plan.cfg, plan.optimizers, model, fused=False, foreach=False)
+            named = named_optimizers(plan.cfg, plan.optimizers, model, **settings)
             optimizers = NamedSteppers.of(named, params).optimizers
         else:
-            optimizers = (make_optimizer(plan.cfg, model, **settings)(params),)
+            optimizers = (make_optimizer(plan.cfg, model, **known)(params),)
         for param in params.values():
             param.grad = torch.empty_like(param)
         for optimizer in optimizers:
@@ -152,9 +206,7 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], w
         raise
     except Exception:  # noqa: BLE001 - any optimizer may need real data, in its own way
         return None
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
+    return optimizers
 
 
 def _abstract(param: Tensor, size: int) -> Tensor:

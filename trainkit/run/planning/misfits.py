@@ -24,6 +24,7 @@ from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, text_of, with_frames
 from trainkit.objectives.base import Loss, Objective
+from trainkit.objectives.from_hidden.output_layer import scores_kept
 from trainkit.run.planning.build import build_model, build_objective
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.plan import RunPlan
@@ -31,6 +32,8 @@ from trainkit.trainer.events import Callback
 
 _CHEAP: Final = 50_000_000
 """Up to this number of parameters, the model is run with numbers."""
+_CHEAP_MADE: Final = 1_000_000
+"""The same for made samples, whose numbers mean nothing."""
 _SAMPLES: Final = 4
 _FEATURES: Final = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _DTYPES: Final = re.compile(r"same dtype|expected scalar type|not implemented for '|should be the same")
@@ -86,7 +89,8 @@ def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitErro
     """Run samples once; return what does not fit."""
     samples = [read_sample(plan.components.datasets["train"], place) for place in places]
     batch = plan.components.hooks.collate_function(samples, places)
-    numbers = sum(param.numel() for param in model.parameters()) <= _CHEAP
+    most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
+    numbers = sum(param.numel() for param in model.parameters()) <= most
     trial = _Trial(plan=plan, places=places, samples=samples, batch=batch, numbers=numbers)
     return trial.run(model)
 
@@ -121,7 +125,8 @@ class _Trial:
             model.register_forward_hook(self._after),
         ]
         try:
-            with torch.enable_grad(), precision.autocast(["cpu"]) if self.numbers else nullcontext():
+            kept = scores_kept() if objective.takes_hidden else nullcontext()
+            with torch.enable_grad(), kept, precision.autocast(["cpu"]) if self.numbers else nullcontext():
                 loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))

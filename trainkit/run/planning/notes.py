@@ -24,13 +24,21 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
 from trainkit.objectives.base import Access
 from trainkit.objectives.fields import named_fields, unused_fields
-from trainkit.run.planning.averages import average_of, averaged_split
-from trainkit.run.planning.build import Components, build_model, build_objective, matching_groups, model_transforms_of
+from trainkit.run.planning.averages import averaged_split
+from trainkit.run.planning.build import (
+    Components,
+    average_of,
+    build_model,
+    build_objective,
+    matching_groups,
+    model_transforms_of,
+)
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
-from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
+from trainkit.strategies.capabilities import changes_maths_here, notes_of, traits_here, validate_model
+from trainkit.strategies.core.graphs.refusals import step_problems
+from trainkit.strategies.model_transforms import NO_TRANSFORMS, shaping_notes, shaping_problems
 from trainkit.strategies.tensors.layouts import layout_problems
 
 
@@ -53,22 +61,28 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     """
     strategy, shaping = plan.components.strategy, model_transforms_of(plan.cfg)
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
-    problems += assignment_problems(model, plan.optimizers)
-    named = plan.cfg.strategy["_target_"].rpartition(".")[2]
-    problems += shaping_problems(model, shaping, compiles=strategy.traits.compiles, strategy=named)
+    problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
+    if shaping != NO_TRANSFORMS:
+        named = plan.cfg.strategy["_target_"].rpartition(".")[2]
+        traits = traits_here(strategy)
+        named += "" if traits == strategy.traits else ", as its keys are set,"
+        problems += shaping_problems(model, shaping, compiles=traits.compiles, strategy=named)
+        problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named)
     problems += objective_problems(plan, model)
     if problems:
         raise ConfigError(problems)
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
-    keys = [*optimizer_notes(model, plan.optimizers), *key_notes(plan, model, is_given)]
+    updated = optimizer_notes(model, plan.optimizers) if plan.optimizers else []
+    keys = [*updated, *key_notes(plan, model, is_given)]
     of_data = [
         *_fields_left_out(plan.components),
         *_splits_left_out(plan.components.datasets),
         *objective_notes(plan, model),
     ]
-    return [*keys, *of_data, *notes_of(strategy, model), *shaping_notes(model, shaping)]
+    of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
+    return [*keys, *of_data, *notes_of(strategy, model), *of_shaping]
 
 
 def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:
@@ -176,7 +190,7 @@ def _samples_of_one_shape(dataset: Any) -> list[Any] | str:
 def _some(dataset: Any) -> Iterator[Any]:
     """Yield samples spread over the dataset, since neighbours may be alike; the first samples of a stream."""
     if isinstance(dataset, Stream):
-        yield from itertools.islice(dataset.items(0), _LOOKED_AT)
+        yield from itertools.islice(dataset.from_begin(0), _LOOKED_AT)
         return
     size = size_of(dataset)
     count = min(size, _LOOKED_AT)

@@ -11,7 +11,7 @@ from torch import nn
 from trainkit.config.optimizers import optimizer_node, passes_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
-from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.build import build, class_built_by
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.schedules import LearningRate, Schedule
 from trainkit.objectives.base import Objective
@@ -36,8 +36,7 @@ class PlannedOptimizer:
     @property
     def kind(self) -> type | None:
         """Its class; None if its target is a function."""
-        target = resolve_target(self.node[TARGET])
-        return target if isinstance(target, type) else None
+        return class_built_by(self.node)
 
     @property
     def text(self) -> str:
@@ -51,7 +50,7 @@ class PlannedOptimizer:
 def planned_optimizers(
     cfg: RunConfig, schedule: Schedule, rate_of: Callable[[float, Schedule], LearningRate]
 ) -> tuple[PlannedOptimizer, ...]:
-    """Return the optimizers of `optimizers`, in its order; empty where a run has one.
+    """Return the optimizers of `optimizers`, in its order.
 
     Args:
         cfg: a checked config.
@@ -86,12 +85,6 @@ def _schedule(node: Mapping[str, Any], name: str) -> Schedule:
     return schedule
 
 
-def phases_of(optimizers: Sequence[PlannedOptimizer], objective: Objective) -> tuple[Phase, ...]:
-    """Return the phases of a step, in the order of the objective; empty where it names none."""
-    by_name = {one.name: one.phase for one in optimizers}
-    return tuple(by_name[name] for name in objective.phases)
-
-
 def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective) -> list[Problem]:
     """Return phases without an optimizer, optimizers without a phase, and ratios without effect."""
     kind, names, phases = type(objective).__name__, [one.name for one in optimizers], objective.phases
@@ -123,8 +116,8 @@ def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective)
 
 
 def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
-    """Return that a strategy has one optimizer only, where a run has several."""
-    if not context.optimizers or strategy.traits.several_optimizers:
+    """Return that a strategy has one optimizer only; for a run with several."""
+    if strategy.traits.several_optimizers:
         return []
     rule = (
         f"names {', '.join(context.optimizers)}, and {type(strategy).__name__} updates all parameters by one "
@@ -147,8 +140,6 @@ def assigned_parameters(model: nn.Module, optimizers: Sequence[PlannedOptimizer]
 
 def assignment_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[Problem]:
     """Return patterns that match nothing, and parameters that no optimizer takes, or two."""
-    if not optimizers:
-        return []
     found = list(_pattern_problems(model, optimizers))
     assigned, owner = assigned_parameters(model, optimizers), dict[str, str]()
     for optimizer, names in assigned.items():

@@ -7,11 +7,9 @@ XLA and Linux.
 from __future__ import annotations
 
 import errno
-import mmap
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
@@ -19,72 +17,57 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.tasks import Task
-from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build, resolve_target
-from trainkit.config.yaml_documents import read_document
+from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
 from trainkit.frames import first_line
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import num_bytes
-from trainkit.strategies.capabilities import ShardsModel, validate_model
+from trainkit.strategies.capabilities import traits_here, validate_model
+from trainkit.strategies.memory_capabilities import ShardsModel
 from trainkit.strategies.model_transforms import shaping_problems
 
 _FEWEST: Final = 3
 """Number of remedies to name, if there are so many."""
-_RESERVE: Final = 64 * 2**20
-"""Bytes of address space, never touched, that are freed for the report of an error: a limit may count them."""
 _OF_KERNEL: Final = (
     "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
     "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {error}"
 )
 
 
-@contextmanager
-def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> Iterator[None]:
-    """Convert a failed allocation inside the block into an error that names what the run needs, and ways to need less.
+def explained(error: Exception, plan: RunPlan, task: Task, *, step: int | None) -> TrainkitError | None:
+    """Return the error of a failed allocation, which names what the run needs, and ways to need less.
 
-    Raises:
-        OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
-        TrainingError: a kernel needs more on-chip memory than the device has.
+    Args:
+        error: any error of a task; of a failed allocation, the traceback is removed.
+        plan: the run.
+        task: the task that has failed.
+        step: the step of the task; None while the model was placed.
+
+    Returns:
+        `OutOfMemoryError`: there was no memory, on the device, on the host or in /dev/shm. `TrainingError`: a kernel
+        needs more on-chip memory than the device has. None for any other error.
     """
-    reserve = _reserved()
-    try:
-        yield
-    except Exception as error:
-        reserve.close()
-        kind = memory_kind(error)
-        if kind is None or isinstance(error, TrainkitError):
-            raise
-        error.__traceback__ = None  # its frames hold the tensors that fill the memory
-        at = step()
-        head = f"rank {task.rank}, {'while the model was placed' if at is None else f'step {at}'}:"
-        if kind is MemoryKind.on_chip:
-            raise TrainingError(f"{head} {_OF_KERNEL.format(device=task.device, error=first_line(error))}") from error
-        if kind is MemoryKind.shared:
-            raise OutOfMemoryError(f"{head} {_shared(plan)}") from error
-        if kind is MemoryKind.host and task.device != "cpu":
-            raise OutOfMemoryError(f"{head} {_host(plan, task)}") from error
-        raise OutOfMemoryError(
-            _with_remedies(plan, f"{head} {task.device} is out of memory.", placing=at is None)
-        ) from error
-    finally:
-        reserve.close()
-
-
-def _reserved() -> ExitStack:
-    """Reserve address space, freed by closing the stack; a limit that refuses it leaves a run that fits alone."""
-    stack = ExitStack()
-    with suppress(OSError):
-        stack.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    return stack
+    kind = memory_kind(error)
+    if kind is None or isinstance(error, TrainkitError):
+        return None
+    error.__traceback__ = None  # its frames hold the tensors that fill the memory
+    head = f"rank {task.rank}, {'while the model was placed' if step is None else f'step {step}'}:"
+    if kind is MemoryKind.on_chip:
+        return TrainingError(f"{head} {_OF_KERNEL.format(device=task.device, error=first_line(error))}")
+    if kind is MemoryKind.shared:
+        return OutOfMemoryError(f"{head} {_shared(plan)}")
+    if kind is MemoryKind.host and task.device != "cpu":
+        return OutOfMemoryError(f"{head} {_host(plan, task)}")
+    return OutOfMemoryError(_with_remedies(plan, f"{head} {task.device} is out of memory.", placing=step is None))
 
 
 def _shared(plan: RunPlan) -> str:
-    workers = plan.cfg.loader.num_workers
+    workers = plan.cfg.loader.num_processes
     fewer = f"loader.num_workers={workers // 2} (now {workers}), or " if workers else ""
     return (
         "the shared memory of the host (/dev/shm), through which its processes exchange tensors, is full. To go on, "
@@ -93,7 +76,7 @@ def _shared(plan: RunPlan) -> str:
 
 
 def _host(plan: RunPlan, task: Task) -> str:
-    workers = plan.cfg.loader.num_workers
+    workers = plan.cfg.loader.num_processes
     ways = {
         f"loader.num_workers={workers // 2} (now {workers})": workers > 0,
         "loader.cache=false": plan.cfg.loader.cache is not False,
@@ -149,18 +132,29 @@ def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
 def _spread(plan: RunPlan) -> Iterator[_Remedy]:
     """Yield the ways to shard the model over several devices."""
     count = plan.facts.num_gpus or 4
+    effect = f"about 1/{count} of the model a device, on {count} of them"
+    for overrides, cfg in sharding_choices(plan, count):
+        if _can_go(plan, cfg):
+            yield _Remedy(overrides=overrides, effect=effect)
+
+
+def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig]]:
+    """Yield the strategies that shard the model over several devices: overrides, and the config with them.
+
+    Args:
+        plan: a run; if its model is sharded already, there are none.
+        count: number of devices.
+    """
     if count < 2 or plan.components.strategy.traits.is_sharded:
         return
-    effect = f"about 1/{count} of the model a device, on {count} of them"
     for file in sorted((shipped_conf() / "strategy").glob("*.yaml")):
         target = read_document(file).values[TARGET]
         if not issubclass(kind := resolve_target(target), ShardsModel):
             continue
         keys = kind.sharded_over(count)
         cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
-        if _can_go(plan, cfg):
-            given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
-            yield _Remedy(overrides=f"strategy={file.stem} {given}{more}", effect=effect)
+        given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
+        yield f"strategy={file.stem} {given}{more}", cfg
 
 
 def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
@@ -196,7 +190,7 @@ def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
 def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
     shaping = model_transforms_of(replace(plan.cfg, activation_checkpointing="full"))
     strategy = plan.components.strategy
-    problems = shaping_problems(meta_model(plan), shaping, compiles=strategy.traits.compiles, strategy="")
+    problems = shaping_problems(meta_model(plan), shaping, compiles=traits_here(strategy).compiles, strategy="")
     if plan.cfg.activation_checkpointing != "full" and not problems:
         yield _Remedy(overrides="activation_checkpointing=full", effect="keeps the inputs of each block alone")
 

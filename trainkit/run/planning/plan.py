@@ -1,32 +1,39 @@
-"""The plan of a run: everything that is resolved before a device is used."""
+"""The plan of a run: everything that is resolved before a device is used.
+
+The process that resolved it sends it to the ranks, which then build the components only. A rank that another program
+or user starts receives no plan, and makes its own.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from trainkit.bounded import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
-from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks
-from trainkit.data.splits import size_of, validation_splits
-from trainkit.errors import ConfigError, Problem
+from trainkit.data.splits import size_of
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
-from trainkit.run.planning.averages import average_of, average_problems
-from trainkit.run.planning.build import Components, build_components
+from trainkit.run.planning.averages import average_problems
+from trainkit.run.planning.build import Components, average_of, build_components
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
-from trainkit.strategies.base import PlanContext
+from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, with_evaluator
+from trainkit.strategies.base import Phase, PlanContext
 from trainkit.strategies.capabilities import (
     access_problems,
     default_shards_per_replica,
@@ -86,6 +93,11 @@ class RunPlan:
         return any(task.is_evaluator for task in self.tasks)
 
     @property
+    def is_measurement(self) -> bool:
+        """Whether a callback only measures: the run writes no checkpoint."""
+        return any(getattr(class_built_by(node), "measures_only", False) for node in self.cfg.callbacks.values())
+
+    @property
     def replaceable(self) -> tuple[int, ...]:
         """Ranks that are restarted alone when they die."""
         strategy = self.components.strategy
@@ -95,6 +107,12 @@ class RunPlan:
     def eval_batch_size(self) -> int:
         """Samples per forward pass in evaluation."""
         return self.cfg.eval.batch_size or max(self.batch.micro_size, 256)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of a step, in the order of the objective; empty where it names none."""
+        by_name = {one.name: one.phase for one in self.optimizers}
+        return tuple(by_name[name] for name in self.components.objective.phases)
 
     def next_sync_step(self, step: int) -> int:
         """Return the first step >= `step` at which the run may be evaluated, saved and stopped."""
@@ -189,20 +207,22 @@ def make_plan(
     backend = cluster if isinstance(cluster, ProcessBackend) else None
     parts = build_components(cfg, splits)
     facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
-    problems = [*strategy_problems(parts.strategy, facts), *parts.strategy.validate(facts)]
-    problems += access_problems(parts.strategy, facts)
+    problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
+    problems += [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
     if not problems:
-        problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts, backend)]
+        problems += _task_problems(cfg, parts, facts, backend)
     if problems:
         raise ConfigError(problems)
     parts.refuse_unknown_fields()
     parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache)
-    replicas = parts.strategy.num_replicas(facts)
+    tasks, replicas = parts.strategy.tasks(facts), parts.strategy.num_replicas(facts)
     batch = _batch_plan(cfg, parts, replicas)
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
     rate_of = partial(learning_rate_of, cfg, batch, num_steps)
-    optimizers = planned_optimizers(cfg, parts.schedule, rate_of)
-    if found := [*phase_problems(optimizers, parts.objective), *average_problems(cfg, parts.datasets, num_steps)]:
+    optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
+    found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
+    found += average_problems(facts.average, parts.datasets, num_steps) if facts.average else []
+    if found:
         raise ConfigError(found)
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
@@ -212,7 +232,7 @@ def make_plan(
     return RunPlan(
         cfg=resolved,
         components=parts,
-        tasks=_with_evaluator(cfg, parts.strategy.tasks(facts)),
+        tasks=with_evaluator(tasks) if cfg.eval.beside else tasks,
         facts=replace(facts, micro_size=batch.micro_size),
         backend=backend,
         num_replicas=replicas,
@@ -230,8 +250,8 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         numerics=parts.numerics,
         num_gpus=num_gpus,
         precision=parts.precision.value,
-        optimizer=_class_of(cfg.optimizer),
-        optimizers={name: _class_of(optimizer_node(cfg.optimizer, one)) for name, one in cfg.optimizers.items()},
+        optimizer=class_built_by(cfg.optimizer),
+        optimizers={name: class_built_by(optimizer_node(cfg.optimizer, one)) for name, one in cfg.optimizers.items()},
         objective=parts.objective,
         sample=parts.sample,
         collate=parts.hooks.collate_function,
@@ -240,70 +260,17 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
     )
 
 
-def _class_of(node: Mapping[str, Any]) -> type | None:
-    """Return the class that a node builds; None if its target is a function."""
-    target = resolve_target(node["_target_"])
-    return target if isinstance(target, type) else None
+def _task_problems(
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+) -> list[Problem]:
+    found = elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
+    if cfg.eval.beside or any(task.is_evaluator for task in parts.strategy.tasks(facts)):
+        found += evaluator_problems(cfg, parts, facts, backend)
+    return found
 
 
 def _num_gpus(backend: ProcessBackend | None) -> int:
     return torch.cuda.device_count() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
-
-
-def _elastic_problems(
-    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
-) -> list[Problem]:
-    fewest = cfg.elastic.min_replicas
-    count = len(parts.strategy.tasks(facts))
-    if fewest is None or count == 1:  # the config check has already reported that a single process ignores the key
-        return []
-    if facts.launch is not None:
-        rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
-    elif backend is not None and not backend.elastic:
-        rule = f"has no effect: {backend.name} starts all processes or none."
-    elif not parts.strategy.traits.elastic:
-        rule = "has no effect: this strategy goes on with all its processes or not at all."
-    elif fewest > count:
-        rule = f"more than the {count} replicas of this run. Use {count} or fewer."
-    else:
-        return []
-    return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
-
-
-def _with_evaluator(cfg: RunConfig, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    """Add the evaluator of `eval.beside` to the tasks of a strategy, as the last one."""
-    return (*tasks, Task(role="evaluator", index=0, rank=len(tasks))) if cfg.eval.beside else tasks
-
-
-def _evaluator_problems(
-    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
-) -> list[Problem]:
-    own = any(task.is_evaluator for task in parts.strategy.tasks(facts))
-    if not own and not cfg.eval.beside:
-        return []
-    key = "eval.beside" if not own else "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
-    problems = []
-    if cfg.eval.beside:
-        started = facts.launch.kind if facts.launch is not None else backend.name if backend is not None else None
-        reasons = {
-            "the strategy has an evaluator of its own. Leave one of them out.": own,
-            f"{started} starts the processes. Start the evaluator by hand: "
-            "python -m trainkit.run.session.evaluator_main RUN": started is not None,
-            "the run may go on with fewer tasks (elastic.min_replicas). Leave one of them out.": (
-                cfg.elastic.min_replicas is not None
-            ),
-        }
-        rules = [rule for rule, applies in reasons.items() if applies]
-        problems += [Problem(key="eval.beside", value=True, rule=rule) for rule in rules]
-    if not validation_splits(parts.datasets):
-        problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
-    for name, node in cfg.callbacks.items():
-        if getattr(_class_of(node), "decides_by_figures", False):
-            rule = (
-                f"goes by evaluations during the training, which {key} leaves to a process of its own. Leave one out."
-            )
-            problems.append(Problem(key=f"callbacks.{name}", rule=rule))
-    return problems
 
 
 def _batch_plan(cfg: RunConfig, parts: Components, replicas: int) -> BatchPlan:
@@ -353,3 +320,80 @@ def _recomputed(asked: str | int | Sequence[str]) -> str | None:
 
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+VARIABLE: Final = "TRAINKIT_PLAN"
+"""Environment variable that holds, as JSON, what the plan of a worker's run resolves and `resolved.yaml` lacks."""
+
+
+def plan_to_environ(plan: RunPlan) -> dict[str, str]:
+    """Return the environment variable that `plan_from_environ` reads in a rank."""
+    launch = plan.facts.launch
+    values = {
+        "tasks": [asdict(task) for task in plan.tasks],
+        "launch": None if launch is None else asdict(launch),
+        "num_gpus": plan.facts.num_gpus,
+        "num_replicas": plan.num_replicas,
+        "num_samples": plan.batch.num_samples,
+        "num_steps": plan.num_steps,
+        "rate": {name: getattr(plan.rate, name) for name in ("base", "peak", "start", "warmup_steps", "num_steps")},
+        "micro_size_depends_on_replicas": plan.micro_size_depends_on_replicas,
+    }
+    return {VARIABLE: json.dumps(values)}
+
+
+def plan_from_environ(environ: MutableMapping[str, str], cfg: RunConfig) -> RunPlan | None:
+    """Return the plan that the parent of this rank has sent, with components of this process; None if it sent none.
+
+    The variable is removed: it is not for child processes.
+
+    Raises:
+        TrainkitError: the variable is malformed.
+        DataError: a dataset is absent or damaged, or has another number of samples here.
+    """
+    text = environ.pop(VARIABLE, "")
+    if not text:
+        return None
+    parts = build_components(cfg)
+    try:
+        plan = _planned(cfg, parts, parse_json(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TrainkitError(f"{VARIABLE} holds no plan: {error}") from error
+    num_samples = size_of(parts.datasets["train"])
+    if num_samples != plan.batch.num_samples:
+        raise DataError(
+            f"the training data has {num_samples} samples in this process, and {plan.batch.num_samples} in the process "
+            "that planned the run."
+        )
+    return plan
+
+
+def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> RunPlan:
+    launch, batch = values["launch"], cfg.batch
+    if batch.global_size is None or batch.micro_size is None:
+        raise ValueError("the config leaves the size of a shard open")
+    facts = plan_context(
+        cfg, parts, num_gpus=values["num_gpus"], launch=None if launch is None else LaunchEnvironment.from_json(launch)
+    )
+    plan = BatchPlan(
+        num_samples=values["num_samples"],
+        global_size=batch.global_size,
+        micro_size=batch.micro_size,
+        drop_last=batch.drop_last,
+    )
+    num_steps: int = values["num_steps"]
+    rate_of = partial(learning_rate_of, cfg, plan, num_steps)
+    optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
+    rate = LearningRate(**{**values["rate"], "schedule": parts.schedule})
+    return RunPlan(
+        cfg=cfg,
+        components=parts,
+        tasks=tuple(Task(**task) for task in values["tasks"]),
+        facts=replace(facts, micro_size=batch.micro_size),
+        num_replicas=values["num_replicas"],
+        batch=plan,
+        num_steps=num_steps,
+        optimizers=optimizers,
+        rate=optimizers[0].rate if optimizers else rate,
+        micro_size_depends_on_replicas=values["micro_size_depends_on_replicas"],
+    )

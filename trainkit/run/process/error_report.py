@@ -85,25 +85,25 @@ class ErrorReport:
         return lines[1].strip() if self.problems and len(lines) > 1 else lines[0]
 
 
+@dataclass
 class Reporter:
-    """Writes the report of one rank for the first error that it is called with; later errors are consequences of it.
+    """Writes the report of one rank for the first error that it is called with; later errors are consequences of it."""
 
-    Without a path none is written: the ranks of this process have written theirs. `publish` sends the report to ranks
-    that cannot read the file.
-    """
-
-    def __init__(self, path: Path | None, rank: int, publish: Callable[[ErrorReport], None] | None = None) -> None:
-        self._path, self._rank, self._publish = path, rank, publish
-        self.report: ErrorReport | None = None
-        """The report; None: nothing has failed."""
+    path: Path | None
+    """None: no report is written, because the ranks of this process have written theirs."""
+    rank: int
+    publish: Callable[[ErrorReport], None] | None = None
+    """Sends the report to ranks that cannot read the file."""
+    report: ErrorReport | None = field(default=None, init=False)
+    """The report; None: nothing has failed."""
 
     def __call__(self, error: BaseException) -> ErrorReport:
         """Report an error, unless one was reported before; return the report."""
         if self.report is None:
-            path, rank = self._path, self._rank
+            path, rank = self.path, self.rank
             self.report = error_report(rank, error) if path is None else write_error_report(path, rank, error)
-            if self._publish is not None:
-                self._publish(self.report)
+            if self.publish is not None:
+                self.publish(self.report)
         return self.report
 
 

@@ -19,17 +19,20 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
-from trainkit.cluster.host import ProcessId
-from trainkit.reading import open_descriptor
-from trainkit.run.process.worker_group import arm_kill_on_parent_death
-from trainkit.run.signals import stop_signals
-from trainkit.trainer import failpoints
+from trainkit.cluster.host import ProcessId, num_cores
+from trainkit.cluster.tasks import Task
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
 HEADER: Final = struct.Struct("!I")
 """The length of a message, which precedes it."""
@@ -135,43 +138,6 @@ class ForkServer:
                 os.kill(pid, content["signal"])
 
 
-def enter_child(request: SpawnRequest) -> None:
-    """Set up the session, parent-death pipe, output and environment of a fork."""
-    os.setsid()
-    arm_kill_on_parent_death(request.reader, os.getpid())
-    gone = select.poll()
-    gone.register(request.reader, select.POLLHUP)
-    if gone.poll(0):  # the client closed the pipe before it was armed
-        os._exit(1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, list(stop_signals()))  # until its `StopFlag` handles them
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    if request.log is not None:
-        log = open_descriptor(Path(request.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-    os.environ.clear()
-    os.environ.update(request.environ)
-    failpoints.reload(os.environ)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
-    _as_if_fresh()
-
-
-def _as_if_fresh() -> None:
-    """Reset process state as in a new interpreter: seed NumPy's global generator and set the number of threads."""
-    import numpy as np  # noqa: PLC0415 - imported before
-    import torch  # noqa: PLC0415
-
-    np.random.seed()  # noqa: NPY002 - user code may use this generator; `random` reseeds itself
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) != torch.get_num_threads():
-        torch.set_num_threads(int(threads))
-    gc.unfreeze()
-
-
 def preload(modules: Sequence[str]) -> None:
     """Import the modules that forks need, without computing anything, so that no thread exists when they are forked."""
     for name in modules:
@@ -181,3 +147,242 @@ def preload(modules: Sequence[str]) -> None:
     torch.set_num_threads(1)  # loading shared data must not start threads
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page
+
+
+_JOIN_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(kw_only=True)
+class Fork:
+    """A forked process; this process holds the write end of its parent-death pipe."""
+
+    number: int
+    writer: int
+    connection: socket.socket
+    report: Callable[[int], None]
+    abandon: Callable[[], None]
+    """Ends the fork server, and with it all its forks."""
+    running: bool = True
+    """Whether its exit has not been reported."""
+    mark: ProcessId | None = None
+    """Its pid and start time; None until the fork server has sent them."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set once the exit of the process has been reported."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, not to its children; ignored if it has ended."""
+        with contextlib.suppress(OSError):  # the fork server has ended, and its forks with it
+            send(self.connection, {"number": self.number, "signal": int(number)})
+
+    def kill(self) -> None:
+        """Close the parent-death pipe: the kernel ends the process and its children."""
+        writer, self.writer = self.writer, -1
+        if writer >= 0:
+            os.close(writer)
+
+    def join(self) -> None:
+        """Wait until the exit has been reported; only for a short time if the process was killed."""
+        if self.writer < 0 and not self.gone.wait(_JOIN_TIMEOUT_S):  # the fork server still imports, or hangs
+            self.abandon()
+        self.gone.wait()
+
+    def ended(self, code: int) -> None:
+        """Record and report the exit of the process."""
+        self.kill()
+        self.report(code)
+        self.running = False
+        self.gone.set()
+
+
+class ForkServerClient:
+    """A process that imports the modules its forks need, and is then forked; started and ended with its block.
+
+    Args:
+        module: what `python -m` runs; its first argument is the file descriptor of its socket.
+        environ: its environment.
+        arguments: further arguments.
+        log: file for its output, and that of forks without their duplicate log; None: the terminal or notebook.
+        pass_fds: descriptors that it and its forks inherit.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        environ: Mapping[str, str],
+        *,
+        arguments: Sequence[str] = (),
+        log: Path | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._module, self._environ, self._arguments = module, dict(environ), tuple(arguments)
+        self._log, self._pass_fds = log, tuple(pass_fds)
+        self._numbers = count()
+        self._forks: dict[int, Fork] = {}
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return whether this system supports forks of this kind."""
+        return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+    def __enter__(self) -> Self:
+        own, peer = socket.socketpair()
+        with peer:
+            descriptor = peer.fileno()
+            self.group = WorkerGroup(0, lambda _: None, pass_fds=(descriptor, *self._pass_fds))
+            command = (sys.executable, "-m", self._module, str(descriptor), *self._arguments)
+            self.group.start(0, command, self._environ, self._log)
+        self._connection = own
+        self._reader = threading.Thread(target=self._listen, args=(own,), name="forks", daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        forks = list(self._forks.values())
+        for fork in forks:
+            fork.kill()
+        for fork in forks:
+            fork.join()
+        self.group.kill()
+        self._reader.join()
+        self._connection.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the fork server accepts requests."""
+        return self._reader.is_alive()
+
+    def fork(
+        self, arguments: Sequence[str], environ: Mapping[str, str], log: Path | None, report: Callable[[int], None]
+    ) -> Fork:
+        """Start a process with a complete environment; by default its output goes where that of the server goes.
+
+        `report` receives its exit code, from another thread; -9 if signal 9 ended it.
+
+        Raises:
+            OSError: the server has ended.
+        """
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        reader, writer = os.pipe()
+        fork = Fork(
+            number=next(self._numbers),
+            writer=writer,
+            connection=self._connection,
+            report=report,
+            abandon=self.group.kill,
+        )
+        request = {
+            "number": fork.number,
+            "arguments": list(arguments),
+            "environ": dict(environ),
+            "log": None if log is None else str(log.absolute()),
+        }
+        self._forks[fork.number] = (
+            fork  # registered before the liveness check: the listening thread ends all registered forks
+        )
+        try:
+            if not self.is_alive:
+                raise BrokenPipeError
+            send(self._connection, request, descriptor=reader)
+        except OSError:
+            self._forks.pop(fork.number, None)
+            fork.kill()
+            raise
+        finally:
+            os.close(reader)
+        return fork
+
+    def broadcast(self, content: Mapping[str, Any]) -> None:
+        """Send another message to the server; ignored if it has ended."""
+        with contextlib.suppress(OSError):
+            send(self._connection, dict(content))
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Receive the pids and exits of forks; if the server has died, report the end of all forks."""
+        # A connection reset if the server leaves requests unread.
+        with contextlib.suppress(OSError), connection.dup() as duplicate, duplicate.makefile("rb") as file:
+            while len(head := file.read(HEADER.size)) == HEADER.size:
+                message = json.loads(file.read(HEADER.unpack(head)[0]))
+                if "code" in message:
+                    self._forks.pop(message["number"]).ended(message["code"])
+                else:
+                    self._forks[message["number"]].mark = ProcessId(message["pid"], message["started"])
+        for number in list(self._forks):
+            self._forks.pop(number).ended(-signal.SIGKILL)
+
+
+class ForkedGroup(WorkerGroup):
+    """Workers that are forked if possible; if the server has died, or for other commands, new interpreters."""
+
+    def __init__(
+        self,
+        server: ForkServerClient,
+        entry: Sequence[str],
+        attempt: int,
+        report: Callable[[ProcessExit], None],
+        *,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        super().__init__(attempt, report, pass_fds=pass_fds)
+        self._server, self._entry = server, tuple(entry)
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path | None,
+        *,
+        cwd: Path | None = None,
+    ) -> None:
+        """Start a worker; its output goes to `log`, None: to the terminal or notebook."""
+        length = len(self._entry)
+        if cwd is None and tuple(command[:length]) == self._entry:
+            with contextlib.suppress(OSError):  # the server has died: without it workers only start later
+                self._workers[rank] = self._server.fork(
+                    command[length:], environ, log, lambda code: self._report_exit(rank, code)
+                )
+                return
+        super().start(rank, command, environ, log, cwd=cwd)
+
+
+ENTRY: Final = (sys.executable, "-m", "trainkit.run.worker_main")
+"""The beginning of a worker's command."""
+
+
+@contextmanager
+def worker_group_factory(
+    command: Sequence[str], tasks: Sequence[Task], *, pass_fds: Sequence[int] = ()
+) -> Iterator[Callable[[int, Callable[[ProcessExit], None]], WorkerGroup]]:
+    """Yield the factory of worker groups for the attempts of a run: forks if possible and worthwhile, else new
+    interpreters.
+    """
+    if tuple(command[: len(ENTRY)]) != ENTRY or len(tasks) < 2 or not can_fork(tasks):
+        yield partial(WorkerGroup, pass_fds=pass_fds)
+        return
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read when libraries are loaded
+    server: ForkServerClient | None = None
+    with ExitStack() as stack:
+
+        def group(attempt: int, report: Callable[[ProcessExit], None]) -> WorkerGroup:
+            nonlocal server
+            if server is None or not server.is_alive:  # not started yet, or killed
+                stack.close()
+                server = stack.enter_context(
+                    ForkServerClient(
+                        "trainkit.run.fork_server_main",
+                        {**threads, **os.environ},
+                        arguments=command[len(ENTRY) :],
+                        pass_fds=pass_fds,
+                    )
+                )
+            return ForkedGroup(server, ENTRY, attempt, report, pass_fds=pass_fds)
+
+        yield group
+
+
+def can_fork(tasks: Sequence[Task]) -> bool:
+    """Return whether ranks can be forks: only on the CPU, since a device driver does not survive a fork."""
+    return ForkServerClient.is_possible() and all(task.device == "cpu" for task in tasks)

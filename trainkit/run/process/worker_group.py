@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import gc
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,10 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Protocol, Self
 
-from trainkit.cluster.host import ProcessId
-from trainkit.reading import open_regular
+from trainkit.cluster.host import ProcessId, num_cores
+from trainkit.cluster.tasks import Identity
+from trainkit.config.targets.allowed import package_environ
+from trainkit.config.yaml_files import config_dir_environ
+from trainkit.reading import open_descriptor, open_regular
 from trainkit.report.train_log import unrecorded
 from trainkit.run.signals import stop_signals
+from trainkit.trainer import failpoints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +49,7 @@ class Process(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the exit of the process has not been reported."""
 
     @property
     def mark(self) -> ProcessId | None:
@@ -112,7 +118,7 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
+        """The ranks whose exit has not been reported."""
         return [rank for rank, worker in self._workers.items() if worker.running]
 
     @property
@@ -157,6 +163,7 @@ class _Worker:
         self._writer = pipe_writer
         self._lock = threading.Lock()  # between sending a signal and reaping: a reaped pid may be reused
         self._reaped = False
+        self._reported = False
         self._thread: threading.Thread | None = None
         self._pump: threading.Thread | None = None
         if process.stdout is not None:
@@ -167,7 +174,7 @@ class _Worker:
 
     @property
     def running(self) -> bool:
-        return not self._reaped
+        return not self._reported
 
     def watch(self, report: Callable[[int], None]) -> None:
         """Report the exit code once the process has ended, from a waiting thread."""
@@ -185,6 +192,7 @@ class _Worker:
             self._reaped = True
         os.close(self._writer)
         report(code)
+        self._reported = True
 
     def signal(self, number: signal.Signals) -> None:
         with self._lock:
@@ -292,3 +300,65 @@ def _wait_for_break(reader: int) -> None:
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
+
+
+def enter_child(environ: Mapping[str, str], log: str | None, reader: int) -> None:
+    """Set up a fork: its session, parent-death pipe, output and environment.
+
+    Args:
+        environ: its whole environment.
+        log: file for its output; None: that of the forked process.
+        reader: read end of its parent-death pipe.
+    """
+    os.setsid()
+    arm_kill_on_parent_death(reader, os.getpid())
+    gone = select.poll()
+    gone.register(reader, select.POLLHUP)
+    if gone.poll(0):  # the client closed the pipe before it was armed
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, list(stop_signals()))  # until its `StopFlag` handles them
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if log is not None:
+        output = open_descriptor(Path(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(environ)
+    if failpoints.VARIABLE in environ:
+        failpoints.reload(environ)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    _as_if_fresh()
+
+
+def _as_if_fresh() -> None:
+    """Reset process state as in a new interpreter: seed NumPy's global generator and set the number of threads."""
+    import numpy as np  # noqa: PLC0415 - imported before
+    import torch  # noqa: PLC0415
+
+    np.random.seed()  # noqa: NPY002 - user code may use this generator; `random` reseeds itself
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
+    gc.unfreeze()
+
+
+def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, str]:
+    """Return the environment of a worker: its identity, the packages allowed for targets, threads and network.
+
+    Example:
+        >>> worker_environ({"OMP_NUM_THREADS": "3"}, Identity.solo())["OMP_NUM_THREADS"]
+        '3'
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, num_cores() // identity.num_ranks)),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    if identity.task.rank > 0:
+        defaults["PYTHONUNBUFFERED"] = "1"  # a rank that is killed keeps its log
+    if sys.platform == "win32":
+        del defaults["GLOO_SOCKET_IFNAME"]
+    return {**defaults, **environ, **package_environ(), **config_dir_environ(), **identity.to_environ()}

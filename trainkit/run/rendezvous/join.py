@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from trainkit.cluster.host import own_cores, threads_of
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
@@ -37,12 +38,12 @@ from trainkit.run.begin import (
     resumed_from,
 )
 from trainkit.run.folder.fencing_token import FencingToken
-from trainkit.run.folder.metadata import own_cores, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
 from trainkit.run.rendezvous.barrier import ProcessBarrier, check_same_config, check_same_plan
@@ -176,11 +177,11 @@ def joined(
     run_dir: Path | None,
     notes: Sequence[str],
     is_given: Callable[[str], bool],
-    check: Callable[[RunPlan], None] = lambda _plan: None,
+    check: Callable[[RunPlan], None] | None = None,
 ) -> Iterator[JoinedGroup]:
     """Meet the other processes of a launch, and agree with them on the plan and the folder of the run; collective.
 
-    `check` raises if this kind of training cannot run a plan, before anything is written.
+    `check` is that of `runner._begun`; it raises before anything is written.
     """
     late = late_joining_ranks(cfg, launch)
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
@@ -188,7 +189,7 @@ def joined(
         check_same_config(barrier, cfg)
         _share_cores(barrier, ranks.index(launch.rank))
         start = _agree_on_start(barrier, cfg, run_dir)
-        plan = barrier.run_everywhere(lambda: _checked_plan(start.cfg, launch, check))
+        plan = barrier.run_everywhere(lambda: _checked_plan(start, launch, check))
         if not plan.auxiliary_ranks:
             check_same_plan(barrier, plan)
         found = [*notes, *_notes_about(plan, is_given, is_rank0=launch.rank == 0)]
@@ -213,9 +214,13 @@ def announce(launch: LaunchEnvironment) -> None:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
-def _checked_plan(cfg: RunConfig, launch: LaunchEnvironment, check: Callable[[RunPlan], None]) -> RunPlan:
-    plan = make_plan(cfg, launch=launch)
-    check(plan)
+def _checked_plan(start: ResumePoint, launch: LaunchEnvironment, check: Callable[[RunPlan], None] | None) -> RunPlan:
+    plan = make_plan(start.cfg, launch=launch)
+    if check is not None:
+        check(plan)
+    elif launch.rank == 0:  # another host may not see the folder
+        start.refuse_own_loss()
+    refuse_open_workers(start.cfg)
     return plan
 
 
@@ -244,6 +249,7 @@ def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
         places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
         return {
             "batch": [batch.global_size, batch.micro_size, batch.accumulation],
+            "num_workers": start.cfg.loader.num_workers,
             **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
         }
 
@@ -252,8 +258,9 @@ def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
         return found[0]
     global_size, micro_size, accumulation = shared["batch"]
     batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
+    loader = replace(cfg.loader, num_workers=shared["num_workers"])
     return ResumePoint(
-        cfg=replace(cfg, batch=batch),
+        cfg=replace(cfg, batch=batch, loader=loader),
         folder=RunFolder(Path(shared["folder"])) if shared["folder"] else None,
         checkpoints=Path(shared["checkpoints"]) if shared["checkpoints"] else None,
     )

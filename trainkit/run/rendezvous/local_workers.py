@@ -13,18 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from trainkit.cluster.host import num_cores
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.secrets import to_environment
 from trainkit.run.folder import fencing_token
-from trainkit.run.folder.metadata import num_cores, worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
-from trainkit.run.planning.plan import RunPlan
-from trainkit.run.planning.shared_plan import plan_to_environ
-from trainkit.run.process.fork_client import ENTRY, worker_group_factory
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.planning.plan import RunPlan, plan_to_environ
+from trainkit.run.process.fork_server import ENTRY, worker_group_factory
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.signals import Reason, StopFlag, signal_of, stop_error
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 

@@ -28,8 +28,8 @@ from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.objectives.tables import Table
 from trainkit.reading import open_regular, read_bytes, read_lines
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.averages import average_of, averaged_split
-from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.averages import averaged_split
+from trainkit.run.planning.build import average_of, make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
@@ -43,8 +43,8 @@ from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weigh
 from trainkit.trainer.batch_statistics import statistics_of
 from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Retention, exclusive, list_complete, load
 from trainkit.trainer.evaluate import Evaluation, evaluate
+from trainkit.trainer.events import State
 from trainkit.trainer.manifest import MANIFEST, is_checkpoint
-from trainkit.trainer.state import State
 
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile

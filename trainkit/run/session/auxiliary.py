@@ -12,7 +12,6 @@ from trainkit.data.reading.loader import Loader
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.out_of_memory import explain_oom
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.restore import make_step_context
 from trainkit.strategies import capabilities as capability
@@ -29,13 +28,8 @@ def run_auxiliary(
 ) -> None:
     """Run an auxiliary task until it ends."""
     decided = plan.resolved(lambda: meta_model(plan))
-    cfg, strategy, reached = decided.cfg, decided.components.strategy, [0]
-
-    def enter(phase: str, step: int) -> None:
-        reached[0] = step
-        on_phase(phase, step)
-
-    with explain_oom(plan, identity.task, lambda: reached[0]), ExitStack() as opened:
+    cfg, strategy = decided.cfg, decided.components.strategy
+    with ExitStack() as opened:
 
         def open_data(device: torch.device) -> Data:
             loader = unprefetched_loader(decided, device)
@@ -53,7 +47,7 @@ def run_auxiliary(
             num_steps=decided.num_steps,
             open_data=open_data,
             requested=requested,
-            on_phase=enter,
+            on_phase=on_phase,
         )
         capability.run_auxiliary(strategy, context)
 

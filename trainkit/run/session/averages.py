@@ -37,14 +37,19 @@ class Averages:
 
     def end_early(self) -> bool:
         """Record that the training ends before its last step; return whether it must be evaluated and saved again."""
-        again = self._counts and not self._over and self._run.state.step < self._plan.num_steps
+        again = self._counts_later
         self._over = True
         return again
+
+    @property
+    def _counts_later(self) -> bool:
+        """Whether batch statistics are counted anew, at a later step."""
+        return self._counts and not self._over and self._run.state.step < self._plan.num_steps
 
     @contextmanager
     def shown(self) -> Iterator[bool]:
         """Let the local model compute with the averages; yields whether there are any. Collective."""
-        if self._counts and not self._over and self._run.state.step < self._plan.num_steps:
+        if self._counts_later:
             self._counted = {}
             yield False
             return
@@ -59,7 +64,8 @@ class Averages:
         finally:
             if here:
                 swap_averages(self._executor)
-            restore_statistics(model, kept)
+            if self._counts:
+                restore_statistics(model, kept)
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the batch statistics of the averages for a checkpoint; after the last step. Collective."""

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from trainkit.trainer.checkpoint import (
     weights_sha256,
 )
 from trainkit.trainer.events import CallbackHooks, Run
+from trainkit.trainer.left_out import REMEDY, RollbackNeeded
 from trainkit.trainer.loop import TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.ownership import OwnershipToken
-from trainkit.trainer.state import REMEDY, RollbackNeeded
 
 
 class Checkpointer:
@@ -57,18 +58,36 @@ class Checkpointer:
         self._plan, self._run, self._executor = plan, run, executor
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings = plan.cfg.checkpoint
-        root, background = run.folder / "checkpoints", self._settings.background
-        all_ranks = executor.local.all_ranks
-        alone = not plan.components.strategy.traits.is_sharded or all_ranks.num_ranks == 1
-        kept: dict[str, Any] = {"retention": retention_of(plan.cfg), "background": background, "confirm": confirm}
-        kept["owner"] = OwnershipToken.found(run.folder)
-        self._saver = BackgroundSaver(root, **kept)
-        self._together = None if alone else ShardedSaver(root, all_ranks, **kept)
-        self._writer = self._together or self._saver
-        buffers = {name: parts for name, parts in self.collect().items() if name.startswith("buffer/")}
-        self._finite = buffers.keys() - set(nonfinite(buffers))
+        self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
+        self._finite: set[str] = set()
+        """The buffers that begin finite."""
+        if any(True for _ in executor.local.model.buffers()):
+            buffers = {name: parts for name, parts in self.collect().items() if name.startswith("buffer/")}
+            self._finite = buffers.keys() - set(nonfinite(buffers))
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
+
+    @cached_property
+    def _saver(self) -> BackgroundSaver:
+        """Writes whole checkpoints; made by the first save."""
+        return BackgroundSaver(self._run.folder / "checkpoints", **self._saving)
+
+    @cached_property
+    def _together(self) -> ShardedSaver | None:
+        """Writes the shards of all ranks; None where the state is not sharded."""
+        all_ranks = self._executor.local.all_ranks
+        if not self._plan.components.strategy.traits.is_sharded or all_ranks.num_ranks == 1:
+            return None
+        return ShardedSaver(self._run.folder / "checkpoints", all_ranks, **self._saving)
+
+    @property
+    def _saving(self) -> dict[str, Any]:
+        kept: dict[str, Any] = {"retention": retention_of(self._plan.cfg), "background": self._settings.background}
+        return kept | {"confirm": self._confirm, "owner": self._owner}
+
+    @property
+    def _writer(self) -> BackgroundSaver | ShardedSaver:
+        return self._together or self._saver
 
     @property
     def is_due(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric
@@ -11,7 +13,8 @@ from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.tables import Table
-from trainkit.run.planning.averages import average_of, averaged_split
+from trainkit.run.planning.averages import averaged_split
+from trainkit.run.planning.build import average_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.averages import Averages
 from trainkit.strategies.base import Executor
@@ -23,34 +26,36 @@ MOST_CELLS: Final = 10_000
 """Cells up to which a table is in result.json; larger ones are in tables.jsonl alone."""
 
 
+@dataclass(kw_only=True, eq=False)
 class EvalRunner:
     """Evaluates splits and stores their metrics."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        run: Run,
-        executor: Executor,
-        *,
-        callbacks: CallbackHooks,
-        enter: Callable[[str], None],
-    ) -> None:
-        self._plan, self._run, self._local, self._callbacks = plan, run, executor.local, callbacks
-        average = average_of(plan.cfg)
-        self.averages = None if average is None else Averages(average, plan, run, executor, enter=enter)
+    plan: RunPlan
+    run: Run
+    executor: Executor
+    callbacks: CallbackHooks
+    enter: Callable[[str], None]
+    """Reports that another phase begins."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """The newest value of each metric."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """The newest of each table."""
+    _validated_at: int | None = None
+
+    @cached_property
+    def averages(self) -> Averages | None:
         """The averages of the weights; None if the run keeps none."""
-        self._enter = enter
-        self._watched = MonitoredMetric.of(plan.cfg.eval)
-        self._validated_at: int | None = None
-        self.figures: dict[str, float] = {}
-        """The newest value of each metric."""
-        self.tables: dict[str, Table] = {}
-        """The newest of each table."""
+        average = average_of(self.plan.cfg)
+        return None if average is None else Averages(average, self.plan, self.run, self.executor, enter=self.enter)
+
+    @cached_property
+    def _watched(self) -> MonitoredMetric:
+        return MonitoredMetric.of(self.plan.cfg.eval)
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether the validation splits were evaluated at the current step."""
-        return self._validated_at == self._run.state.step
+        return self._validated_at == self.run.state.step
 
     @property
     def metric(self) -> float | None:
@@ -78,12 +83,12 @@ class EvalRunner:
             tables |= found.tables
         self.figures.update(figures)
         self.tables.update(tables)
-        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
-        self._callbacks.call("eval_end", self._run, row)
+        row = {"step": self.run.state.step, "epoch": self.run.state.epoch, **figures}
+        self.callbacks.call("eval_end", self.run, row)
         if tables:
-            self._callbacks.call("eval_tables", self._run, tables)
+            self.callbacks.call("eval_tables", self.run, tables)
         if validation_splits(splits):
-            self._validated_at = self._run.state.step
+            self._validated_at = self.run.state.step
 
     def _measured(self, split: str, label: str | None = None) -> Evaluation:
         found = self.measure(split, label=label)
@@ -104,13 +109,13 @@ class EvalRunner:
         Raises:
             TrainingError: names why.
         """
-        callback, hook = self._callbacks.running or (None, "no hook")
-        step, splits = self._run.state.step, self._plan.components.datasets
+        callback, hook = self.callbacks.running or (None, "no hook")
+        step, splits = self.run.state.step, self.plan.components.datasets
         if hook in ("checkpoint_saved", "run_end"):
             why = f"{hook} runs {'on one rank alone' if hook == 'checkpoint_saved' else 'after the ranks have parted'}"
         elif callback is not None and callback.observes:
             why = "an observer calls no collective: set observes = False"
-        elif self._plan.next_sync_step(step) != step:
+        elif self.plan.next_sync_step(step) != step:
             why = f"after step {step} the replicas differ: evaluate in eval_end"
         elif dataset is None and split not in splits:
             why = f"the data has the splits {', '.join(splits)}"
@@ -121,18 +126,18 @@ class EvalRunner:
     def measure(self, split: str, dataset: Any = None, *, label: str | None = None) -> Evaluation:
         """Evaluate a split, or a dataset in its place; collective. `label` replaces the split in names of metrics."""
         batches = EvalBatches(
-            self._plan.components.datasets[split] if dataset is None else dataset,
-            batch_size=self._plan.eval_batch_size,
-            rank=self._local.rank,
-            num_ranks=self._local.num_ranks,
-            device=self._local.device,
-            settings=self._plan.cfg.loader,
-            together=self._plan.components.strategy.traits.forward_is_collective,
-            hooks=self._plan.components.hooks,
+            self.plan.components.datasets[split] if dataset is None else dataset,
+            batch_size=self.plan.eval_batch_size,
+            rank=self.executor.local.rank,
+            num_ranks=self.executor.local.num_ranks,
+            device=self.executor.local.device,
+            settings=self.plan.cfg.loader,
+            together=self.plan.components.strategy.traits.forward_is_collective,
+            hooks=self.plan.components.hooks,
         )
         return evaluate(
-            self._local,
-            self._plan.components.objective,
+            self.executor.local,
+            self.plan.components.objective,
             self._with_heartbeats(batches),
             split=label or split,
             num_counted=batches.num_counted,
@@ -150,11 +155,11 @@ class EvalRunner:
         """Report a heartbeat per batch: `supervisor.eval_timeout_s` is the limit of a batch."""
         for batch in batches:
             yield batch
-            self._enter("evaluate")
+            self.enter("evaluate")
 
     def update_best(self) -> bool:
         """Record the model as the best so far if it is; return whether it is."""
-        value, state = self.metric, self._run.state
+        value, state = self.metric, self.run.state
         if value is None or not better(value, state.best, self._watched.mode):
             return False
         state.best = value

@@ -13,9 +13,6 @@ from torch.utils._pytree import tree_leaves
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Loss, Model, Objective
 from trainkit.strategies.base import StepContext
-from trainkit.trainer.events import Run
-
-_Figure = float | Tensor
 
 LossFunction = Callable[[nn.Module, Any], object]
 """Runs the model on the batch of a shard. Returns a tensor of one number, the mean over the samples of the shard; a
@@ -171,44 +168,3 @@ class _LoopContext(StepContext):
                 f"loss_fn gives a Loss whose weight is {found}, and {name} divides this shard by {weight:g}. Return "
                 "the mean over the batch as a tensor, or choose an objective whose weight is counted."
             )
-
-
-class LoggedFigures:
-    """The figures of this rank since the last row, the newest of each name."""
-
-    def __init__(self) -> None:
-        self._figures: dict[str, _Figure] = {}
-
-    def add(self, figures: Mapping[str, _Figure]) -> None:
-        """Keep figures for the next row; a tensor of one number is read there, and not before.
-
-        Raises:
-            TrainingError: one is no number.
-        """
-        for name, figure in figures.items():
-            is_number = isinstance(figure, int | float) or (isinstance(figure, Tensor) and figure.numel() == 1)
-            if not is_number:
-                raise TrainingError(f"session.log: {name} is a {type(figure).__name__}. Give a number for each name.")
-        self._figures |= {
-            name: figure.detach() if isinstance(figure, Tensor) else figure for name, figure in figures.items()
-        }
-
-    def added_to(self, row: dict[str, float] | None, *, end_of: Run | None = None) -> dict[str, float] | None:
-        """Return a row with the figures, which are used up; None if there is no row.
-
-        Args:
-            row: a row of metrics, None if no step was made since the last one.
-            end_of: a run that ends: figures without a row get one of their own.
-
-        Raises:
-            TrainingError: the row has a name already.
-        """
-        if not self._figures or (row is None and end_of is None):
-            return row
-        row = row if end_of is None or row is not None else {"step": end_of.state.step, "epoch": end_of.state.epoch}
-        assert row is not None
-        if both := sorted(row.keys() & self._figures.keys()):
-            raise TrainingError(f"session.log: {', '.join(both)} is a figure of the trainer. Use another name.")
-        row |= {name: float(figure) for name, figure in self._figures.items()}
-        self._figures.clear()
-        return row

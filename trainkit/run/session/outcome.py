@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from trainkit.errors import TrainingError, TrainkitError, callback_note
+from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError, callback_note
 from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
@@ -24,6 +25,12 @@ def progress_of(run: Run) -> dict[str, Any]:
     if state.own_loss:
         found["own_loss"] = True
     return found if run.cfg.numerics.on_nonfinite != "rollback" else {**found, "rollbacks": rollbacks_of(run.folder)}
+
+
+def own_loss_refusal(checkpoint: Path) -> ConfigError:
+    """Return the error of a training that only the loop which gave its losses can continue."""
+    rule = "has steps whose loss its loop gave (trainkit.session). Continue it by its script, with resume=RUN."
+    return ConfigError([Problem(key="resume", value=str(checkpoint), rule=rule)])
 
 
 def status_of(run: Run) -> dict[str, str]:

@@ -16,7 +16,7 @@ from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS, stop_error
 from trainkit.strategies.base import Batch, LoopCall, StepOutcome
 from trainkit.strategies.loop_capabilities import UpdatesApart, refused_calls
-from trainkit.trainer.state import RollbackNeeded
+from trainkit.trainer.left_out import RollbackNeeded
 
 
 class OwnLoop:
@@ -33,6 +33,7 @@ class OwnLoop:
     def __init__(self, task: TaskSession, given: GivenLoss, *, strategy: str) -> None:
         self.task, self._given, self._name = task, given, strategy
         self._refused = refused_calls(task.parts.strategy, task.plan.facts)
+        self._compiles_step = task.cfg.compile.mode == "step"
         task.begin()
         self._current: tuple[Ticket, Sequence[Batch]] | None = None
         self._computed: tuple[Tensor | None, Tensor | float] | None = None
@@ -148,6 +149,9 @@ class OwnLoop:
         self._given.function = function
 
     def _refuse(self, call: LoopCall) -> None:
+        if self._compiles_step:
+            rule = f"refuses {call.value}: a graph holds loss, gradients and update. Use compile.mode=default."
+            raise ConfigError([Problem(key="compile.mode", value="step", rule=rule)])
         if reason := self._refused.get(call):
             raise ConfigError([Problem(key="strategy", value=self._name, rule=f"refuses {call.value}: {reason}")])
 

@@ -4,7 +4,9 @@ from.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -13,24 +15,23 @@ from torch import Tensor
 
 from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.config.schema import RunConfig
+from trainkit.data.reading.dealt import DealtOrder
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import Loader
-from trainkit.data.reading.positions import Positions
 from trainkit.errors import CheckpointError
-from trainkit.numerics.batch import Ticket
+from trainkit.numerics.batch import Positions, Ticket
 from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.folder.starting_weights import load_checkpoint, starting_weights
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.optimizers import phases_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, StepContext, UpdateParams
 from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
-from trainkit.trainer.events import Run
+from trainkit.trainer.events import Run, State
+from trainkit.trainer.left_out import LeftOutSteps
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.ownership import OwnershipToken
-from trainkit.trainer.state import LeftOutSteps, State
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
@@ -114,6 +115,8 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
     """Return a function that gives the samples of a ticket: indices of the dataset, or positions in a stream."""
     train = plan.components.datasets["train"]
+    if isinstance(train, Stream) and train.files_for(plan.batch.num_shards(0)) is not None:
+        return DealtOrder(plan=plan.batch).indices
     shuffle = plan.cfg.loader.shuffle and not isinstance(train, Stream)
     order = plan.components.hooks.order(train, seed=plan.cfg.seed, shuffle=shuffle)
     positions = Positions(plan.batch, order)
@@ -128,7 +131,7 @@ def make_step_context(plan: RunPlan) -> StepContext:
         objective=plan.components.objective,
         weighing=plan.components.weighing,
         rule=lambda version: UpdateParams(rate.factor(version), max_norm),
-        phases=phases_of(plan.optimizers, plan.components.objective),
+        phases=plan.phases,
     )
 
 
@@ -155,14 +158,17 @@ def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
     """
     cfg = session.cfg
     session.enter("load")
-    own = newest_valid(checkpoints, report=session.warn, check=lambda found: _refuse_foreign(found, session.run.folder))
+    there = os.path.lexists(checkpoints)  # absent before the first save of a new run
+    check = partial(_refuse_foreign, folder=session.run.folder)
+    own = newest_valid(checkpoints, report=session.warn, check=check) if there else None
     if own is not None:
         session.restore(own)
     elif cfg.resume not in (None, "auto"):
         session.restore(load_checkpoint(Path(str(cfg.resume)), report=session.warn, check=refuse_malformed))
     elif cfg.init_from is not None:
         session.start_from(starting_weights(cfg, report=session.warn))
-    note_foreign(checkpoints, session.run.state.step, session.warn)
+    if there:
+        note_foreign(checkpoints, session.run.state.step, session.warn)
     _refuse_other_steps(session)
     if cfg.numerics.on_nonfinite == "rollback":
         state = session.run.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,19 +15,19 @@ from torch import Tensor, nn
 from trainkit.cluster.tasks import Identity
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
-from trainkit.errors import ConfigError, NonFiniteError, Problem, TrainingError
+from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.run.folder.rollbacks import record_rollback
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
+from trainkit.run.session.account import Account
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import Checkpointer, LastSave
 from trainkit.run.session.evaluation import EvalRunner
-from trainkit.run.session.given import GivenLoss, LoggedFigures
-from trainkit.run.session.intervals import at_sync_points, every_n_steps, every_steps_or_epochs
-from trainkit.run.session.outcome import progress_of, status_of
+from trainkit.run.session.given import GivenLoss
+from trainkit.run.session.outcome import own_loss_refusal, progress_of, status_of
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
@@ -35,9 +36,17 @@ from trainkit.strategies.capabilities import check_replicas, refresh_model, resu
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback, CallbackHooks
-from trainkit.trainer.loop import StopSaveConsensus, TrainingLoop, Trigger, TriggerSchedule
-from trainkit.trainer.metrics_accumulator import MetricsAccumulator
-from trainkit.trainer.state import RollbackNeeded, Suspect
+from trainkit.trainer.left_out import RollbackNeeded, Suspect
+from trainkit.trainer.loop import (
+    StopSaveConsensus,
+    TrainingLoop,
+    Trigger,
+    TriggerSchedule,
+    at_sync_points,
+    every_n_steps,
+    every_steps_or_epochs,
+)
+from trainkit.trainer.metrics_accumulator import LoggedFigures, MetricsAccumulator
 
 
 class TaskSession:
@@ -60,6 +69,7 @@ class TaskSession:
     ) -> None:
         self._presence, self._check_fence = Presence(folder), check_fence
         self.plan = plan.resolved(lambda: meta_model(plan))
+        self._account = Account(self.plan)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
         self.fingerprint = fingerprint
@@ -75,13 +85,15 @@ class TaskSession:
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)
-        self._step_phase = on_phase if within_steps else ignore_phase
+        self._step_phase = self.callbacks.with_listeners(on_phase if within_steps else ignore_phase)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
         self.executor: Executor = strategy.setup(self._request(model, identity, folder))
         self._cleanup.callback(self._leave)
         self.run = make_run_view(self.plan, self.executor, folder, notes)
         self.run.measure = self._measure
-        self._scorer = EvalRunner(self.plan, self.run, self.executor, callbacks=self.callbacks, enter=self.enter)
+        self._scorer = EvalRunner(
+            plan=self.plan, run=self.run, executor=self.executor, callbacks=self.callbacks, enter=self.enter
+        )
         self._keeper = Checkpointer(
             self.plan,
             self.run,
@@ -101,10 +113,11 @@ class TaskSession:
             precision=self.parts.precision,
             numerics=self.parts.numerics,
             make_optimizer=make_optimizer(self.cfg, model),
-            optimizers=named_optimizers(self.cfg, self.plan.optimizers, model),
+            optimizers=named_optimizers(self.cfg, self.plan.optimizers, model) if self.plan.optimizers else (),
             training=self._training,
             open_data=self._open_data,
             folder=folder,
+            step_backend=self.cfg.compile.backend if self.cfg.compile.mode == "step" else None,
             on_phase=self._step_phase,
         )
 
@@ -142,8 +155,7 @@ class TaskSession:
         """Continue exactly from a checkpoint."""
         self._data_state = self._keeper.restore(loaded)
         if self.run.state.own_loss and self._given_loss is None:
-            rule = "has steps whose loss its loop gave (trainkit.session). Continue it by its script, with resume=RUN."
-            raise ConfigError([Problem(key="resume", value=str(loaded.checkpoint.folder), rule=rule)])
+            raise own_loss_refusal(loaded.checkpoint.folder)
         self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self.validated)
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
@@ -169,6 +181,7 @@ class TaskSession:
         self._cleanup.callback(self._close_loader)
         for line in tune(self.executor):
             self.warn(line)
+        self.run.begun_at, self.run.begun_moment = self.run.state.step, time.monotonic()
         self.callbacks.call("run_start", self.run)
         self._log_hooks = self.callbacks.of("log")
         # Objects that exist by now live to the end: freeze them, so that garbage collections skip them. With samples
@@ -191,13 +204,10 @@ class TaskSession:
     def _open_loader(self) -> None:
         """Start to read the data at the current step of the run."""
         self._loader = loader_of(self.plan, self.executor)
-        self._journal = MetricsAccumulator(
-            self.run,
-            self.executor.local,
-            lambda: self._loader.wait_s,
-            terms=self._training.objective.term_names,
-        )
+        terms = self._training.objective.term_names
+        self._journal = MetricsAccumulator(self.run, self.executor.local, lambda: self._loader.wait_s, terms=terms)
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
+        self._data_state = None
         if found is not None:
             self.warn(found)
 
@@ -246,7 +256,8 @@ class TaskSession:
 
     def save_last(self, error: BaseException) -> None:
         """Save after an error, if the state is certainly valid and no other rank is needed."""
-        self._last.save(error, self.enter)
+        if not self.plan.is_measurement:
+            self._last.save(error, self.enter)
 
     def close(self, *, failed: bool = False) -> None:
         """End workers, threads and the process group; if this rank has failed, without waiting for the others."""
@@ -260,18 +271,14 @@ class TaskSession:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
         found = [Trigger(act=self.flush, next_after=every_n_steps(cfg.log_every_steps))]
         if self.validated:
-            found += [
-                Trigger(act=self.save if self.plan.has_evaluator else self.evaluate, next_after=next_after)
-                for next_after in every_steps_or_epochs(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
-            ]
-        found += [
-            Trigger(act=self.save, next_after=next_after)
-            for next_after in every_steps_or_epochs(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
-        ]
+            act = self.save if self.plan.has_evaluator else self.evaluate
+            found += every_steps_or_epochs(act, cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
+        found += every_steps_or_epochs(self.save, cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         if self.executor.local.all_ranks.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
             found.append(Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every)))
         found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
-        return [found[0], *(at_sync_points(one, self.plan.next_sync_step) for one in found[1:])]
+        later = [at_sync_points(one, self.plan.next_sync_step) for one in found[1:]]
+        return [found[0], *self._account.triggers(self.run, self._journal, self.enter), *later]
 
     def flush(self, *, is_last: bool = False) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
@@ -324,7 +331,7 @@ class TaskSession:
 
     def save(self) -> None:
         """Write a checkpoint of this step, once; rank 0 writes it, or each rank its shards."""
-        if self._keeper.has_saved:
+        if self._keeper.has_saved or self.plan.is_measurement:
             return
         self.flush()
         self.enter("save")
@@ -337,7 +344,8 @@ class TaskSession:
         self._keeper.refuse_nonfinite(kept)
         self._keeper.mark_saved()
         if self._keeper.writes_here:
-            self._keeper.save(kept, data=self._loader.state(), metric=self._scorer.metric)
+            data = self._loader.state() if self._data_state is None else self._data_state
+            self._keeper.save(kept, data=data, metric=self._scorer.metric)
         self._journal.proceed()
 
     def _check_replicas(self) -> None:
@@ -363,6 +371,7 @@ class TaskSession:
             state.left_out.take(one)
         refresh_model(self.executor)
         asked = self.run.stop_reason in REASONS
+        self._data_state = self._loader.state()  # statistics of averages may read the training data once more
         if not asked and self._scorer.averages is not None and self._scorer.averages.end_early():
             self._scorer.forget()
             self._keeper.save_again()
@@ -386,6 +395,6 @@ class TaskSession:
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the run, as recorded in result.json."""
-        failures = self.callbacks.failures
-        failed = {"callback_errors": failures} if failures else {}
-        return {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
+        failed = {"callback_errors": found} if (found := self.callbacks.failures) else {}
+        kept = {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
+        return {**kept, **self._account.result()}

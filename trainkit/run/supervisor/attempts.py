@@ -12,15 +12,13 @@ from secrets import token_hex
 from typing import Final
 
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence, stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.signals import Reason, StopFlag, resize_signal, signal_of
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
-from trainkit.run.supervisor.membership import ReplicaMembership
 from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
 from trainkit.strategies.rendezvous_store import Rendezvous
@@ -72,19 +70,21 @@ class AttemptRunner:
     """Starts the ranks of a run, once for every attempt.
 
     `groups` creates the worker group of an attempt, not started: (attempt number, callback for exits) -> group.
+    `may_return` returns whether a lost replica may be tried again.
     """
 
     def __init__(
         self,
-        membership: ReplicaMembership,
+        tasks: Sequence[Task],
         settings: SupervisorSettings,
         *,
+        may_return: Callable[[], bool],
         folder: RunFolder,
         command: Sequence[str],
         groups: Callable[[int, Callable[[ProcessExit], None]], WorkerGroup],
         rendezvous: Rendezvous,
     ) -> None:
-        self._membership = membership
+        self._may_return = may_return
         self._settings = settings
         self._folder = folder
         self._command = command
@@ -93,17 +93,18 @@ class AttemptRunner:
         self._environ = {**os.environ, **settings.environ}
         self._token = token_hex(32)
         self._auxiliary_ranks = frozenset(settings.auxiliary_ranks)
-        alone = frozenset(task.rank for task in membership.tasks if settings.max_restarts or task.is_evaluator)
+        alone = frozenset(task.rank for task in tasks if settings.max_restarts or task.is_evaluator)
         self._replaceable = frozenset(settings.replaceable) & alone  # an evaluator never ends a run
         self._memory = MemoryEvents()
         self._presence = Presence(folder.path)
-        self._begin()
+        self._begin(tasks)
         # Its put is safe in a signal handler.
         self.events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
         self.stop = StopFlag()
 
-    def _begin(self) -> None:
+    def _begin(self, tasks: Sequence[Task]) -> None:
         """Reset the state that belongs to one attempt."""
+        self._tasks = tuple(tasks)
         self._evidence = ProcessEvidence(self._folder, memory=self._memory)
         self._watcher = Watch(self._settings.limits, self._folder)
         self._asked_to_resize = False
@@ -112,26 +113,26 @@ class AttemptRunner:
         self._announced_waiting = False
         self._ended: set[int] = set()  # ranks that this process ended: their exit is expected
         self._replacing = TaskRestarter(
-            [task for task in self._membership.tasks if task.rank in self._replaceable],
+            tasks={task.rank: task for task in tasks if task.rank in self._replaceable},
             folder=self._folder,
             max_restarts=self._settings.max_restarts,
             log=self._settings.log,
         )
 
-    def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
-        """Start all ranks and watch them until all have ended; return the first failure.
+    def run(self, attempt: int, tasks: Sequence[Task], *, continues_at: int | None) -> Failure | None:
+        """Start the tasks of an attempt and watch them until all have ended; return the first failure.
 
         The attempt continues from the checkpoint of a step, or from the start.
         """
         self._folder.begin()
         self._folder.open_live()
-        self._begin()
+        self._begin(tasks)
         with self._groups(attempt, self.events.put) as group:
             self._evidence = ProcessEvidence(self._folder, lambda: group.marks, memory=self._memory)
             self._watcher = Watch(
                 self._settings.limits, self._folder, auxiliary_ranks=self._auxiliary_ranks, pid_of=self._evidence.pid
             )
-            for task in self._membership.tasks:
+            for task in tasks:
                 self._start(group, task, attempt)
             self._rendezvous.open()
             return self._watch(group, attempt, continues_at)
@@ -139,11 +140,11 @@ class AttemptRunner:
     def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         identity = Identity(
             task=task,
-            num_ranks=len(self._membership.tasks) - (0 if task.is_evaluator else len(self._evaluators)),
+            num_ranks=len(self._tasks) - (0 if task.is_evaluator else len(self._evaluators)),
             store=self._rendezvous.address,
             prefix=f"attempt/{attempt}",
             attempt=attempt,
-            life=self._replacing.restart_count(task.rank),
+            life=self._replacing.restart_count(task.rank) if task.rank in self._replaceable else 0,
             token=self._token,
         )
         environ = worker_environ(self._environ, identity)
@@ -154,7 +155,7 @@ class AttemptRunner:
         if self.stop.requested:  # between two attempts
             self._ask_to_stop(group, self.stop.requested)
         while True:
-            for task in self._replacing.due():
+            for task in self._replacing.due() if self._replaceable else ():
                 self._start(group, task, attempt)
             self._check_trained()
             self._kill_stragglers(group)
@@ -163,7 +164,7 @@ class AttemptRunner:
                 if self.events.empty():
                     return None
             event = self._next_event(self._watcher.interval_s)
-            self._evidence.look(task.rank for task in self._membership.tasks)
+            self._evidence.look(task.rank for task in self._tasks)
             failure = self._poll(group, continues_at) if event is None else self._handle_event(group, attempt, event)
             if failure is not None:
                 if not self._auxiliary_ranks - self._evaluators:
@@ -258,7 +259,7 @@ class AttemptRunner:
 
     @property
     def _evaluators(self) -> frozenset[int]:
-        return frozenset(task.rank for task in self._membership.tasks if task.is_evaluator)
+        return frozenset(task.rank for task in self._tasks if task.is_evaluator)
 
     def _end(self, group: WorkerGroup, rank: int) -> None:
         self._ended.add(rank)
@@ -273,7 +274,7 @@ class AttemptRunner:
         """Ask a training group once to save and end when a lost replica is due; the next attempt includes
         that replica.
         """
-        if self._membership.is_due and not self._asked_to_resize and self.has_progressed(0, continues_at):
+        if self._may_return() and not self._asked_to_resize and self.has_progressed(0, continues_at):
             self._asked_to_resize = True
             if (number := resize_signal()) is not None:  # without such a signal the resize waits for a failure
                 group.signal(number)
@@ -290,9 +291,12 @@ class AttemptRunner:
     def _first_failure(self, group: WorkerGroup, attempt: int, first: ProcessExit) -> tuple[Failure, list[ProcessExit]]:
         """Return the root failure, and all exits within a short time of the first."""
         exits, begun = [first], time.monotonic()
-        while group.running and (left := begun + self._grace_s(group, exits) - time.monotonic()) > 0:
-            event = self._next_event(min(left, _GRACE_S))
-            self._evidence.look(task.rank for task in self._membership.tasks)
+        while True:
+            left = begun + self._grace_s(group, exits) - time.monotonic() if group.running else 0.0
+            if left <= 0 and self.events.empty():  # an exit that has been reported counts in any case
+                break
+            event = self._next_event(max(min(left, _GRACE_S), 0.0))
+            self._evidence.look(task.rank for task in self._tasks)
             if event is not None and not isinstance(event, ProcessExit):
                 self._ask_to_stop(group, event)
             elif event is not None and event.attempt == attempt and not self._is_expected(event.rank):
@@ -300,7 +304,9 @@ class AttemptRunner:
                     self._on_exit(event.rank)
                 else:
                     exits.append(event)
-        return root_cause(self._folder, exits, group.running, self._evidence), exits
+        ended = {one.rank for one in exits}
+        running = [rank for rank in group.running if rank not in ended]
+        return root_cause(self._folder, exits, running, self._evidence), exits
 
     def _grace_s(self, group: WorkerGroup, exits: list[ProcessExit]) -> float:
         """Return how long to wait for failures of other ranks: longer while all failed ranks only lost a connection."""

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from trainkit.cluster.tasks import Task
@@ -110,6 +111,7 @@ def repeated(again: Iterable[RaisedError]) -> str | None:
     return f"gave up: rank {first.rank} raised the same exception twice in the same place, {when}"
 
 
+@dataclass
 class RestartPolicy:
     """Counts the failures of a run, and decides when to give up.
 
@@ -120,13 +122,13 @@ class RestartPolicy:
         'gave up after 1 restarts: 2 attempts failed in step 5, whatever was saved between them'
     """
 
-    def __init__(self, max_restarts: int) -> None:
-        self._max = max_restarts
-        self._raised: set[RaisedError] = set()
-        self._in_step: Counter[int] = Counter()
-        self._early = 0
-        self.no_progress = 0
-        """Failures in a row without a newer checkpoint."""
+    max_restarts: int
+    no_progress: int = 0
+    """Failures in a row without a newer checkpoint."""
+    _early: int = 0
+    """Failures in a row within the first two steps of an attempt."""
+    _in_step: Counter[int] = field(default_factory=Counter)
+    _raised: set[RaisedError] = field(default_factory=set)
 
     def advance(self) -> None:
         """Record a newer checkpoint of an attempt that did not fail."""
@@ -143,16 +145,16 @@ class RestartPolicy:
         self._count(fault)
         if again:
             return repeated(again)
-        if self.no_progress > self._max:
+        if self.no_progress > self.max_restarts:
             what = f" that got no further than the checkpoint of step {fault.reached}{remark}"
-        elif fault.step is not None and self._in_step[fault.step] > self._max:
+        elif fault.step is not None and self._in_step[fault.step] > self.max_restarts:
             count = self._in_step[fault.step]
             what = f": {count} attempts failed in step {fault.step}, whatever was saved between them"
-        elif self._early > self._max:
+        elif self._early > self.max_restarts:
             what = f": {self._early} attempts in a row raised an exception within their first two steps"
         else:
             return None
-        return f"gave up after {self._max} restarts{what}"
+        return f"gave up after {self.max_restarts} restarts{what}"
 
     def _count(self, fault: Fault) -> None:
         self.no_progress += 1
@@ -182,21 +184,17 @@ class _RestartHistory:
     """The exceptions of user code that it has raised."""
 
 
+@dataclass(kw_only=True, eq=False)
 class TaskRestarter:
     """Counts the deaths of the tasks of one attempt that may be restarted alone."""
 
-    def __init__(
-        self,
-        tasks: Iterable[Task],
-        *,
-        folder: RunFolder,
-        max_restarts: int,
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._tasks = {task.rank: task for task in tasks}
-        self._records = {rank: _RestartHistory() for rank in self._tasks}
-        self._folder, self._max_restarts, self._log, self._clock = folder, max_restarts, log, clock
+    tasks: Mapping[int, Task]
+    """These tasks, by rank."""
+    folder: RunFolder
+    max_restarts: int
+    log: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    _records: defaultdict[int, _RestartHistory] = field(default_factory=partial(defaultdict, _RestartHistory))
 
     @property
     def pending(self) -> bool:
@@ -205,13 +203,12 @@ class TaskRestarter:
 
     def may_restart(self, failure: Failure) -> bool:
         """Return whether the failed task is one of these, and a restart may help."""
-        task = self._tasks.get(failure.rank)
+        task = self.tasks.get(failure.rank)
         return task is not None and (task.is_evaluator or not failure.is_permanent)
 
     def restart_count(self, rank: int) -> int:
         """Return how often a task was restarted alone."""
-        record = self._records.get(rank)
-        return 0 if record is None else record.life
+        return self._records[rank].life
 
     def on_death(self, failure: Failure) -> None:
         """Decide whether and when a task that has died is restarted.
@@ -220,54 +217,54 @@ class TaskRestarter:
             CrashLoopError: it died repeatedly without progress of the run, or raised the same exception twice in the
                 same place.
         """
-        task, record = self._tasks[failure.rank], self._records[failure.rank]
-        heartbeat = read_heartbeat(self._folder.heartbeat_of(failure.rank))
-        reached = _step(heartbeat if task.is_evaluator else read_heartbeat(self._folder.heartbeat_of(0)))
+        task, record = self.tasks[failure.rank], self._records[failure.rank]
+        heartbeat = read_heartbeat(self.folder.heartbeat_of(failure.rank))
+        reached = _step(heartbeat if task.is_evaluator else read_heartbeat(self.folder.heartbeat_of(0)))
         record.no_progress = 1 if reached > record.reached else record.no_progress + 1
         record.reached = max(record.reached, reached)
         record.died_before_start = (
             record.died_before_start + 1 if heartbeat is None or heartbeat.phase == "start" else 0
         )
-        raised = raised_by(self._folder, task)
+        raised = raised_by(self.folder, task)
         twice = raised is not None and raised in record.raised
         if raised is not None:
             record.raised.add(raised)
-        if twice or record.no_progress > self._max_restarts:
+        if twice or record.no_progress > self.max_restarts:
             self._give_up(failure, task, record, twice=twice)
             return
         wait_s = min(2.0 ** (record.died_before_start - 1), _LONGEST_S) if record.died_before_start else 0.0
-        record.due = self._clock() + wait_s
+        record.due = self.clock() + wait_s
         when = f" in {wait_s:g} s" if wait_s else ""
         step = None if heartbeat is None else heartbeat.step
         restart = Restart(kind="alone", cause=failure.headline, step=step, rank=failure.rank, task=str(task))
-        record_restart(self._folder.path, restart)
-        self._log(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
+        record_restart(self.folder.path, restart)
+        self.log(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
 
     def _give_up(self, failure: Failure, task: Task, record: _RestartHistory, *, twice: bool) -> None:
-        count = f"gave up after {self._max_restarts} restarts of {task} alone"
+        count = f"gave up after {self.max_restarts} restarts of {task} alone"
         no_further = f"{count} that got no further than step {record.reached}"
         if twice:
             no_further = count = f"gave up: {task} raised the same exception twice in the same place"
         if not task.is_evaluator:
             raise CrashLoopError(f"{no_further}: {failure.error()}")
         words = failure.headline
-        report_end(self._folder, EvaluatorEnd(status="failed", reason=f"{words} Evaluation {count}."))
-        self._log(f"{words} Evaluation {count}; the training goes on without it.")
+        report_end(self.folder, EvaluatorEnd(status="failed", reason=f"{words} Evaluation {count}."))
+        self.log(f"{words} Evaluation {count}; the training goes on without it.")
 
     def due(self) -> list[Task]:
         """Return the tasks to start now, after removing the files of their previous start."""
-        now = self._clock()
+        now = self.clock()
         ranks = [rank for rank, record in self._records.items() if record.due is not None and record.due <= now]
         for rank in ranks:
             self._records[rank].due = None
             self._records[rank].life += 1
-            self._folder.error_of(rank).unlink(missing_ok=True)
-            Heartbeat(self._folder.heartbeat_of(rank)).close()  # its time limit begins now, not with the attempt
-        return [self._tasks[rank] for rank in ranks]
+            self.folder.error_of(rank).unlink(missing_ok=True)
+            Heartbeat(self.folder.heartbeat_of(rank)).close()  # its time limit begins now, not with the attempt
+        return [self.tasks[rank] for rank in ranks]
 
     def stop_restarting(self, *, evaluator: bool = False) -> None:
         """Restart no more tasks, because the training has ended: with `evaluator` not the evaluator either."""
-        for rank, task in self._tasks.items():
+        for rank, task in self.tasks.items():
             if evaluator or not task.is_evaluator:
                 self._records[rank].due = None
 

@@ -59,8 +59,8 @@ class BeatCounter:
 
     @property
     def step(self) -> int:
-        """Updates completed at that time."""
-        return self.heartbeat.step
+        """Updates completed now."""
+        return self.count().step
 
     def __call__(self, phase: Any, step: int) -> None:
         """Record a heartbeat."""

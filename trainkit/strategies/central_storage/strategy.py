@@ -21,7 +21,6 @@ from trainkit.strategies.base import (
     Traits,
     ignore_phase,
 )
-from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.central_storage.executor import AsyncCentralExecutor, CentralExecutor
 from trainkit.strategies.core.copies import ComputingCopies, computing_copy
 from trainkit.strategies.core.optimizer import OptimizerStepper
@@ -29,6 +28,7 @@ from trainkit.strategies.core.refusals import async_problems, launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
+from trainkit.strategies.memory_capabilities import ModelMemory
 
 _CPU_THREADS = 2
 """Default number of copies on a host without GPUs: as many as mirrored has."""

@@ -85,6 +85,11 @@ class StepBuffers:
         found = dict(zip(map(id, self._chosen), sums, strict=True))
         return [found.get(id(place)) for place in self._all]
 
+    def kept_names(self) -> list[str]:
+        """Return the names of the buffers that a forward pass updates."""
+        kept = set(map(id, self._chosen))
+        return [name for name, place in zip(self.names, self._all, strict=True) if id(place) in kept]
+
     def shapes(self) -> list[torch.Size]:
         """Return the shapes of the tensors that `take` returns."""
         return [tensor.shape for tensor in self.tensors()]

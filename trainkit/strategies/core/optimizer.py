@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters.average import AfterStep
 from trainkit.strategies.step_values import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
 
@@ -63,8 +64,8 @@ class OptimizerStepper:
             grads: one per parameter, in the order of `params`; None skips the parameter, as torch does.
             lr_factor: factor of the learning rate of every group.
         """
-        grads = self._in_layout(grads)
-        if self._kernels is not None and all(grad is not None for grad in grads):
+        grads, none_missing = self._in_layout(grads)
+        if self._kernels is not None and none_missing:
             for counter in self._counters:
                 counter.add_(1)
             for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):
@@ -81,12 +82,18 @@ class OptimizerStepper:
             param.grad = None
         self._find_kernels(grads)
 
-    def _in_layout(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients with the strides of their parameters: fused kernels pair elements by memory order."""
-        return [
-            grad if grad is None or grad.is_sparse or grad.stride() == strides else in_layout(grad, strides)
-            for grad, strides in zip(grads, self._strides, strict=True)
-        ]
+    def _in_layout(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], bool]:
+        """Return gradients with the strides of their parameters, and whether each parameter has one.
+
+        Fused kernels pair elements by memory order.
+        """
+        found, none_missing = list(grads), True
+        for place, (grad, strides) in enumerate(zip(grads, self._strides, strict=True)):
+            if grad is None:
+                none_missing = False
+            elif not grad.is_sparse and grad.stride() != strides:
+                found[place] = in_layout(grad, strides)
+        return found, none_missing
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer]:
@@ -100,7 +107,22 @@ class OptimizerStepper:
     def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
         """Replace the optimizer's state by that of a checkpoint, or of a new optimizer where it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
+        self.forget_kernels()
+
+    def forget_kernels(self) -> None:
+        """Find the kernels anew in the next step: slots are replaced, or something else updates them."""
         self._kernels = None
+
+    @property
+    def has_other_hooks(self) -> bool:
+        """Whether hooks are registered on the optimizer besides those of averages."""
+        return not all(isinstance(hook, AfterStep) for hook in _hooks(self.optimizer))
+
+    def after_update(self, params: Sequence[Tensor]) -> None:
+        """Bring the averages of parameters up to date, after an update that `step` has not made."""
+        for hook in self.optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001 - has no public name
+            if isinstance(hook, AfterStep):
+                hook.update(self.optimizer, params)
 
     def _unfuse(self) -> None:
         """Use torch's plain loop for groups with a sparse gradient: fused kernels take none."""
@@ -118,9 +140,9 @@ class OptimizerStepper:
             for group in groups:
                 group["fused"] = False  # torch's plain loop takes slots of any strides
             return
-        if _hooked(self.optimizer):
+        if _hooks(self.optimizer):
             return
-        self._counters = _joined_counts([states[param] for param in self._params if "step" in states[param]])
+        self._counters = joined_counts([states[param] for param in self._params if "step" in states[param]])
         # a fused kernel works on one device only
         parts = [
             (group, base_lr, members)
@@ -215,7 +237,7 @@ def _by_device(params: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def _joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+def joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     """Return Adam's step counts as views of one tensor per device, so that one addition advances all of them."""
     by_device: dict[torch.device, list[dict[str, Tensor]]] = {}
     for state in states:
@@ -229,12 +251,12 @@ def _joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     return joined
 
 
-def _hooked(optimizer: torch.optim.Optimizer) -> bool:
+def _hooks(optimizer: torch.optim.Optimizer) -> list[object]:
     from torch.optim import optimizer as module  # noqa: PLC0415 - torch.optim imports torch._dynamo: only when stepping
 
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
     shared = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)  # noqa: SLF001
-    return any([*own, *shared])
+    return [hook for hooks in (*own, *shared) for hook in hooks.values()]
 
 
 def _adam_kernel(

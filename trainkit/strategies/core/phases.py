@@ -176,7 +176,11 @@ def _outcome(step: int, done: Sequence[tuple[str, ShardStep, Tensor | None]], *,
         Status.applied,
         sum(losses[1:], losses[0]) if losses else None,
         sum((work.weight for _, work, _ in done[1:]), done[0][1].weight),
-        torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None,
+        torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+        if len(norms) > 1
+        else norms[0]
+        if norms
+        else None,
         terms=terms,
         phases=phases if has_phases else {},
     )

@@ -21,7 +21,7 @@ from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.reducers import Reducer
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
 from trainkit.strategies.tensors.lazy_state import shape_of
 
 
@@ -40,6 +40,10 @@ class Placement(Protocol):
 
     def device_of(self, name: str) -> torch.device:
         """Return the device of a parameter, by canonical name."""
+        ...
+
+    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
+        """Return the places of parameters and buffers; None where all are on one device."""
         ...
 
     def move(self, model: nn.Module) -> nn.Module:
@@ -66,6 +70,9 @@ class SingleDevicePlacement:
     def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
         """Return the only device."""
         return self.device
+
+    def places_of(self, names: Sequence[str]) -> None:
+        """Return None: all tensors are on one device."""
 
     def move(self, model: nn.Module) -> nn.Module:
         """Move the whole model."""
@@ -103,6 +110,8 @@ class ReplicaParts:
     """Where batches must be."""
     device_types: tuple[str, ...]
     """The types of all devices that the model is on."""
+    placement: Placement | None = None
+    """The device of each tensor; None: `device`."""
     data_ranks: Collective
     """Sums of small tensors over the data ranks."""
     all_ranks: Collective
@@ -125,6 +134,8 @@ class ReplicaParts:
     """Receives (phase, step) when forward, backward, reduce or update begins."""
     refuses_unused: bool = False
     """Whether a parameter without a gradient is an error."""
+    is_grouped: bool = False
+    """Whether the only rank exchanges its gradients, too."""
     join_norms: JoinNorms | None = None
     """Returns the norms of full gradients, if ranks hold parts of the gradients or only some of them."""
 
@@ -161,6 +172,7 @@ class Replica(LocalModel):
         """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
         self.exchanged: list[int] | None = None
         """Places of the gradients that the reducer sums; None: all."""
+        self.exchanges = self.num_ranks > 1 or self.lanes is not None or parts.is_grouped
         self._seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
         self._sums: list[Tensor | None] | None = None
         """Gradients of a lane's earlier shards, where masters are apart."""
@@ -241,6 +253,17 @@ class Replica(LocalModel):
         self.buffers.recover()
         return True
 
+    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
+        """Return the places of parameters and buffers by name; None where all are on one device."""
+        placement = self.parts_made_of.placement
+        return None if placement is None else placement.places_of(names)
+
+    @cached_property
+    def reduced_names(self) -> list[str]:
+        """The names of the parameters whose gradients the reducer sums."""
+        names = list(self.params)
+        return names if self.exchanged is None else [names[place] for place in self.exchanged]
+
     @cached_property
     def masters_apart(self) -> bool:
         """Whether the optimizer updates copies of the parameters."""
@@ -265,6 +288,14 @@ class Replica(LocalModel):
         for param in self.trained:
             param.grad = None
         return grads
+
+    def hold_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Store gradients in the masters' dtype, which something else has accumulated, for `take_grads`."""
+        if self.masters_apart:
+            self._sums = list(grads)
+            return
+        for param, grad in zip(self.trained, grads, strict=True):
+            param.grad = grad
 
     def accumulate_in_masters(self) -> None:
         """Add the shard's gradients to `sums`: in bfloat16, adding shards would lose most of the later ones."""
@@ -351,11 +382,8 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
         CheckpointError: one is missing, unknown, or of another shape; up to five are named.
     """
     lines = [f"{key} is missing there" for key in own if key not in tensors]
-    lines += [
-        f"{key} is not in this model"
-        for key in tensors
-        if key not in own and not key.startswith(("optimizer/", "callback/"))
-    ]
+    beside = ("optimizer/", "callback/")
+    lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith(beside)]
     lines += [
         f"{key} is {tuple(shape_of(tensors, key))} there and {shape} here"
         for key, shape in own.items()

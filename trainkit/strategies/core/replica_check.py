@@ -44,7 +44,8 @@ def drifted_parameter(replica: Replica) -> str | None:
     named = dict(replica.model.named_parameters())
     if replica.masters_apart:
         named |= {f"{name} (its master)": master for name, master in replica.masters.items()}
-    hashes = torch.stack([bits_hash(param).reshape(1) for param in named.values()])
+    device = next(iter(named.values())).device
+    hashes = torch.stack([bits_hash(param).reshape(1).to(device) for param in named.values()])
     found = torch.cat(replica.data_ranks.gather(hashes.view(1, -1))).tolist()  # a row a rank
     wrong = [place for place in range(len(named)) if len({row[place] for row in found}) > 1]
     if not wrong:

@@ -8,25 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from trainkit.errors import Problem, TrainingError
+from trainkit.errors import Problem
 from trainkit.objectives.base import Collective
 from trainkit.strategies.core.replica import Replica
 
 _INT32: Final = 2**31
-
-
-def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
-    """Return the indices of the sparse gradients -> their number of sparse dims (1 for an embedding).
-
-    Example:
-        >>> find_sparse([torch.ones(2), None, torch.ones(2, 3).to_sparse(1)])
-        {2: 1}
-    """
-    found = {place: grad.sparse_dim() for place, grad in enumerate(grads) if grad is not None and grad.is_sparse}
-    checks = torch.sparse.check_sparse_tensor_invariants
-    if found and not checks.is_enabled():  # type: ignore[no-untyped-call]
-        checks.disable()  # type: ignore[no-untyped-call] # explicit: torch and its optimizers warn otherwise
-    return found
 
 
 def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collective: Collective) -> tuple[Tensor, int]:
@@ -98,35 +84,6 @@ def with_values(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], li
     return coalesced, [values for values in held if values.numel()]
 
 
-def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
-    """Store which gradients the ranks have found in their first shards.
-
-    Args:
-        replica: stores it.
-        used: a flag per parameter, 0 if no rank found a gradient.
-        sparse_dims: number of sparse dims of its gradient, 0 if it is dense.
-
-    Raises:
-        TrainingError: a parameter has no gradient, and the strategy does not allow that; or the optimizer does not
-            support the dense gradients that a reproducible run needs.
-    """
-    some_unused = not all(used)
-    if some_unused and replica.refuses_unused:
-        raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
-    sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
-    in_lanes = replica.lanes is not None
-    if sparse and in_lanes and any(isinstance(one, torch.optim.SparseAdam) for one in replica.stepper.optimizers):
-        raise TrainingError(
-            "numerics.reproducible adds up sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
-            "Use Adam or Adagrad, or leave numerics.reproducible out."
-        )
-    apart = {} if in_lanes or replica.num_ranks == 1 else sparse
-    exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
-    replica.set_exchange(
-        used=[bool(flag) for flag in used], sparse=sparse, exchanged=exchanged if some_unused or apart else None
-    )
-
-
 def scatter_to_all_params(
     replica: Replica, sums: Sequence[Tensor | None], sparse: Mapping[int, Tensor | None]
 ) -> list[Tensor | None]:
@@ -152,11 +109,3 @@ def scatter_to_all_params(
             sent += size
         replica.step_metrics.update(sparse_figures(totals, sent, replica.num_ranks))
     return [*found, *sums[len(exchanged) :]]
-
-
-def _unused(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
-        "strategy.allow_unused=true, which leaves it out of the exchange."
-    )

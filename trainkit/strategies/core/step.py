@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
@@ -18,11 +18,11 @@ from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.objectives.terms import add_terms
-from trainkit.strategies.base import Batch, LossWeighting, StepContext
+from trainkit.strategies.base import Batch, LossWeighting, StepContext, UpdateParams
 from trainkit.strategies.core.buffers import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.sparse import agree_on_exchanged_grads, find_sparse, scatter_to_all_params
-from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, layout_mark
+from trainkit.strategies.core.sparse import scatter_to_all_params
+from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, find_sparse, layout_mark
 
 
 def cloned_batch(batch: Batch) -> Batch:
@@ -59,11 +59,17 @@ class LossDivisor:
         return cls(2.0 ** round(math.log2(max(weighing.planned * batch_size, 1.0))), counted=True)
 
 
-_divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short one: two values a training
+GraphedUpdate = Callable[[Sequence[Tensor | None], UpdateParams], Tensor | None]
+"""(mean gradients, parameters of the update) -> the global norm before clipping, if they are clipped."""
+
+divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short one: two values a training
 
 
 class ShardStep:
     """One try at a step on one rank: its shards, and what they add up to for an update of `batch_size` samples."""
+
+    graphed_update: GraphedUpdate | None = None
+    """Clips and updates as one graph of torch.compile; None: both are eager."""
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class ShardStep:
     ) -> None:
         self.replica, self.ticket, self.batches, self.training = replica, ticket, batches, training
         self.batch_size = training.plan.batch_size(ticket.step) if batch_size is None else batch_size
-        self.divisor = _divisor_of(training.weighing, self.batch_size)
+        self.divisor = divisor_of(training.weighing, self.batch_size)
         self.loss_sum: Tensor | None = None
         self.weight: Tensor | float = 0.0
         self.terms: dict[str, Tensor] = {}
@@ -193,7 +199,7 @@ class ShardStep:
         """
         replica = self.replica
         names, buffers = list(replica.params), replica.buffers
-        exchanges = replica.num_ranks > 1 or replica.lanes is not None
+        exchanges = replica.exchanges
         flags = [0 if exchanges else 1] * len(names)
         dims = [0] * len(names)
         changed = [0.0] * len(buffers.names)
@@ -211,22 +217,28 @@ class ShardStep:
             for param in replica.params.values():
                 param.grad = None
         own = [layout_mark(param) for param in replica.params.values()]
-        rows = torch.stack(replica.data_ranks.gather(torch.tensor([*own, *flags, *dims, *map(int, changed)])))
+        held = replica.places_of(names)
+        where = [0] * len(names) if held is None else held.places
+        rows = torch.stack(replica.data_ranks.gather(torch.tensor([*own, *where, *flags, *dims, *map(int, changed)])))
         count = len(names)
         _refuse_other_layouts(names, rows[:, :count])
-        found: list[int] = rows[:, count:].amax(0).tolist()  # a rank without a shard has found nothing
+        _refuse_other_places(names, rows[:, count : 2 * count])
+        found: list[int] = rows[:, 2 * count :].amax(0).tolist()  # a rank without a shard has found nothing
         if exchanges:
             agree_on_exchanged_grads(replica, found[:count], found[count : 2 * count])
         buffers.settle(found[2 * count :])
         reduced, rest = replica.reduced, buffers.shapes()
+        places = replica.places_of([*replica.reduced_names, *buffers.kept_names()])
         if self.divisor.counted:
             rest.append(torch.Size([1]))
+            places = None if places is None else places.and_more(1)
         packing = FlatBuffer(
             [*(param.shape for param in reduced), *rest],
             replica.precision.master_dtype,
             replica.device,
             num_grads=len(reduced),
             strides=[*map(dense_strides, reduced), *[None] * len(rest)],
+            places=places,
         )
         replica.set_packing(packing)
         return packing
@@ -245,6 +257,58 @@ def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
                 f"the parameter {name} has other strides on rank {others[0]} than on rank 0. Give it one memory format "
                 "on every rank."
             )
+
+
+def _refuse_other_places(names: Sequence[str], places: Tensor) -> None:
+    """Refuse parameters that two replicas have put on different devices of their groups.
+
+    Raises:
+        TrainingError: there is such a parameter.
+    """
+    for name, column in zip(names, places.unbind(1), strict=True):
+        others = (column != column[0]).nonzero().flatten().tolist()
+        if others:
+            raise TrainingError(
+                f"the parameter {name} is on device {int(column[others[0]])} of its replica on rank {others[0]}, and "
+                f"on device {int(column[0])} on rank 0. Give strategy.map the place of each block."
+            )
+
+
+def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
+    """Store which gradients the ranks have found in their first shards.
+
+    Args:
+        replica: stores it.
+        used: a flag per parameter, 0 if no rank found a gradient.
+        sparse_dims: number of sparse dims of its gradient, 0 if it is dense.
+
+    Raises:
+        TrainingError: a parameter has no gradient, and the strategy does not allow that; or the optimizer does not
+            support the dense gradients that a reproducible run needs.
+    """
+    some_unused = not all(used)
+    if some_unused and replica.refuses_unused:
+        raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
+    sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
+    in_lanes = replica.lanes is not None
+    if sparse and in_lanes and any(isinstance(one, torch.optim.SparseAdam) for one in replica.stepper.optimizers):
+        raise TrainingError(
+            "numerics.reproducible adds up sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
+            "Use Adam or Adagrad, or leave numerics.reproducible out."
+        )
+    apart = {} if in_lanes or not replica.exchanges else sparse
+    exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
+    replica.set_exchange(
+        used=[bool(flag) for flag in used], sparse=sparse, exchanged=exchanged if some_unused or apart else None
+    )
+
+
+def _unused(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
+        "strategy.allow_unused=true, which leaves it out of the exchange."
+    )
 
 
 __getattr__ = partial(moved_attribute, __name__)

@@ -27,6 +27,7 @@ from trainkit.strategies.base import (
     StepOutcome,
 )
 from trainkit.strategies.core.buffers import StepBuffers
+from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper, Updater
 from trainkit.strategies.core.phases import PhasedStep
 from trainkit.strategies.core.replica import (
@@ -115,6 +116,7 @@ def build_parts(
         held=held,
         device=placement.device,
         device_types=tuple(sorted({device.type for device in placement.devices})),
+        placement=placement,
         data_ranks=ranks.data_ranks,
         all_ranks=ranks.all_ranks,
         precision=precision,
@@ -128,6 +130,10 @@ def build_parts(
     )
 
 
+def _on(factor: Tensor | float, device: torch.device) -> Tensor | float:
+    return factor.to(device) if isinstance(factor, Tensor) else factor
+
+
 def _stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Updater:
     if request.optimizers:
         return NamedSteppers.of(request.optimizers, masters)
@@ -136,7 +142,7 @@ def _stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Upda
 
 def broadcast_initial(replica: Replica) -> None:
     """Broadcast rank 0's parameters and buffers: a model may draw numbers that no seed controls. Collective."""
-    if replica.num_ranks > 1:
+    if replica.num_ranks > 1 or replica.parts_made_of.is_grouped:
         for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
             broadcast_values(tensor, src=0)
 
@@ -151,8 +157,9 @@ class SynchronousExecutor(Executor, Generic[R]):
         *,
         ranks: RankGroup | None = None,
         make_step: MakeStep[R] = ShardStep,
+        graphs: StepGraphs | None = None,
     ) -> None:
-        self._replica, self._training, self._make_step = replica, training, make_step
+        self._replica, self._training, self._make_step, self._graphs = replica, training, make_step, graphs
         self._ranks = ranks or RankGroup()
         self._computed: tuple[ShardStep, Sequence[Tensor | None]]
         stepper = replica.stepper
@@ -165,8 +172,8 @@ class SynchronousExecutor(Executor, Generic[R]):
 
     def assign(self, step: int) -> tuple[int, ...]:
         """Return shards by arithmetic on (rank, step)."""
-        shards, replica = self._training.plan.num_shards(step), self._replica
-        return shards_of_rank(shards, rank=replica.rank, num_ranks=replica.num_ranks, lanes=replica.lanes)
+        shards, ranks = self._training.plan.num_shards(step), self._replica.data_ranks
+        return shards_of_rank(shards, rank=ranks.rank, num_ranks=ranks.num_ranks, lanes=self._replica.lanes)
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:  # noqa: ARG002 - the loop ends
         """Yield the ticket of the position's step; the same ticket again until the position advances."""
@@ -178,7 +185,24 @@ class SynchronousExecutor(Executor, Generic[R]):
         """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each."""
         if self._phased is not None:
             return self._phased.take(ticket, batches)
+        if self._graphs is not None:
+            return self._step_by_graphs(self._graphs, ticket, batches)
         work = self._make_step(self._replica, ticket, batches, self._training)
+        return self._update(work, work.run())
+
+    def _step_by_graphs(self, graphs: StepGraphs, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Run a step as graphs, or eagerly where they must first learn what it does."""
+        if not graphs.ready:
+            work = self._make_step(self._replica, ticket, batches, self._training)
+            with graphs.probing():
+                sums = work.run()
+            outcome = self._update(work, sums)
+            if outcome.status is Status.applied:
+                graphs.learn(sums)
+            return outcome
+        if graphs.is_whole:
+            return graphs.take(ticket, batches)
+        work = graphs.shards(ticket, batches)
         return self._update(work, work.run())
 
     def _update(self, work: ShardStep, sums: Sequence[Tensor | None]) -> StepOutcome:
@@ -186,7 +210,9 @@ class SynchronousExecutor(Executor, Generic[R]):
         replica, training, step = self._replica, self._training, work.ticket.step
         replica.on_phase("update", step)
         replica.begin_update(step)
-        status, norm = apply_update(replica, sums, work.divisor, training.rule(step), loss_sum=work.loss_sum)
+        status, norm = apply_update(
+            replica, sums, work.divisor, training.rule(step), loss_sum=work.loss_sum, graphed=work.graphed_update
+        )
         replica.end_update(step)
         left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()
         return StepOutcome(step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
@@ -206,7 +232,9 @@ class SynchronousExecutor(Executor, Generic[R]):
         factor: Tensor | float = 1.0 / replica.loss_scale.scale
         if divisor.counted and (counted := sums[-1]) is not None:
             factor = torch.where(counted > 0, divisor.value / counted, 0.0) * factor
-        return {name: grad * factor for name, grad in zip(replica.params, sums, strict=False) if grad is not None}
+        factors = {grad.device: _on(factor, grad.device) for grad in sums if grad is not None}
+        named = zip(replica.params, sums, strict=False)
+        return {name: grad * factors[grad.device] for name, grad in named if grad is not None}
 
     def update(self) -> StepOutcome:
         """Update the parameters by what `forward_backward` computed; collective."""
@@ -219,6 +247,8 @@ class SynchronousExecutor(Executor, Generic[R]):
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the tensors of a checkpoint of any strategy, by name."""
         restore_replica(self._replica, state)
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def recover(self, step: int) -> bool:
         """Restore the buffers of an interrupted step, if no update has begun."""

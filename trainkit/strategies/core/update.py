@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.strategies.base import Status, UpdateParams
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import with_values
-from trainkit.strategies.core.step import LossDivisor
+from trainkit.strategies.core.step import GraphedUpdate, LossDivisor
 
 
 def apply_update(
@@ -21,6 +21,7 @@ def apply_update(
     update: UpdateParams,
     *,
     loss_sum: Tensor | None = None,
+    graphed: GraphedUpdate | None = None,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
@@ -30,6 +31,7 @@ def apply_update(
         divisor: of the loss.
         update: learning rate and clip of this update.
         loss_sum: () the loss of this rank, None if it had no shard.
+        graphed: clips and updates the parameters; None: both are eager.
 
     Returns:
         The status of the step, and the global norm before clipping if it was needed, () on the device.
@@ -37,22 +39,21 @@ def apply_update(
     Raises:
         LossScaleError: too many overflows in a row.
     """
-    count = len(replica.params)
-    grads = sums[:count]
+    grads, count = sums[: len(replica.params)], len(replica.params)
     present = [grad for grad in grads if grad is not None]
     if replica.sparse:
         grads, present = with_values(grads)
     norms_of = partial(_norms, replica, grads, present)
     if divisor.counted:
         _normalise(present, sums[-1], divisor.value)
-    scale = replica.loss_scale
+    scale, moves = replica.loss_scale, replica.loss_scale.moves
     buffers = sums[count : len(sums) - int(divisor.counted)] if replica.buffers.names else []
     status = Status.applied
     if replica.numerics.leaves_out:
         beyond_scaling = [] if loss_sum is None else [~torch.isfinite(loss_sum).all()]
         beyond_scaling += replica.buffers.became_nonfinite(buffers) if replica.buffers.names else []
         status = _agreed(replica, beyond_scaling, norms_of(float("inf")))
-    elif scale.moves and not _all_finite(norms_of(float("inf"))):
+    elif moves and not _all_finite(norms_of(float("inf"))):
         status = Status.retry
     if status is not Status.applied:
         if replica.buffers.names:
@@ -61,13 +62,17 @@ def apply_update(
         return status, None
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
-    norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
-    replica.stepper.step(grads, update.lr_factor)
-    if replica.masters_apart:
-        replica.refresh_params()
+    if graphed is not None:
+        norm = graphed(grads, update)
+    else:
+        norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
+        replica.stepper.step(grads, update.lr_factor)
+        if replica.masters_apart:
+            replica.refresh_params()
     if replica.buffers.names:
         replica.buffers.finish(buffers)
-    replica.set_loss_scale(scale.after(overflow=False))
+    if moves:
+        replica.set_loss_scale(scale.after(overflow=False))
     return Status.applied, norm
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from functools import partial
+from itertools import chain
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -17,29 +19,41 @@ from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement, speed
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StepContext, Strategy, Traits
-from trainkit.strategies.capabilities import JsonMap, ModelMemory
+from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy, Traits
+from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
-    MakeStep,
-    SynchronousExecutor,
     backend_or_lanes,
     broadcast_initial,
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.groups.process_group import ProcessGroupOptions, RankGroup
+from trainkit.strategies.data_parallel.executor import DataParallelExecutor
+from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, ReplicaMap, group_problems
+from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
+from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
+from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import (
     AutoReducer,
     BackendReducer,
+    PerDeviceReducer,
     Reducer,
 )
 from trainkit.strategies.reducers.compression import Compression, Compressor
 from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.scaling import Remedies, Scaled
+from trainkit.strategies.traffic import (
+    StepCut,
+    Transfer,
+    exchanged_elements,
+    precision_of,
+    ranks_a_host,
+    ranks_of,
+)
+from trainkit.strategies.traffic.reductions import Vector, in_lanes, powersgd, reduction
+from trainkit.strategies.traffic.tables import gathered_rows, lookups_of, weights_of
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
 """The reducers that sum gradients over the ranks."""
@@ -129,32 +143,126 @@ class ReductionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
+class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     """The common code of mirrored and multi_worker_mirrored: all but the accepted launches.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
     and every replica makes the same update.
     """
 
-    traits: ClassVar[Traits] = Traits(elastic=True, compiles="model", several_optimizers=True)
+    traits: ClassVar[Traits] = Traits(elastic=True, compiles="model", several_optimizers=True, compiles_step=True)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
+    devices: Annotated[Devices | None, placement] = None  # type: ignore[assignment] # groups too, only here
+    """The device of each replica, `[0, 1]`, or with `map` a group for each, `[[0, 1], [2, 3]]`; null: GPUs in order."""
+    map: Annotated[BlockMap | None, placement] = None
+    """Place of each block in a replica's group of devices, `{embed: 0, rest: 1}`; auto: by bytes; null: one device."""
+
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return problems of every process group, and of combined reducers, compression and modes."""
-        found = super().validate(context)
-        return [*found, *self.reduction_problems(context, lambda: self.tasks(context))]
+        """Return problems of every process group, of groups of devices, and of combined reducers and modes."""
+        is_placed = self.map is not None or self.devices is not None
+        if is_placed and (found := group_problems(self.map, self.devices, self.replicas, context)):
+            return found
+        found = ProcessGroupOptions.validate(self._on_first_devices(context, only_named=True), context)
+        if self.map is not None and self.compression == "powersgd":
+            rule = "compresses all gradients of a replica at once, and strategy.map spreads them. Use bf16 or none."
+            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+        return [*found, *self._alone_problems(context), *self.reduction_problems(context, lambda: self.tasks(context))]
+
+    def _alone_problems(self, context: PlanContext) -> list[Problem]:
+        if not self.is_grouped or self.reduce != "shared_memory" or self.num_replicas(context) > 1:
+            return []
+        rule = "needs two replicas or more, and strategy.process_group=always has one. Use strategy.reduce=backend."
+        return [Problem(key="strategy.reduce", value=self.reduce, rule=rule)]
+
+    def _replica_map(self, context: PlanContext) -> ReplicaMap | None:
+        """Return the groups of devices and the map; None where a replica is on one device."""
+        return None if self.map is None else ReplicaMap.of(self.map, self.devices, self.replicas, context)
+
+    def _on_first_devices(self, context: PlanContext, *, only_named: bool = False) -> Self:
+        """Return the same strategy with a device for each rank: the first of its replica's group."""
+        found = self._replica_map(context)
+        if found is None:
+            return self
+        known = self.devices is not None or (context.num_gpus > 0 and not only_named)
+        return replace(self, map=None, devices=found.first_devices if known else None)
+
+    def num_replicas(self, context: PlanContext) -> int:
+        """Return the requested number of replicas, or one for each device or group; in a launch, over all processes."""
+        return ProcessGroupOptions.num_replicas(self._on_first_devices(context), context)
+
+    def tasks(self, context: PlanContext) -> tuple[Task, ...]:
+        """Return a worker task for each replica, on the first device of its group."""
+        return ProcessGroupOptions.tasks(self._on_first_devices(context), context)
+
+    def num_slots(self, num_gpus: int) -> int:
+        """Return the GPUs of all replicas; without GPUs, one core for each replica."""
+        context = PlanContext(num_gpus=num_gpus)
+        found, tasks = self._replica_map(context), self.tasks(context)
+        used = {task.device for task in tasks} if found is None else set(chain.from_iterable(found.groups))
+        return len(used - {"cpu"}) or len(tasks)
+
+    def proof_problems(self, context: PlanContext) -> list[Problem]:
+        """Return that a single rank on one device runs the code of one device."""
+        return ProcessGroupOptions.proof_problems(self, context) if self.map is None else []
+
+    @property
+    def traits_here(self) -> Traits:
+        """Its properties: with a map, blocks alone are compiled, because activations move between them."""
+        if self.map is None:
+            return self.traits
+        compiles: Compiles = "blocks" if self.traits.compiles == "model" else self.traits.compiles
+        return replace(self.traits, compiles=compiles, compiles_step=False)
+
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return problems of the map for this model."""
+        found = self._replica_map(context)
+        return [] if found is None else found.problems(model, context)
+
+    def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Self:
+        """Return the strategy with a map instead of `auto`: the activations of each block are known only here."""
+        found = self._replica_map(context)
+        if found is None or self.map != "auto":
+            return self
+        return replace(self, map=found.places_by_name(build(), context), devices=found.groups)
+
+    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+        """Return each consecutive part of a replica with a map; `device` names that of every replica of this host."""
+        found = self._replica_map(context)
+        return () if found is None else found.parts(model, context)
+
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
+        """Return the blocks of each device of a replica with a map; none where it does not fit, or there is no map."""
+        found = self._replica_map(context)
+        return () if found is None else found.held_parts(model, context, gradient_copies=self._copies(context))
+
+    def _copies(self, context: PlanContext) -> int:
+        return self.gradient_copies(context.numerics, self.num_replicas(context))
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return a whole replica, the vector of the exchange, and the memory of reducers and compression."""
-        return ModelMemory.whole(
-            model, gradient_copies=self.gradient_copies(context.numerics, self.num_replicas(context))
+        """Return the fullest device: its part of a replica, the vector of the exchange, the memory of reducers."""
+        parts = self.replica_parts(model, context, num_shards=1)
+        held = [part.memory for part in parts] or [ModelMemory.whole(model, gradient_copies=self._copies(context))]
+        return max(held, key=lambda memory: sum(memory.resident.values()))
+
+    def scaled(self, replicas: int, context: PlanContext) -> Scaled:
+        """Return the key of so many replicas, and the compression and the reducer that could still be chosen."""
+        is_free, on_cpu = not context.numerics.reproducible, not context.num_gpus
+        return Scaled(
+            keys={"replicas": replicas},
+            remedies=Remedies(
+                compression="strategy.compression=bf16" if is_free and self.compression == "none" else None,
+                shared_memory="strategy.reduce=shared_memory"
+                if is_free and on_cpu and self.reduce != "shared_memory"
+                else None,
+            ),
         )
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
         """Return the copies of all gradients at the peak of a step; pure."""
         copies = synchronous_gradient_copies(numerics, num_replicas)
-        if numerics.reproducible or num_replicas == 1:
+        if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
             return copies
         # shared_memory: a slot, a result, and a part of the total; ring: a receive buffer.
         beside = {"backend": 0, "to_one_device": 0, "hierarchical": 0, "ring": 1, "shared_memory": 2, "auto": 2}
@@ -162,12 +270,37 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
         return copies + beside[self.reduce] + compressed[self.compression]
 
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""
+        ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
+        vector = Vector(num_bytes=exchanged_elements(model) * width, element_bytes=width, bucket_mb=self.bucket_mb)
+        if context.numerics.reproducible:  # sparse gradients are summed as dense ones
+            return in_lanes(ranks, vector, lanes=context.numerics.lanes, num_shards=cut.num_shards)
+        if (lookups := lookups_of(model, cut)) is None:
+            return None
+        rows = gathered_rows(lookups, ranks, shards=cut.shards_a_replica, width=width)
+        tables = weights_of(lookups)
+        vector = replace(vector, num_bytes=vector.num_bytes - sum(table.numel() for table in tables) * width)
+        if self.compression == "powersgd":
+            thin = powersgd(ranks, vector, model, rank=self.powersgd_rank, after=self.powersgd_after, sparse=tables)
+            return (*thin, *rows)
+        if self.compression != "none":
+            vector = replace(vector, num_bytes=vector.num_bytes * 2 / width, element_bytes=2)
+        summed = reduction(self.reduce, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
+        return (*(summed if self.map is None else (replace(one, overlaps=False) for one in summed)), *rows)
+
     def setup(self, request: SetupRequest) -> DataParallelExecutor:
         """Join the other ranks, and broadcast the model of rank 0."""
-        ranks = self.join(request.identity)
-        parts = build_parts(request, ranks=ranks, make_reducer=self.make_reducer)
-        refuses_unused = not self.allow_unused and ranks.data_ranks.num_ranks > 1
-        replica = Replica(replace(parts, refuses_unused=refuses_unused))
+        found = self._replica_map(PlanContext(num_gpus=torch.cuda.device_count()))
+        spread = None if found is None else found.placement(request)
+        ranks = self.join(
+            request.identity,
+            exchanges_on_cpu=found is not None and found.mixes_types,
+            exchanges_on_gpus=found is not None and found.spans_gpus,
+        )
+        parts = build_parts(request, ranks=ranks, placement=spread, make_reducer=self.make_reducer)
+        refuses_unused = not self.allow_unused and (ranks.data_ranks.num_ranks > 1 or self.is_grouped)
+        replica = Replica(replace(parts, refuses_unused=refuses_unused, is_grouped=self.is_grouped))
         broadcast_initial(replica)
         return DataParallelExecutor(
             replica,
@@ -175,13 +308,16 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
             ranks=ranks,
             make_step=self.shard_step,
             recovers=self.compression != "powersgd",
+            graphs=None if request.step_backend is None else StepGraphs.of(request, replica, self.shard_step),
         )
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
         """Return the lanes of a reproducible run, none for one replica, else the reducer of `reduce`; collective."""
-        if numerics.reproducible or collective.num_ranks == 1:
+        if numerics.reproducible or (collective.num_ranks == 1 and not self.is_grouped):
             return backend_or_lanes(collective, numerics)
         makers = self._makers(collective)
+        if self.map is not None:
+            makers = {name: partial(PerDeviceReducer, make) for name, make in makers.items()}
         if self.reduce == "auto":
             return AutoReducer(makers, collective)
         return makers[self.reduce]()
@@ -199,7 +335,9 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
         }
         if self.reduce == "auto":
             num_hosts = len(set(hosts))
-            if num_hosts > 1 or dist.get_backend() == "nccl" or not sys.platform.startswith("linux"):
+            alone = collective.num_ranks == 1
+            on_gpus = "nccl" in dist.get_backend()
+            if alone or num_hosts > 1 or on_gpus or not sys.platform.startswith("linux"):
                 del makers["shared_memory"]
             if num_hosts in (1, len(hosts)):
                 del makers["hierarchical"]
@@ -212,59 +350,6 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
                 self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after
             )
         return BackendReducer(bucket_mb=self.bucket_mb, compressor=compressor)
-
-
-class DataParallelExecutor(SynchronousExecutor[Replica]):
-    """A rank with a copy of the model, whose gradients a reducer sums over the ranks.
-
-    Args:
-        recovers: whether an interrupted exchange leaves no state behind.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        training: StepContext,
-        *,
-        ranks: RankGroup,
-        make_step: MakeStep[Replica],
-        recovers: bool,
-    ) -> None:
-        super().__init__(replica, training, ranks=ranks, make_step=make_step)
-        self._recovers = recovers
-
-    def tune(self) -> tuple[str, ...]:
-        """With auto, time the reducers on this model's gradients, or keep the choice of the resumed run."""
-        replica, reducer = self._replica, self._replica.reducer
-        if not isinstance(reducer, AutoReducer):
-            return ()
-        masters = list(replica.masters.values())
-        return (reducer.choose(FlatBuffer.like(masters, replica.precision.master_dtype, replica.device)),)
-
-    def state_dict_extra(self) -> JsonMap:
-        """Return the reducer that auto chose, or the steps of PowerSGD."""
-        reducer = self._replica.reducer
-        if isinstance(reducer, AutoReducer) and reducer.chosen is not None:
-            return {"reduce": reducer.chosen}
-        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
-            return {"compressed_steps": reducer.compressor.steps}
-        return {}
-
-    def load_state_extra(self, extra: JsonMap) -> None:
-        """Restore the choice; PowerSGD's error feedback begins at zero."""
-        reducer = self._replica.reducer
-        if isinstance(reducer, AutoReducer):
-            reducer.recall(extra.get("reduce"))
-        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
-            reducer.compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
-
-    def check_replicas(self) -> str | None:
-        """Return the first parameter whose bits are not the same on all ranks; collective."""
-        return drifted_parameter(self._replica)
-
-    def recover(self, step: int) -> bool:
-        """Undo an interrupted step, unless the exchange leaves state behind (PowerSGD's error feedback)."""
-        return self._recovers and super().recover(step)
 
 
 @dataclass(frozen=True, kw_only=True)

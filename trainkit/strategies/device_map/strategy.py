@@ -7,30 +7,26 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import above
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy
-from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
     SynchronousExecutor,
-    backend_or_lanes,
     build_parts,
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
+from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
-from trainkit.strategies.reducers import DeterministicReducer, Partials, Reducer
-from trainkit.strategies.tensors.layouts import FlatBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +86,17 @@ class DeviceMap(Strategy):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the fullest device, and the partial sums of a reproducible run."""
-        copies = synchronous_gradient_copies(context.numerics, 1)
+        parts = self.replica_parts(model, context, num_shards=1)
+        if not parts:
+            return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
+        return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
+
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
+        """Return the blocks of each device; none where the map does not fit the model."""
         layout = self._judged(model, context)
         if not isinstance(layout, DeviceLayout):
-            return ModelMemory.whole(model, gradient_copies=copies)
-        by_device: dict[torch.device, dict[str, int]] = {}
-        for name, param in model.named_parameters():
-            by_device.setdefault(layout.device_of(name), {})[name] = param.numel()
-        fullest = max(by_device.values(), key=lambda held: sum(held.values()))
-        return ModelMemory(resident=fullest, gradient_copies=copies)
+            return ()
+        return layout.held_parts(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
 
     def _judged(self, model: nn.Module, context: PlanContext) -> DeviceLayout | list[Problem]:
         """Return the layout of a model, which may be on the meta device, or the problems."""
@@ -124,8 +122,7 @@ class DeviceMap(Strategy):
         Raises:
             ConfigError: the map does not fit the model.
         """
-        parts = build_parts(request, placement=self._layout(request), make_reducer=_make_reducer)
-        return SynchronousExecutor(Replica(parts), request.training)
+        return SynchronousExecutor(Replica(build_parts(request, placement=self._layout(request))), request.training)
 
     def _layout(self, request: SetupRequest) -> DeviceLayout:
         """Return the layout of this model on the devices of this host."""
@@ -192,30 +189,3 @@ class DeviceMap(Strategy):
 def _as_given(device: str) -> int | str:
     """Return a device that was given as a mapping key, where every name is text."""
     return int(device) if str(device).isdigit() else device
-
-
-def _make_reducer(collective: Collective, numerics: Numerics) -> Reducer:
-    """Return the lanes of a reproducible run, whose sums return to the devices of their parts; else no exchange."""
-    reducer = backend_or_lanes(collective, numerics)
-    return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
-
-
-class _Returning(Reducer):
-    """Returns each sum on the device of its parts: lanes are summed in one vector, on one device."""
-
-    def __init__(self, lanes: DeterministicReducer) -> None:
-        self._reducer = lanes
-        self.lanes = lanes.lanes
-
-    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
-        """Return the sums over all lanes."""
-        homes: list[torch.device] = []
-
-        def watched() -> Partials:
-            for lane, parts in partials:
-                known = homes or [packing.device] * len(parts)
-                homes[:] = [home if part is None else part.device for part, home in zip(parts, known, strict=True)]
-                yield lane, parts
-
-        sums = self._reducer.reduce(watched(), num_shards=num_shards, packing=packing)
-        return [None if total is None else total.to(home) for total, home in zip(sums, homes, strict=True)]

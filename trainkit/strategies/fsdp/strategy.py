@@ -16,7 +16,6 @@ from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
-from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import Placement
 from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
@@ -37,14 +36,19 @@ from trainkit.strategies.core.sharded.fully import (
     reduces_when,
     without_shared,
 )
+from trainkit.strategies.core.sharded.gathered_pass import GatheredPass, Gathering
 from trainkit.strategies.core.sharded.replica import ShardedReplica, joined_norms
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.groups.mesh import Axes
-from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
+from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.scaling import Scaled
+from trainkit.strategies.traffic import StepCut, Transfer, precision_of, ranks_of
+from trainkit.strategies.traffic.sharded import Gathers, sharded_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp(ProcessGroupOptions, Strategy):
+class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
     """Train a model that one device does not hold: parameters, gradients and optimizer state are cut over the ranks.
 
     Each rank computes shards of its own, as in `mirrored`. A block's parameters are gathered before it computes and
@@ -107,7 +111,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
 
     def withheld(self, context: PlanContext) -> Mapping[Access, str]:
         """Return what needs parameters outside of the model's forward pass, where ranks hold parts of them."""
-        return withheld_where_sharded("fsdp") if self.num_replicas(context) > 1 else {}
+        return withheld_where_sharded("fsdp") if self.num_replicas(context) > 1 or self.is_grouped else {}
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
         """Return problems: parameters that cannot be sharded, and classes that the model does not have."""
@@ -137,18 +141,53 @@ class Fsdp(ProcessGroupOptions, Strategy):
         }
         return ModelMemory(resident=resident, transient=self._transient_elements(model, context))
 
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002 - any
+        """Return the pass of a rank with a part of each parameter; none where the only rank has all."""
+        ranks = self.num_replicas(context) // self.replicate
+        if ranks == 1:
+            return ()
+        how = Gathering(
+            num_ranks=ranks,
+            precision=precision_of(context),
+            by_gloo=self.tasks(context)[0].device == "cpu",
+            reshard_after_forward=self.reshard_after_forward,
+            sums_each=self.sync == "each",
+        )
+        return (GatheredPass(self._units, how),)
+
     def _transient_elements(self, model: nn.Module, context: PlanContext) -> int:
         """Count the model's own tensors, two gathered modules, the gradients of one, and their send buffers.
 
         Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
         """
-        if self.num_replicas(context) == 1:
+        if self.num_replicas(context) == 1 and not self.is_grouped:
             return 0
         units = [sum(param.numel() for param in unit.parameters()) for unit in self._units(model)]
         whole, largest = sum(param.numel() for param in model.parameters()), max(units, default=0)
         rest = max(whole - sum(units), 0)
         params = rest + 2 * largest if self.reshard_after_forward else whole
         return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...]:
+        """Return the gathers of the parameters and the sums of the gradients of each shard."""
+        ranks, precision = ranks_of(self, context), precision_of(context)
+        return sharded_traffic(
+            model,
+            self._units(model),
+            ranks,
+            Gathers(
+                groups=self.replicate,
+                device_type=self.tasks(context)[0].device.partition(":")[0],
+                gathered_bytes=precision.model_dtype.itemsize,
+                summed_bytes=precision.master_dtype.itemsize,
+                gathers=cut.shards_a_replica * (2 if self.reshard_after_forward else 1),
+                sums=cut.shards_a_replica if self.sync == "each" else 1,
+            ),
+        )
+
+    def scaled(self, replicas: int, context: PlanContext) -> Scaled:  # noqa: ARG002 - the same on any device
+        """Return the key of so many ranks."""
+        return Scaled(keys={"replicas": replicas})
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
         """Join the other ranks, and shard the model over them."""

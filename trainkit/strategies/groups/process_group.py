@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
@@ -160,6 +161,19 @@ def _abort_groups() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupOfOne:
+    """The option of strategies whose exchanges work in a process group of one rank; before `ProcessGroupOptions`."""
+
+    process_group: Annotated[Literal["auto", "always"], placement] = "auto"
+    """auto: several ranks join a process group; always: a single rank, too, to try its exchanges on one device."""
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a single rank joins a process group, too."""
+        return self.process_group == "always"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessGroupOptions:
     """The common options of strategies with several processes: the processes, their devices, and the process group.
 
@@ -176,6 +190,11 @@ class ProcessGroupOptions:
     """The devices to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first `replicas` GPUs, or the CPU."""
     timeout_s: Annotated[float, placement] = 600.0
     """Seconds that a rank waits for the others in an exchange."""
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a single rank joins a process group, too."""
+        return False
 
     @property
     def ranks_a_replica(self) -> int:
@@ -205,11 +224,12 @@ class ProcessGroupOptions:
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
         """Return that a single rank, which joins no process group, runs the code of one device."""
-        if len(self.tasks(context)) > 1 or not type(self).__dict__.get("alone_as_one_device", False):
+        alone = type(self).__dict__.get("alone_as_one_device", False) and not self.is_grouped
+        if len(self.tasks(context)) > 1 or not alone:
             return []
         use = "strategy.replicas=2"
         if context.num_gpus == 1:
-            use += " strategy.devices=[cpu,cpu]"
+            use = "strategy.process_group=always"
         rule = f"a single rank runs the code of one_device, and comparing the two shows nothing. Use {use}."
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
@@ -322,23 +342,35 @@ class ProcessGroupOptions:
             return [parse_device(self.devices[place]) or "cpu" for place in places]
         return [f"cuda:{place}" if context.num_gpus else "cpu" for place in places]
 
-    def join(self, identity: Identity) -> RankGroup:
-        """Join the process group of this attempt; collective."""
-        if identity.store is None:
-            return RankGroup()
+    def backend(self, device_type: str, *, exchanges_on_cpu: bool = False) -> str:
+        """Return the backend of the process group, for ranks with this type of device."""
+        if device_type != "cuda":
+            return "gloo"
+        return "cpu:gloo,cuda:nccl" if exchanges_on_cpu else "nccl"
+
+    def join(self, identity: Identity, *, exchanges_on_cpu: bool = False, exchanges_on_gpus: bool = False) -> RankGroup:
+        """Join the process group of this attempt; collective.
+
+        Args:
+            identity: of this task.
+            exchanges_on_cpu: whether ranks with a GPU also exchange tensors of the CPU.
+            exchanges_on_gpus: whether a rank exchanges tensors of several GPUs, so that NCCL is bound to none of them.
+        """
         device = torch.device(identity.task.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        host, port = identity.store
-        timeout = timedelta(seconds=self.timeout_s)
-        store = store_client((host, port), self.timeout_s)
+        if identity.store is None and not self.is_grouped:
+            return RankGroup()
+        store = HashStore() if identity.store is None else store_client(identity.store, self.timeout_s)
+        backend = self.backend(device.type, exchanges_on_cpu=exchanges_on_cpu)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             # A fresh prefix an attempt: a restarted rank must not read a dead peer's address.
             store=dist.PrefixStore(identity.prefix, store),  # type: ignore[attr-defined]
             rank=identity.task.rank,
             world_size=identity.num_ranks,
-            timeout=timeout,
+            timeout=timedelta(seconds=self.timeout_s),
+            device_id=device if "nccl" in backend and not exchanges_on_gpus else None,
         )
         each, ranks = self.ranks_a_replica, range(0, identity.num_ranks, self.ranks_a_replica)
         every = GroupCollective(rank=identity.task.rank, num_ranks=identity.num_ranks, device=device)

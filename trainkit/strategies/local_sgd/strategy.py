@@ -28,7 +28,6 @@ from trainkit.strategies.base import (
     Ticket,
     Traits,
 )
-from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
@@ -36,7 +35,19 @@ from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_
 from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.groups.process_group import LocalCollective, ProcessGroupOptions, RankGroup, all_gather_object
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
+from trainkit.strategies.memory_capabilities import ModelMemory
 from trainkit.strategies.reducers import LocalReducer
+from trainkit.strategies.traffic import (
+    StepCut,
+    Transfer,
+    all_reduce,
+    exchanged_elements,
+    precision_of,
+    ranks_a_host,
+    ranks_of,
+)
+from trainkit.strategies.traffic.reductions import Vector, reduction
+from trainkit.strategies.traffic.tables import gathered_rows, lookups_of, weights_of
 
 _AVERAGE_ALONE: Final = OuterOptimizer()
 """The average without an outer optimizer."""
@@ -139,6 +150,35 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - on any number
         """Return a whole replica, the vector of an average (parameters and two moments), and the outer optimizer."""
         return ModelMemory.whole(model, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the average of every so many steps, and before `local_after` the sum of the gradients in each.
+
+        An average is one all-reduce of parameters, optimizer state and buffers, whatever the gradients are; None if the
+        size of the optimizer's state is not known.
+        """
+        slots = None if cut.dry_run is None else cut.dry_run.state_elements()
+        lookups = lookups_of(model, cut) if self.local_after else {}
+        if slots is None or lookups is None:
+            return None
+        ranks, width = ranks_of(self, context), precision_of(context).master_dtype.itemsize
+        elements = exchanged_elements(model)
+        average = Transfer(
+            what="parameters and optimizer state",
+            how="all-reduce",
+            flows=all_reduce(ranks, (elements + slots) * width),
+            messages=2 * (len(ranks) - 1),
+            first_step=self.local_after,
+            every=self.average_every,
+        )
+        if not self.local_after:
+            return (average,)
+        dense = elements - sum(table.numel() for table in weights_of(lookups))
+        summed = (
+            *reduction("backend", ranks, Vector.of(dense, width), ranks_a_host=ranks_a_host(context, len(ranks))),
+            *gathered_rows(lookups, ranks, shards=cut.shards_a_replica, width=width),
+        )
+        return (*(replace(one, end_step=self.local_after) for one in summed), average)
 
     def next_sync_step(self, step: int) -> int:
         """Return the step of the next average, or the step itself before replicas step alone."""

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from torch import nn
 from trainkit.config.values import closest
 from trainkit.errors import Problem
 from trainkit.numerics.randomness import draws_at_random, draws_nothing, sets_key
+from trainkit.objectives.from_hidden.cross_entropy import score_rows
+from trainkit.objectives.from_hidden.output_layer import offered_by
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -71,6 +73,9 @@ class Compiled:
         mode: a mode of the inductor backend; None for any other.
     """
 
+    runs_once: ClassVar[bool] = True
+    """Whether a forward pass is computed once: a loss may be computed inside."""
+
     def __init__(self, module: nn.Module, *, backend: str, mode: str | None) -> None:
         self.module, self.inner = module, module.forward
         self.backend, self.mode = backend, mode
@@ -97,6 +102,24 @@ class Compiled:
         return {**self.__dict__, "_compiled": None}
 
 
+class CompiledFunction:
+    """A function that is compiled at its first call; a copy of it compiles for itself."""
+
+    def __init__(self, function: Callable[..., Any], *, backend: str) -> None:
+        self.function, self.backend = function, backend
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the compiled function."""
+        if self._compiled is None:
+            self._compiled = torch.compile(self.function, backend=self.backend)
+        return self._compiled(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the compiled code."""
+        return {**self.__dict__, "_compiled": None}
+
+
 def _keep_keys_out(module: nn.Module) -> None:
     """Exclude the hooks that set a block's random key from compilation, which would turn the key into a constant."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
@@ -109,6 +132,10 @@ Compiles = Literal["model", "blocks", "nothing"]
 """What a strategy calls as a unit: the whole model, its blocks, or neither in a way that could be compiled."""
 
 _INDUCTOR: Final = "inductor"
+_MODES: Final = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""Value of `compile.mode` -> mode of torch.compile. The next run of a CUDA graph overwrites its outputs: gradients of
+earlier shards would be lost (pytorch issue 96693).
+"""
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
 
@@ -118,8 +145,8 @@ class ModelTransforms:
 
     recompute: Literal["none", "full"] | int | Sequence[str] = "none"
     """`full`: every block; n: every n-th; names: every module of these classes."""
-    compile_mode: Literal["off", "default", "max-autotune"] = "off"
-    """The optimisation mode of torch.compile."""
+    compile_mode: Literal["off", "default", "max-autotune", "step"] = "off"
+    """The optimisation mode of torch.compile; `step`: an executor compiles whole steps, and no module."""
     backend: str = _INDUCTOR
     """The backend of torch.compile."""
 
@@ -130,8 +157,16 @@ class ModelTransforms:
 
     @property
     def compiles(self) -> bool:
-        """Whether some modules are compiled."""
+        """Whether something is compiled."""
         return self.compile_mode != "off"
+
+    @property
+    def compiles_modules(self) -> bool:
+        """Whether some modules are compiled, each by itself."""
+        return self.compiles and self.compile_mode != "step"
+
+
+NO_TRANSFORMS: Final = ModelTransforms()
 
 
 def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles = "blocks") -> nn.Module:
@@ -150,11 +185,13 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
         >>> type(shaped[0].forward).__name__, list(shaped.state_dict()) == list(model.state_dict())
         ('Recomputed', True)
     """
-    recomputed = _recomputed(model, shaping)
-    if shaping.compiles:
-        mode = shaping.compile_mode if shaping.backend == _INDUCTOR else None
+    recomputed = recomputed_modules(model, shaping)
+    if shaping.compiles_modules:
+        mode = _MODES[shaping.compile_mode] if shaping.backend == _INDUCTOR else None
         for module in _compiled(model, recomputed, compiles):
             module.forward = Compiled(module, backend=shaping.backend, mode=mode)
+        if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside
+            layer.compiled_score_rows = CompiledFunction(score_rows, backend=shaping.backend)  # type: ignore[assignment]
     for module in recomputed:  # outside of what is compiled: a recomputation runs the same code
         module.forward = Recomputed(module)
     return model
@@ -167,12 +204,13 @@ def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
 
 def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]:
     """Return notes about the transforms for the plan and the startup summary."""
-    drawing = shaping.compiles and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
+    drawing = shaping.compiles_modules and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
     note = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
     return (note,) if drawing else ()
 
 
-def _recomputed(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:
+def recomputed_modules(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:
+    """Return the modules of a model that are computed again in backward."""
     asked = shaping.recompute
     if asked == "none":
         return []
@@ -235,9 +273,13 @@ def _compile_problems(
     if not shaping.compiles:
         return
     key, value = "compile.mode", shaping.compile_mode
-    if compiles == "nothing":
+    if shaping.compile_mode == "step":
+        if shaping.recomputes:  # what else it refuses is in core.graphs.refusals
+            rule = "cannot be had with activation_checkpointing: a graph decides itself what it keeps. Leave one out."
+            yield Problem(key=key, value=value, rule=rule)
+    elif compiles == "nothing":
         yield Problem(key=key, value=value, rule=f"{strategy} cannot compile. Leave it out, or use strategy=mirrored.")
-    elif not _compiled(model, _recomputed(model, shaping), compiles):
+    elif not _compiled(model, recomputed_modules(model, shaping), compiles):
         rule = f"{strategy} compiles blocks, and the model has none of several modules. Leave it out."
         yield Problem(key=key, value=value, rule=rule)
     if shaping.backend == _INDUCTOR:

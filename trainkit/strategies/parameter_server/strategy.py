@@ -18,16 +18,20 @@ from trainkit.fields import maths, placement
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import LoopCall, PlanContext, SetupRequest, Strategy, TaskContext, Traits
-from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
+from trainkit.strategies.memory_capabilities import ModelMemory
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.state import CoordinatorExecutor
 from trainkit.strategies.parameter_server.coordinator.update_log import FILE
 from trainkit.strategies.parameter_server.settings import PsSettings, run_server, run_worker
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems, variables_of
+from trainkit.strategies.parameter_server.wire.volume import pulls_of, pushes_of, rows_of
 from trainkit.strategies.parameter_server.worker_task import sparse_tables
+from trainkit.strategies.scaling import Remedies, Scaled
+from trainkit.strategies.traffic import StepCut, Transfer, precision_of
+from trainkit.strategies.traffic.tables import lookups_of
 
 _ACCEPT = Staleness()
 
@@ -177,6 +181,49 @@ class ParameterServer(Strategy):
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - the servers hold gradients
         """Return a whole replica and the chief's second model; each thread on a CPU has its own gradients."""
         return ModelMemory.whole(model, gradient_copies=self.devices_per_worker)
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return what workers pull from the servers and push to them, of sparse tables the rows."""
+        if (named := lookups_of(model, cut)) is None:
+            return None
+        lookups = dict(zip(sparse_tables(model), named.values(), strict=True))
+        precision = precision_of(context)
+        shards = VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context))
+        tasks = [task for task in self.tasks(context) if not task.is_evaluator]
+        workers = [task.rank for task in tasks if task.role != "ps"]
+        servers = [task.rank for task in tasks if task.role == "ps"]
+        narrow = torch.bfloat16 if self.transfer == "bf16" else None
+        orders = 1 if self.mode == "async" else -(-cut.num_shards // self.devices_per_worker)
+        pulls = orders if self.mode == "async" else min(orders, len(workers))
+        width = (narrow or shards.master_dtype).itemsize
+        read = (narrow or precision.model_dtype).itemsize
+        are_dense = context.numerics.reproducible and self.mode == "sync"
+        return (
+            pulls_of(shards, servers, workers, pulls=pulls, width=read, tables=lookups),
+            pushes_of(model, shards, servers, workers, pushes=orders, width=width, tables=() if are_dense else lookups),
+            *rows_of(
+                lookups,
+                shards,
+                servers,
+                workers,
+                num_shards=cut.num_shards,
+                pushes=0 if are_dense else orders,
+                width=width,
+            ),
+        )
+
+    def scaled(self, replicas: int, context: PlanContext) -> Scaled:
+        """Return the key of so many workers, and what could change their traffic."""
+        is_async = self.mode == "async"
+        return Scaled(
+            keys={"workers": replicas},
+            waits=not is_async,
+            remedies=Remedies(
+                compression="strategy.transfer=bf16" if self.transfer == "full" else None,
+                num_servers=self.num_servers(context),
+                spares=None if is_async or self.spare_replicas else "strategy.spare_replicas=1",
+            ),
+        )
 
     def setup(self, request: SetupRequest) -> CoordinatorExecutor:
         """Make the chief's models, one to evaluate and one to compute with, and connect to the servers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,6 +23,7 @@ from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport, gradient_keys
+from trainkit.strategies.traffic.tables import sparse_tables as tables_of
 
 
 def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
@@ -37,10 +37,7 @@ def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     places = {id(param): place for place, param in enumerate(trained)}
-    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())  # noqa: SLF001
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    found = ((id(table.weight), table) for table in tables if table.sparse and table.weight.requires_grad)
-    return {places[key]: table for key, table in found if uses[key] == 1}
+    return {places[id(table.weight)]: table for table in tables_of(model).values()}
 
 
 def read_when_looked_up(tables: Mapping[int, nn.Module], pull_rows: Callable[[int, Tensor], Tensor]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -60,16 +62,38 @@ def activation_bytes(
 def activations_in(
     facts: PlanContext | None, precision: Precision
 ) -> Callable[[nn.Module, Sequence[Block]], list[int] | None]:
-    """Return `activation_bytes` for a shard of a config; the result gives None if no sample or objective is known."""
+    """Return `activation_bytes` for a shard of a config; the result gives None if no sample or objective is known.
+
+    The last answer for a model is kept: planning asks several times for the same one.
+    """
 
     def find(model: nn.Module, units: Sequence[Block]) -> list[int] | None:
         if facts is None or facts.objective is None or facts.sample is None:
             return None
         objective = facts.objective
-        batch = tree_map(lambda value: _of_size(value, facts.micro_size), facts.collate([facts.sample], [0]))
-        return activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
+        given, key = (facts.sample, objective), (facts.micro_size, precision.value, *(unit.name for unit in units))
+        known = _KNOWN.get(model)
+        if known is None or known.key != key or any(map(is_not, known.given, given)):
+            batch = tree_map(lambda value: _of_size(value, facts.micro_size), facts.collate([facts.sample], [0]))
+            sizes = activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
+            _KNOWN[model] = known = _Found(given=given, key=key, sizes=sizes)
+        return known.sizes
 
     return find
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The activations of a model, and what they were found for."""
+
+    given: tuple[object, object]
+    """A sample and the objective."""
+    key: tuple[object, ...]
+    """Size of the shard, precision, and the names of the blocks."""
+    sizes: list[int] | None
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
 
 
 def _of_size(value: Any, count: int) -> Any:

@@ -37,6 +37,12 @@ class Block:
                     yield f"{prefix}.{leaf}" if prefix else leaf, tensor
 
 
+def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Return the canonical names of modules of a model, in its order."""
+    chosen = {id(module) for module in modules}
+    return tuple(name for name, module in model.named_modules() if id(module) in chosen)
+
+
 def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     """Return the blocks of a model, in the order in which it names them.
 

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.base import StagePart
 from trainkit.strategies.core.buffers import ObjectSnapshot, refuse_changes
-from trainkit.strategies.partition.blocks import Block, distinct_tensors
+from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
+from trainkit.strategies.partition.blocks import Block, distinct_tensors, names_of
 from trainkit.strategies.partition.syntax import collapsed
+from trainkit.strategies.tensors.layouts import TensorPlaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,17 @@ class DeviceLayout:
     """Blocks with the device of each."""
 
     units: tuple[Block, ...]
-    devices_by_unit: tuple[str | None, ...]
-    """The device of each block; None for one without tensors and key, which computes on the device of its inputs."""
+    group: tuple[str, ...]
+    """The device of each place; two places may be on one device."""
+    places: tuple[int | None, ...]
+    """The place of each block; None for one without tensors and key, which computes on the device of its inputs."""
     routed: bool
     """Whether activations are moved to each block; not needed if all are on one device."""
+
+    @cached_property
+    def devices_by_unit(self) -> tuple[str | None, ...]:
+        """The device of each block; None for one that computes on the device of its inputs."""
+        return tuple(None if place is None else self.group[place] for place in self.places)
 
     @property
     def device(self) -> torch.device:
@@ -47,6 +56,18 @@ class DeviceLayout:
         """Return the device of a parameter or buffer."""
         return self._device_of[name]
 
+    @cached_property
+    def _place_of(self) -> dict[str, int]:
+        placed = zip(self.units, self.places, strict=True)
+        return {name: place for unit, place in placed if place is not None for name, _ in unit.tensors()}
+
+    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
+        """Return the places of parameters and buffers; None where all are on one device."""
+        if len(set(self._place_of.values())) < 2:
+            return None
+        devices = tuple(map(torch.device, self.group))
+        return TensorPlaces(places=tuple(self._place_of[name] for name in names), devices=devices)
+
     def move(self, model: nn.Module) -> nn.Module:
         """Move every tensor of the model to its device, in place, and register hooks that move activations."""
         for unit, device in self._placed():
@@ -62,12 +83,34 @@ class DeviceLayout:
         return model
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
-        """Return the consecutive parts of the model that are on one device, in its order."""
+        """Return the consecutive parts of the model that are in one place, in its order."""
         seen: set[int] = set()
-        runs = groupby(self._placed(), key=lambda item: str(item[1]))
+        placed = [(unit, place) for unit, place in zip(self.units, self.places, strict=True) if place is not None]
+        runs = groupby(placed, key=lambda item: item[1])
         return tuple(
-            part_of(stage, [unit for unit, _ in members], bytes_of, device, seen)
-            for stage, (device, members) in enumerate(runs)
+            part_of(stage, [unit for unit, _ in members], bytes_of, self.group[place], seen)
+            for stage, (place, members) in enumerate(runs)
+        )
+
+    def held_parts(self, model: nn.Module, *, gradient_copies: int) -> tuple[ReplicaPart, ...]:
+        """Return what each device holds and computes of a replica.
+
+        Args:
+            model: the model of this layout, possibly without data.
+            gradient_copies: copies of a device's gradients at the peak of a step.
+        """
+        resident: dict[torch.device | None, dict[str, int]] = {}
+        for name, param in model.named_parameters():
+            resident.setdefault(self.device_of(name), {})[name] = param.numel()
+        computed: dict[torch.device | None, list[nn.Module]] = {}
+        for unit, device in zip(self.units, self.devices_by_unit, strict=True):
+            computed.setdefault(None if device is None else torch.device(device), []).extend(unit.entries)
+        return tuple(
+            ReplicaPart(
+                modules=names_of(model, computed.get(device, ())),
+                memory=ModelMemory(resident=held, gradient_copies=gradient_copies),
+            )
+            for device, held in resident.items()
         )
 
     def _placed(self) -> Iterator[tuple[Block, torch.device]]:

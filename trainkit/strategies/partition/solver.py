@@ -125,6 +125,8 @@ class PartitionSolver:
     """Returns the bytes of a tensor."""
     activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None
     """Returns the bytes that each block stores of a shard for backward; None if unknown."""
+    counts_places: bool = False
+    """Whether the values of the map are places, counted from 0 in `devices`; else they are names of devices."""
 
     def layout(self, model: nn.Module) -> DeviceLayout | list[Problem]:
         """Compute the layout of a model, which may be on the meta device; or return the problems."""
@@ -138,13 +140,20 @@ class PartitionSolver:
             return self._balanced(units, sizes, counted)
         assigned = assign(model, units, self.given, key="strategy.map")
         problems = assigned.problems or validate_layout(
-            units, assigned, self.given, key="strategy.map", noun="device", same=parse_device
+            units, assigned, self.given, key="strategy.map", noun="device", same=self._place
         )
         if problems:
             return problems
-        devices = tuple(None if place is None else parse_device(place) for place in assigned.places)
-        layout = DeviceLayout(units=units, devices_by_unit=devices, routed=True)
+        places = tuple(None if given is None else self._place(given) for given in assigned.places)
+        layout = DeviceLayout(units=units, group=tuple(self.devices), places=places, routed=True)
         return self._overfull(layout, sizes, counted) or layout
+
+    def _place(self, given: int | str) -> int | None:
+        """Return the place that a value of the map names; None if it names none."""
+        if self.counts_places:
+            return given if isinstance(given, int) and 0 <= given < len(self.devices) else None
+        device = parse_device(given)
+        return self.devices.index(device) if device in self.devices else None
 
     def _balanced(self, units: Sequence[Block], sizes: Sequence[int], counted: str) -> DeviceLayout | list[Problem]:
         limits = [self.capacities.get(device, math.inf) for device in self.devices]
@@ -157,8 +166,8 @@ class PartitionSolver:
                 f"{gib(sum(limits))}. Give more memory or more devices."
             )
             return [Problem(key="strategy.max_memory", rule=rule)]
-        devices = tuple(self.devices[place] for place in found)
-        return DeviceLayout(units=tuple(units), devices_by_unit=devices, routed=len(set(devices)) > 1)
+        group, routed = tuple(self.devices), len(set(found)) > 1
+        return DeviceLayout(units=tuple(units), group=group, places=tuple(found), routed=routed)
 
     def _overfull(self, layout: DeviceLayout, sizes: Sequence[int], counted: str) -> list[Problem]:
         problems = []

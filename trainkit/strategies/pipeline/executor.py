@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, p
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
 from trainkit.strategies.pipeline.tracing.recorder import is_fake
-from trainkit.strategies.pipeline.tracing.stage_module import Blocks, filled
+from trainkit.strategies.pipeline.tracing.stage_module import blocks_of_stage, filled
 from trainkit.strategies.tensors.layouts import in_layout
 from trainkit.strategies.tensors.lazy_state import name_in, select
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
@@ -93,7 +92,7 @@ def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule
     all_ranks, model = parts.all_ranks, parts.held.model
     place = all_ranks.rank % stages
     holders = holders_of(model, cut, stages)
-    blocks = {stage: _blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
+    blocks = {stage: blocks_of_stage(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
     buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     here = nn.ModuleList(blocks.values()).named_buffers()
@@ -110,19 +109,6 @@ def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule
     replica = PipelineReplica(replace(parts, buffers=buffers), layout)
     model.forward = StagedForward(replica)
     return replica
-
-
-def _blocks(model: nn.Module, cut: StageAssignment, stage: int) -> Blocks:
-    inside = {id(tensor) for unit in cut.units for _, tensor in unit.tensors()}
-    owned = {name: tensor for name, tensor in _named(model) if id(tensor) not in inside}
-    members = cut.members(stage)
-    here = {id(tensor) for unit in members for _, tensor in unit.tensors()}
-    within = {name: tensor for name, tensor in _named(model) if id(tensor) in here}
-    return Blocks({unit.name: unit.entries[0] for unit in members}, owned=owned, inside=within)
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
 
 
 class PipelineWork(ShardStep):

@@ -48,6 +48,27 @@ def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a
     return (num_ranks - 1) / (work + num_ranks - 1)
 
 
+def most_in_flight(schedule: ScheduleName, count: int, *, place: int, num_ranks: int, stages_a_rank: int) -> int:
+    """Return the most microbatches whose activations wait on a rank at once, counted over all of its stages together.
+
+    GPipe keeps all. 1F1B begins with as many forward passes as there are ranks from this one on; an interleaved
+    schedule with 2 (p - 1 - place) + (v - 1) p more than one, each of one of its v stages.
+
+    Example:
+        >>> [most_in_flight("1f1b", 8, place=place, num_ranks=4, stages_a_rank=1) for place in range(4)]
+        [4, 3, 2, 1]
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; torch.distributed.pipelining.schedules.
+    """
+    if schedule == "gpipe" or (schedule == "1f1b" and count < num_ranks):
+        return count
+    if not several_a_rank(schedule):
+        return min(count, num_ranks - place)
+    padded = padded_microbatches(schedule, count, num_ranks)
+    chunks = min(padded * stages_a_rank, 2 * (num_ranks - 1 - place) + (stages_a_rank - 1) * num_ranks + 1)
+    return -(-chunks // stages_a_rank)
+
+
 def make_schedule(
     schedule: ScheduleName, stages: Sequence[PipelineStage], count: int, loss: Callable[[Any, Any], Any]
 ) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -17,20 +17,28 @@ from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
-from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel, Placement
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass, ReplicaPart
 from trainkit.strategies.partition.activations import activations_in
+from trainkit.strategies.partition.blocks import names_of
 from trainkit.strategies.partition.device_layout import part_of
 from trainkit.strategies.partition.solver import model_bytes
-from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
+from trainkit.strategies.pipeline.schedules import (
+    ScheduleName,
+    ideal_bubble,
+    most_in_flight,
+    padded_microbatches,
+    several_a_rank,
+)
 from trainkit.strategies.pipeline.stage_assignment import Limits, StageAssignment, cut_blocks, names_parts
-from trainkit.strategies.pipeline.tracing.trace import programs_of
+from trainkit.strategies.pipeline.tracing.trace import programs_of, record
 from trainkit.strategies.pipeline.validation import misfits
 from trainkit.strategies.tensors.layouts import dense_strides, in_layout
+from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +57,9 @@ class StageParams:
     def device_of(self, name: str) -> torch.device:
         """Return the device of a tensor."""
         return self.device if name in self.names else torch.device("meta")
+
+    def places_of(self, names: Sequence[str]) -> None:
+        """Return None: all tensors that are kept are on one device."""
 
     def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
         """Release the tensors that are not kept, and initialise the others; tied tensors stay tied."""
@@ -220,19 +231,85 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the fullest rank, and a flat vector for the exchange between replicas."""
-        copies = 0 if self.num_replicas(context) == 1 else 1
+        parts = self.replica_parts(model, context, num_shards=1)
+        if not parts:
+            return ModelMemory.whole(model, gradient_copies=0 if self.num_replicas(context) == 1 else 1)
+        return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
+
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+        """Return the stages of each rank, and how many microbatches wait there; none where the map does not fit."""
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
         cut = self._cut(model, context.precision, context)
         if not isinstance(cut, StageAssignment):
-            return ModelMemory.whole(model, gradient_copies=copies)
+            return ()
+        copies = 0 if self.num_replicas(context) == 1 else 1
         holders = holders_of(model, cut, self.stages)
         sizes = {name: param.numel() for name, param in model.named_parameters()}
-        by_place = [
-            {name: size for name, size in sizes.items() if place in holders[name]} for place in range(self.stages)
-        ]
-        fullest = max(by_place, key=lambda held: sum(held.values()))
-        return ModelMemory(resident=fullest, gradient_copies=copies)
+        return tuple(
+            ReplicaPart(
+                modules=names_of(
+                    model,
+                    [
+                        entry
+                        for unit, stage in zip(cut.units, cut.stages, strict=True)
+                        if stage % self.stages == place
+                        for entry in unit.entries
+                    ],
+                ),
+                memory=ModelMemory(
+                    resident={name: size for name, size in sizes.items() if place in holders[name]},
+                    gradient_copies=copies,
+                ),
+                received=padded_microbatches(self.schedule, num_shards, self.stages),
+                in_flight=most_in_flight(
+                    self.schedule, num_shards, place=place, num_ranks=self.stages, stages_a_rank=self.stages_a_rank
+                ),
+            )
+            for place in range(self.stages)
+        )
+
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
+        """Return the pass of each rank through its stages; none where the map does not fit."""
+        from trainkit.strategies.pipeline.stage_pass import RecordedStages, StagePass  # noqa: PLC0415 - as above
+
+        cut, objective, precision = (
+            self._cut(model, context.precision, context),
+            context.objective,
+            precision_of(context),
+        )
+        if not isinstance(cut, StageAssignment) or not isinstance(objective, Supervised):
+            return ()
+        inputs = objective.split_batch(shard.batch)[0]
+        program = record(model, cut.units, inputs, autocast=precision.autocast(["cpu"]))
+        recorded = RecordedStages.of(program, cut, objective=objective, dtype=precision.model_dtype)
+        several = padded_microbatches(self.schedule, shard.count, self.stages) > 1
+        return tuple(
+            StagePass(recorded, range(place, cut.num_stages, self.stages), several=several)
+            for place in range(self.stages)
+        )
+
+    def work_share(self, cut: StepCut) -> WorkShare:
+        """Return that of equal stages, with the ideal bubble of the schedule."""
+        count = padded_microbatches(self.schedule, cut.shards_a_replica, self.stages)
+        return WorkShare(operations=count / cut.shards_a_replica / self.stages / (1 - self.bubble(cut)))
+
+    def bubble(self, cut: StepCut) -> float:
+        """Return the ideal bubble of the schedule."""
+        count = padded_microbatches(self.schedule, cut.shards_a_replica, self.stages)
+        return ideal_bubble(self.schedule, count, num_ranks=self.stages, stages_a_rank=self.stages_a_rank)
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the activations between stages and their gradients, and the sums of gradients over the replicas."""
+        from trainkit.strategies.pipeline.transfers import activation_transfers, gradient_transfers  # noqa: PLC0415
+
+        assigned, programs = self._cut(model, context.precision, context), programs_of(model, context)
+        if not isinstance(assigned, StageAssignment) or isinstance(programs, list) or not programs:
+            return None
+        ranks = ranks_of(self, context)
+        count = padded_microbatches(self.schedule, cut.shards_a_replica, self.stages)
+        sent = activation_transfers(assigned, programs[0], ranks, context, stages=self.stages, count=count)
+        return (*sent, *gradient_transfers(model, assigned, ranks, context, stages=self.stages))
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Pipeline:
         """Return the strategy with a stage for each block: activations and the order of blocks are known only here."""

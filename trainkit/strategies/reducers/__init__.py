@@ -5,6 +5,7 @@ from trainkit.strategies.reducers.backend import BackendReducer
 from trainkit.strategies.reducers.base import LocalReducer, Partials, Reducer
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
 from trainkit.strategies.reducers.flat import FlatReducer
+from trainkit.strategies.reducers.per_device import PerDeviceReducer
 
 __all__ = [
     "AutoReducer",
@@ -13,5 +14,6 @@ __all__ = [
     "FlatReducer",
     "LocalReducer",
     "Partials",
+    "PerDeviceReducer",
     "Reducer",
 ]

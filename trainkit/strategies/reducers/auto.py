@@ -59,8 +59,9 @@ class AutoReducer(Reducer):
             self._collective.gather(torch.zeros(1))  # begin together
             begun = time.perf_counter()
             reducer.reduce(_zeros(packing), num_shards=self._collective.num_ranks, packing=packing)
-            if packing.device.type == "cuda":
-                torch.cuda.synchronize(packing.device)
+            for part in packing.parts:
+                if part.packing.device.type == "cuda":
+                    torch.cuda.synchronize(part.packing.device)
             seconds.append(time.perf_counter() - begun)
         reducer.close()
         slowest = torch.cat(self._collective.gather(torch.tensor([median(seconds[1:])], dtype=torch.float64)))
@@ -88,5 +89,4 @@ class AutoReducer(Reducer):
 
 
 def _zeros(packing: FlatBuffer) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
-    flat = packing.empty()
-    yield 0, packing.views(flat)
+    yield 0, packing.zeros()

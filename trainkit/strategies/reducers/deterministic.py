@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer, unsplit
 
 
 class DeterministicReducer(Reducer):
@@ -31,14 +31,21 @@ class DeterministicReducer(Reducer):
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
         """Return the sums over all lanes, in the order of the tree."""
-        leaves = ((LaneNode(lane, self.lanes), packing.pack(sums)) for lane, sums in partials)
+        parts = packing.parts
+        leaves = (
+            (LaneNode(lane, self.lanes), [part.packing.pack(part.chosen(sums)) for part in parts])
+            for lane, sums in partials
+        )
         own = [
-            combine_pairwise(_below(node, leaves, self.lanes, num_shards), Tensor.add_, num_lanes=self.lanes)
+            combine_pairwise(_below(node, leaves, self.lanes, num_shards), _add_each, num_lanes=self.lanes)
             for node in self._nodes(self._rank, num_shards)
         ]
-        if self._num_ranks == 1:
-            return packing.views(own[0])
-        return packing.views(self._exchange(own, num_shards, packing))
+        totals = []
+        for number, part in enumerate(parts):
+            vectors = [of_node[number] for of_node in own]
+            total = vectors[0] if self._num_ranks == 1 else self._exchange(vectors, num_shards, part.packing)
+            totals.append(part.packing.views(total))
+        return unsplit(parts, totals)
 
     def _nodes(self, rank: int, num_shards: int) -> tuple[LaneNode, ...]:
         return owned_nodes(rank=rank, num_ranks=self._num_ranks, num_lanes=self.lanes, num_shards=num_shards)
@@ -63,9 +70,14 @@ class DeterministicReducer(Reducer):
         return gathered[: packing.numel]
 
 
+def _add_each(totals: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Add the vectors of one sum to those of another, in place."""
+    return [total.add_(other) for total, other in zip(totals, others, strict=True)]
+
+
 def _below(
-    node: LaneNode, leaves: Iterator[tuple[LaneNode, Tensor]], num_lanes: int, num_shards: int
-) -> Iterator[tuple[LaneNode, Tensor]]:
+    node: LaneNode, leaves: Iterator[tuple[LaneNode, list[Tensor]]], num_lanes: int, num_shards: int
+) -> Iterator[tuple[LaneNode, list[Tensor]]]:
     """Yield the leaves below a node from the stream of all leaves."""
     count = sum(lane < num_shards for lane in node.lanes(num_lanes))
     for _ in range(count):

@@ -152,7 +152,7 @@ def _open(path: str) -> int:
 
 def _make(size: int) -> int:
     """Return a descriptor of new, allocated memory; below 0 if there is not enough."""
-    if size > _available_bytes():
+    if size > available_bytes():
         return -1  # a memfd has no limit of its own: too large a request would make the kernel kill a process
     descriptor = os.memfd_create("trainkit", os.MFD_CLOEXEC)
     try:
@@ -163,7 +163,7 @@ def _make(size: int) -> int:
     return descriptor
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return how much new allocations may take without swapping, as estimated by Linux."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

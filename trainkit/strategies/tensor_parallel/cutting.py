@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -82,23 +84,56 @@ def cut_parameters(
     return cuts
 
 
-def exchange_activations(fit: MatchedPlan, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
+def exchange_activations(fit: MatchedPlan, exchange: Exchange) -> None:
     """Make the modules of a plan change the layout of their inputs and outputs."""
     for one in fit.chosen:
         module: Any = one.module
-        module.forward = partial(_forward, one, _Exchange(mesh, regions), module.forward)
+        module.forward = partial(_forward, one, exchange, module.forward)
+        if one.style.name == "colwise_gathered" and isinstance(module, nn.Linear):
+            # an objective may compute its loss from the scores of each rank, without gathering them
+            module.forward.cut_vocabulary = exchange.vocabulary_part(module)
 
 
-class _Exchange:
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens whose scores one rank computes, and the exchange with the ranks that compute the others."""
+
+    mesh: DeviceMesh
+    """The ranks of one replica."""
+    start: int
+    """The first token of this rank."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyPart:
+        """Return itself: a copy of the model is on the same ranks."""
+        return self
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks; collective. The tensor is overwritten."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise sum over the ranks; collective. The tensor is overwritten."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:
+        dist.all_reduce(tensor, op=op, group=self.mesh.get_group())
+        return tensor
+
+
+class Exchange:
     """Changes the layout of tensors between the ranks of one mesh."""
 
     def __init__(self, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
         self.mesh, self.regions = mesh, regions
         self.place, self.degree = mesh.get_local_rank(), mesh.size()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Exchange:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return itself: a copy of the model is on the same ranks."""
         return self
+
+    def vocabulary_part(self, layer: nn.Linear) -> VocabularyPart:
+        """Return the tokens whose scores this rank computes in a cut layer."""
+        return VocabularyPart(self.mesh, start=self.place * layer.weight.shape[0])
 
     def changed(self, tensor: Tensor, layout: Placement, to: Placement, *, used_by_parts: bool = False) -> Tensor:
         """Return a tensor in another layout.
@@ -129,7 +164,7 @@ class _Exchange:
             own.update(found)
 
 
-def _forward(one: MatchedModule, exchange: _Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _forward(one: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Run the forward of a sharded module, in the layouts of its plan."""
     style, module = one.style, one.module
     if style.name == "sequence":
@@ -153,7 +188,7 @@ def _forward(one: MatchedModule, exchange: _Exchange, inner: Callable[..., Any],
     return outputs
 
 
-def _rowwise(one: MatchedModule, exchange: _Exchange, given: Tensor) -> Tensor:
+def _rowwise(one: MatchedModule, exchange: Exchange, given: Tensor) -> Tensor:
     """Sum the partial results of all ranks, and add the bias, which is not sharded, once."""
     module: Any = one.module
     to = Shard(1) if one.style.gives == "stretch" else Replicate()
@@ -182,7 +217,7 @@ def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
     return rows.masked_fill(absent.unsqueeze(-1), 0.0)
 
 
-def _stretch(one: MatchedModule, exchange: _Exchange, outputs: Tensor) -> Tensor:
+def _stretch(one: MatchedModule, exchange: Exchange, outputs: Tensor) -> Tensor:
     if outputs.shape[1] % exchange.degree:
         raise TrainingError(
             f"{one.name} gives sequences of {outputs.shape[1]}, which strategy.degree={exchange.degree} does not "

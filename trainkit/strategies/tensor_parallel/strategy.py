@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -21,7 +21,6 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
-from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import PlacedModel, Placement, SingleDevicePlacement
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sharded.base import (
@@ -40,6 +39,7 @@ from trainkit.strategies.core.sharded.fully import (
     gathers_anew,
     without_shared,
 )
+from trainkit.strategies.core.sharded.gathered_pass import GatheredPass, Gathering
 from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice, joined_norms
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
@@ -51,9 +51,18 @@ from trainkit.strategies.core.synchronous import (
 )
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import ProcessGroupOptions, broadcast_values
+from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass
 from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions, cut_parameters, exchange_activations
+from trainkit.strategies.tensor_parallel.cut_pass import CutPass
+from trainkit.strategies.tensor_parallel.cutting import (
+    ActivationRngRegions,
+    Exchange,
+    cut_parameters,
+    exchange_activations,
+)
 from trainkit.strategies.tensor_parallel.plans import MatchedPlan, described, match_plan, shares_rng_across_ranks
+from trainkit.strategies.tensor_parallel.transfers import CutRanks, activation_transfers, gradient_transfers
+from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +229,48 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             return 0
         fit = self._fitted(model)
         part = {id(p): p.numel() // (self.degree if name in fit.dims else 1) for name, p in model.named_parameters()}
-        blocks = without_shared(model, blocks_of_model(model)).values()
-        units = [sum(part[id(param)] for param in block.parameters()) for block in blocks]
+        units = [sum(part[id(param)] for param in block.parameters()) for block in _units(model)]
         largest = max(units, default=0)
         rest = max(sum(part.values()) - sum(units), 0)
         return rest + 2 * largest + 2 * max(largest, rest)
+
+    def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
+        """Return the exchange of activations within the replicas, and of gradients between them.
+
+        None if the plan does not fit the model, or the model cannot run without data.
+        """
+        fit, precision = self._fitted(model), precision_of(context)
+        calls: Sequence[ModuleCall] | None = ()
+        if fit.chosen:
+            calls = None if cut.dry_run is None else cut.dry_run.calls([one.name for one in fit.chosen])
+        if fit.problems or calls is None:
+            return None
+        where = CutRanks(
+            ranks=ranks_of(self, context),
+            degree=self.degree,
+            device_type=self.tasks(context)[0].device.partition(":")[0],
+            model_width=precision.model_dtype.itemsize,
+            master_width=precision.master_dtype.itemsize,
+        )
+        return (
+            *activation_transfers(fit, calls, where, cut, repeats=self.shard),
+            *gradient_transfers(model, fit, where, cut, shares=self.shard),
+        )
+
+    def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002 - any
+        """Return the pass of a rank with a part of each layer; none where a rank has whole layers."""
+        by_gloo, sharers = self.tasks(context)[0].device == "cpu", self.num_replicas(context)
+        gathered = None
+        if self.shard and sharers > 1:
+            how = Gathering(num_ranks=sharers, precision=precision_of(context), by_gloo=by_gloo)
+            gathered = GatheredPass(_units, how)
+        if self.degree == 1:
+            return () if gathered is None else (gathered,)
+        return (CutPass(self._fitted, self.degree, by_gloo=by_gloo, gathered=gathered),)
+
+    def work_share(self, cut: StepCut) -> WorkShare:  # noqa: ARG002 - the same of any number of shards
+        """Return that of layers that are all cut."""
+        return WorkShare(size=1 / self.degree)
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
         """Join the other ranks, and keep this rank's part of every layer of the plan.
@@ -287,19 +333,23 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         held = move(model, precision, placement)
         if place.mesh is not None and fit.chosen:
             regions = ActivationRngRegions(place=places["tensor"], devices=placement.devices, draws=draws)
-            exchange_activations(fit, place.mesh["tensor"], regions)
+            exchange_activations(fit, Exchange(place.mesh["tensor"], regions))
         found.update((name, within(cuts[name], param)) for name, param in held.model.named_parameters())
         return held
 
     def _cut(self, place: OnMesh, model: nn.Module, precision: Precision, placement: Placement) -> nn.Module:
         """Shard this rank's part of each layer over the replicas; collective."""
         assert place.mesh is not None
-        units = without_shared(model, blocks_of_model(model)).values()
         sharding = Sharding(mesh=place.mesh["shard"], device=placement.device, precision=precision)
-        return fully_sharded(model, units, sharding)
+        return fully_sharded(model, _units(model), sharding)
 
     def _fitted(self, model: nn.Module) -> MatchedPlan:
         return match_plan(model, self.plan, self.degree) if self.degree > 1 else MatchedPlan()
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered separately."""
+    return list(without_shared(model, blocks_of_model(model)).values())
 
 
 def _plan_text(plan: Mapping[str, str] | str) -> str:

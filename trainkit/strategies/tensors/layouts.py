@@ -9,6 +9,8 @@ copies any other. A `FlatBuffer` lays all tensors of a step's exchange into one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -146,12 +148,28 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlaces:
+    """The places of tensors that several devices of a replica hold."""
+
+    places: tuple[int, ...]
+    """The place of each tensor, alike in every replica."""
+    devices: tuple[torch.device, ...]
+    """The device of each place in this replica; two places may be on one device."""
+
+    def and_more(self, count: int) -> TensorPlaces:
+        """Return the places of these tensors and of some more beside the last one."""
+        last = self.places[-1] if self.places else 0
+        return TensorPlaces(places=(*self.places, *[last] * count), devices=self.devices)
+
+
 class FlatBuffer:
     """The layout of tensors in a flat vector.
 
     Args:
         num_grads: how many of the tensors are gradients, which come first; None: all.
         strides: the strides of each tensor's view, dense; None: all are contiguous.
+        places: where the tensors are, if several devices hold them: `parts` then has a vector for each place.
 
     Example:
         >>> packing = FlatBuffer([torch.Size([2]), torch.Size([])], torch.float32, torch.device("cpu"))
@@ -167,6 +185,7 @@ class FlatBuffer:
         *,
         num_grads: int | None = None,
         strides: Sequence[Strides] | None = None,
+        places: TensorPlaces | None = None,
     ) -> None:
         self.shapes = list(shapes)
         self.strides = [None] * len(self.shapes) if strides is None else list(strides)
@@ -174,11 +193,38 @@ class FlatBuffer:
         self.offsets = [0, *accumulate(self.sizes)]
         self.dtype, self.device = dtype, device
         self.num_grads = len(self.shapes) if num_grads is None else num_grads
+        self.places = places
 
     @classmethod
-    def like(cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+    def like(
+        cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, places: TensorPlaces | None = None
+    ) -> FlatBuffer:
         """Return the layout for tensors of these shapes and strides."""
-        return cls([one.shape for one in tensors], dtype, device, strides=[dense_strides(one) for one in tensors])
+        strides = [dense_strides(one) for one in tensors]
+        return cls([one.shape for one in tensors], dtype, device, strides=strides, places=places)
+
+    @cached_property
+    def parts(self) -> tuple[FlatPart, ...]:
+        """The tensors of each place, with a vector on its device; one part where the tensors have no places."""
+        if self.places is None:
+            return (FlatPart(indices=tuple(range(len(self.shapes))), packing=self),)
+        return tuple(self._part(place) for place in sorted(set(self.places.places)))
+
+    def _part(self, place: int) -> FlatPart:
+        assert self.places is not None
+        indices = tuple(index for index, own in enumerate(self.places.places) if own == place)
+        packing = FlatBuffer(
+            [self.shapes[index] for index in indices],
+            self.dtype,
+            self.places.devices[place],
+            num_grads=sum(index < self.num_grads for index in indices),
+            strides=[self.strides[index] for index in indices],
+        )
+        return FlatPart(indices=indices, packing=packing)
+
+    def zeros(self) -> list[Tensor | None]:
+        """Return tensors of zeros, each on its device."""
+        return unsplit(self.parts, [part.packing.views(part.packing.empty()) for part in self.parts])
 
     @property
     def numel(self) -> int:
@@ -214,3 +260,40 @@ class FlatBuffer:
             tensors = [tensor for tensor in tensors if tensor is not None]
         if tensors:
             torch._foreach_copy_(views, tensors)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatPart:
+    """Those tensors of a flat buffer that share a vector on one device."""
+
+    indices: tuple[int, ...]
+    """Their places in the whole buffer, ascending."""
+    packing: FlatBuffer
+    """Their layout."""
+
+    def chosen(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the tensors of this part, of those of the whole buffer."""
+        return [tensors[index] for index in self.indices]
+
+
+def unsplit(parts: Sequence[FlatPart], tensors: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Return the tensors of all parts, given part by part, in the order of the whole buffer."""
+    found: list[Tensor | None] = [None] * sum(len(part.indices) for part in parts)
+    for part, own in zip(parts, tensors, strict=True):
+        for index, tensor in zip(part.indices, own, strict=True):
+            found[index] = tensor
+    return found
+
+
+def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
+    """Return the indices of the sparse gradients -> their number of sparse dims (1 for an embedding).
+
+    Example:
+        >>> find_sparse([torch.ones(2), None, torch.ones(2, 3).to_sparse(1)])
+        {2: 1}
+    """
+    found = {place: grad.sparse_dim() for place, grad in enumerate(grads) if grad is not None and grad.is_sparse}
+    checks = torch.sparse.check_sparse_tensor_invariants
+    if found and not checks.is_enabled():  # type: ignore[no-untyped-call]
+        checks.disable()  # type: ignore[no-untyped-call] # explicit: torch and its optimizers warn otherwise
+    return found

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
+from trainkit.cluster.host import num_cores
 from trainkit.config.schema import hints_of
 from trainkit.config.values import at_least, closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.fields import placement
-from trainkit.run.folder.metadata import num_cores
 
 _WHERE = "hydra.launcher"
 

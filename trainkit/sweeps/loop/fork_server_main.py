@@ -14,7 +14,8 @@ import sys
 from importlib import import_module
 from typing import Any, Final
 
-from trainkit.run.process.fork_server import ForkServer, enter_child, preload
+from trainkit.run.process.fork_server import ForkServer, preload
+from trainkit.run.process.worker_group import enter_child
 
 _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer imports it
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
     order = ForkServer(link, _keep).serve()
     if order is None:
         return 0
-    enter_child(order)
+    enter_child(order.environ, order.log, order.reader)
     entry, run = import_module("trainkit.__main__"), import_module("trainkit.cli").main
     sys.argv = [str(entry.__file__), *order.arguments]
     code: int = run(order.arguments)

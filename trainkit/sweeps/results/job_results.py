@@ -165,7 +165,7 @@ def read_jobs(folder: Path) -> list[dict[str, Any]]:
         for job in jobs:
             _refuse_foreign(job)
     except ValueError as error:
-        raise UnreadableError.of(path, str(error)) from None
+        raise UnreadableError(path, str(error)) from None
     return jobs
 
 
@@ -317,7 +317,7 @@ class SweepState:
             }
             for row in self.rows.values()
         ]
-        content = {"command": list(self.command), "jobs": rows}
+        content = {"version": 1, "command": list(self.command), "jobs": rows}
         self._keep_others()
         write_atomically(self.folder / FILE, json.dumps(content, indent=2) + "\n")
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.grammar import key_of
-from trainkit.config.paths import config_dir_arguments
 from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
 from trainkit.config.secrets import keys_to_add, reference
 from trainkit.config.sections import EvalConfig
 from trainkit.config.targets.allowed import package_arguments
+from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request

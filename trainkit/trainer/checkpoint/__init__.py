@@ -9,8 +9,7 @@ one before
 from __future__ import annotations
 
 from trainkit.trainer.checkpoint.background import BackgroundSaver, ShardedSaver
-from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_small_disk
-from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, newest_valid
+from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, manifest_below, meta_of, newest_valid
 from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
 from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, prune, save, write_part
 from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
@@ -25,16 +24,16 @@ __all__ = [
     "Retention",
     "ShardedSaver",
     "begin",
-    "bytes_needed",
     "commit",
     "exclusive",
     "list_complete",
     "load",
     "load_below",
+    "manifest_below",
+    "meta_of",
     "newest_valid",
     "prune",
     "read_manifest",
-    "refuse_small_disk",
     "save",
     "sha256_of_pieces",
     "weights_sha256",

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from trainkit.errors import CheckpointError
 from trainkit.objectives.base import Collective
+from trainkit.storage import bytes_needed
 from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState
-from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room, unwritten
+from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention
 from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, file_key, prune, save, untied, write_part
 from trainkit.trainer.cleanup import delete_temporary_folder, owner_of

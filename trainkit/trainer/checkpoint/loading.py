@@ -79,6 +79,30 @@ def load_below(root: Path, name: str) -> Loaded:
     Raises:
         CheckpointError: it is incomplete, damaged, or a symbolic link.
     """
+    _refuse_links(root, name)
+    return load(root / name)
+
+
+def manifest_below(root: Path, name: str) -> Checkpoint:
+    """Read the manifest of a checkpoint in a `checkpoints` folder; its tensors are not verified.
+
+    Raises:
+        CheckpointError: it is incomplete, or a symbolic link.
+    """
+    _refuse_links(root, name)
+    return read_manifest(root / name)
+
+
+def meta_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Read the `meta` that was given to `save`, and verify it alone.
+
+    Raises:
+        CheckpointError: the file is absent or damaged.
+    """
+    return _read_json(checkpoint, "meta.json")
+
+
+def _refuse_links(root: Path, name: str) -> None:
     try:
         refuse_link(root)
     except UnreadableError as error:
@@ -87,7 +111,6 @@ def load_below(root: Path, name: str) -> Loaded:
         refuse_link(root / name)
     except UnreadableError as error:
         raise damaged(root / name, f"{name}: {error.reason}") from None
-    return load(root / name)
 
 
 def newest_valid(

@@ -14,9 +14,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from trainkit.errors import CheckpointError
-from trainkit.storage import naming, sync_folder
+from trainkit.storage import bytes_needed, naming, sync_folder
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, coverage_error
-from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room, unwritten
+from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention
 from trainkit.trainer.checkpoint.tensor_file import NAMES, refuse_unwritable, write_bytes, write_tensors
 from trainkit.trainer.cleanup import (

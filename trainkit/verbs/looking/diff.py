@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, Problem, yaml_text
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.report.json_output import print_json
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.config.identity import Difference
+    from trainkit.report.schemas.looking import ChangedKey, Comparison
 
 USAGE: Final = "RUN RUN       (run folders or resolved.yaml files)"
-FLAGS: Final[Mapping[str, Flag]] = {}
+FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 
 
 def run(call: Call) -> int:
@@ -22,17 +27,27 @@ def run(call: Call) -> int:
     call.check_arity(arguments=2, overrides=False)
     left, right = (_run_at(argument) for argument in call.arguments)
     differences = difference(left, right)
+    matter = sum(item.matters for item in differences)
+    if "json" in call.flags:
+        print_json(_comparison(differences))
+        return 1 if matter else 0
     if not differences:
         sys.stdout.write("no difference\n")
     width = max((len(item.key) for item in differences), default=0)
     for item in differences:
         change = f"{yaml_text(item.left)} -> {yaml_text(item.right)}"
         sys.stdout.write(f"{item.tag.value:<9}  {item.key:<{width}}  {change}\n")
-    matter = sum(item.matters for item in differences)
     if differences:
         verdict = "can change the result" if matter else "none can change the result beyond rounding"
         sys.stdout.write(f"{matter} of {len(differences)} {verdict}\n" if matter else f"{verdict}\n")
     return 1 if matter else 0
+
+
+def _comparison(differences: Sequence[Difference]) -> Comparison:
+    changes: list[ChangedKey] = [
+        {"key": item.key, "left": item.left, "right": item.right, "tag": item.tag.value} for item in differences
+    ]
+    return {"version": 1, "differences": changes, "can_change_result": sum(item.matters for item in differences)}
 
 
 def _run_at(argument: str) -> RunConfig:

@@ -1,23 +1,22 @@
-"""`trainkit explain KEY OVERRIDES`: a key's value, where it was set, and what changing it can affect."""
+"""`trainkit explain KEY OVERRIDES`: a key's value, where it was set, its type, unit, default, meaning and effect."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition, KeyPath
+    from trainkit.report.schemas.looking import ExplainedKey, Explanation
 
 USAGE: Final = "KEY OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {}
+FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 _MEANINGS: Final = {
     Tag.maths: "maths: changes the result",
     Tag.placement: "placement: where it runs; the result stays, to rounding",
@@ -29,111 +28,116 @@ _MEANINGS: Final = {
 def run(call: Call) -> int:
     """Print the explanation."""
     call.check_arity(arguments=1)
-    for line in explanation(call):
+    composition = _composed(call)
+    found = explanation(composition, call.arguments[0])
+    if "json" in call.flags:
+        from trainkit.report.json_output import print_json  # noqa: PLC0415 - for --json only
+
+        print_json(found)
+        return 0
+    for line in _lines(found, isinstance(_value(composition, found["key"]), Mapping)):
         sys.stdout.write(f"{line}\n")
     return 0
 
 
-def explanation(call: Call) -> Iterator[str]:
-    """Yield the lines of the explanation.
+def _composed(call: Call) -> Composition:
+    """Compose and check; a key without a value is no problem here, since it may be the key to explain.
+
+    Raises:
+        ConfigError: every other problem.
+    """
+    from trainkit.config.check import NEEDS_VALUE, check_names_first, fitted  # noqa: PLC0415
+    from trainkit.config.compose import compose  # noqa: PLC0415 - Hydra only where one composes
+
+    composed = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    composition, problems = fitted(composed, check_names_first)
+    others = [problem for problem in problems if not problem.rule.startswith(NEEDS_VALUE)]
+    if others:
+        raise ConfigError(others)
+    return composition
+
+
+def explanation(composition: Composition, key: str) -> Explanation:
+    """Return what is known of a key, and of every key below it.
 
     Raises:
         ConfigError: there is no such key, or the composition has problems.
     """
-    from trainkit.api import compose  # noqa: PLC0415 - Hydra only where one composes
-    from trainkit.config.composition import dotted, leaves, lookup  # noqa: PLC0415
-    from trainkit.config.secrets import redacted, secret_keys  # noqa: PLC0415
+    from trainkit.config.composition import dotted, leaves  # noqa: PLC0415
+    from trainkit.config.described.key_facts import facts_of  # noqa: PLC0415 - imports the targets
     from trainkit.config.values import closest  # noqa: PLC0415
 
-    composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
-    key = call.arguments[0]
     path = tuple(key.split("."))
     keys = [dotted(inner) for inner, _ in leaves(composition.values)]
     if not any(name == key or name.startswith(f"{key}.") for name in keys):
         near = closest(key, [*keys, *composition.values])
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(composition.values)}."
         raise ConfigError([Problem(key=key, rule=f"no such key in this composition. {hint}", origin="command line")])
+    value = _value(composition, key)
+    inner = [(*path, *below) for below, _ in leaves(value)] if isinstance(value, Mapping) else []
+    return {
+        "version": 1,
+        "key": key,
+        "choice": composition.choices.get(key),
+        "meaning": facts_of(composition, path).meaning,
+        "keys": [_explained(composition, one) for one in inner or [path]],
+        "notes": [note for note in composition.notes if path[0] in note],
+    }
+
+
+def _explained(composition: Composition, path: KeyPath) -> ExplainedKey:
+    from trainkit.config.composition import dotted  # noqa: PLC0415
+    from trainkit.config.described.key_facts import REQUIRED, facts_of  # noqa: PLC0415
+    from trainkit.config.secrets import secret_keys  # noqa: PLC0415
+
+    facts, key = facts_of(composition, path), dotted(path)
+    required = facts.default == REQUIRED
+    secret = any(path[:length] in secret_keys(composition.values) for length in range(1, len(path) + 1))
+    return {
+        "key": key,
+        "value": _value(composition, key),
+        "set_by": composition.origin(path).where,
+        "type": facts.type,
+        "unit": facts.unit,
+        "default": None if required else REDACTED if secret and facts.default is not None else facts.default,
+        "required": required,
+        "meaning": facts.meaning,
+        "tag": facts.tag.value,
+    }
+
+
+def _value(composition: Composition, key: str) -> Any:
+    """Return the value of a key; secrets and parts of secrets are redacted."""
+    from trainkit.config.composition import lookup  # noqa: PLC0415
+    from trainkit.config.secrets import redacted, secret_keys  # noqa: PLC0415
+
+    path = tuple(key.split("."))
     value = lookup(redacted(composition.values)[0], path)
-    if any(path[:length] in secret_keys(composition.values) for length in range(1, len(path))):
-        value = REDACTED  # a part of a secret
-    choice = composition.choices.get(key)
+    hidden = any(path[:length] in secret_keys(composition.values) for length in range(1, len(path)))
+    return REDACTED if hidden else value
+
+
+def _lines(found: Explanation, is_group: bool) -> Iterator[str]:
+    key, choice, keys = found["key"], found["choice"], found["keys"]
     if choice is not None:
         yield f"{key}={'[' + ','.join(choice) + ']' if isinstance(choice, list) else choice}"
-    if isinstance(value, Mapping):
-        width = max((len(dotted((*path, *inner))) for inner, _ in leaves(value)), default=0)
-        for inner, item in leaves(value):
-            name = dotted((*path, *inner))
-            yield f"  {name:<{width}}  {yaml_text(item):<12}  {composition.origin((*path, *inner)).where}".rstrip()
+    if is_group:
+        shown = [one for one in keys if one["key"] != key]  # an empty group is a key without keys
+        width = max((len(one["key"]) for one in shown), default=0)
+        for one in shown:
+            yield f"  {one['key']:<{width}}  {yaml_text(one['value']):<12}  {one['set_by']}".rstrip()
     else:
-        yield f"{key}={yaml_text(value)}"
-        yield f"  set by   {composition.origin(path).where or 'nothing: the default'}"
-    doc, tag = _doc_and_tag(composition.cfg, path)
-    if doc:
-        yield f"  means    {doc}"
-    if not isinstance(value, Mapping):
-        yield f"  changes  {tag}"
-    for note in composition.notes:
-        if key.split(".")[0] in note:
-            yield f"  note     {note}"
+        yield from _facts(keys[0])
+    if found["meaning"]:
+        yield f"  means    {found['meaning']}"
+    if not is_group:
+        yield f"  changes  {_MEANINGS[Tag(keys[0]['tag'])]}"
+    yield from (f"  note     {note}" for note in found["notes"])
 
 
-def _doc_and_tag(cfg: Any, path: tuple[str, ...]) -> tuple[str, str]:
-    from trainkit.config.identity import tag_of  # noqa: PLC0415
-    from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of  # noqa: PLC0415
-    from trainkit.config.targets.allowed import TARGET  # noqa: PLC0415 - imports the target
-    from trainkit.config.targets.build import resolve_target  # noqa: PLC0415 - imports the target
-    from trainkit.config.values import plain  # noqa: PLC0415
-
-    kind: Any = RunConfig
-    names = list(path)
-    if path[0] in GROUPS and len(path) > 1:
-        size = 2 if path[0] in LIST_GROUPS else 1
-        node = getattr(cfg, path[0])
-        node = node.get(path[1], {}) if size == 2 else node
-        names = list(path[size:])
-        kind = resolve_target(node[TARGET]) if isinstance(node, Mapping) and TARGET in node else None
-    for name in names[:-1]:
-        hint = plain(hints_of(kind).get(name)) if is_dataclass(kind) and isinstance(kind, type) else None
-        kind = hint if is_dataclass(hint) else None
-    doc = doc_line(kind, names[-1]) if kind is not None and names else ""
-    return doc, _MEANINGS[tag_of(cfg, path).tag]
-
-
-def doc_lines(kind: Any) -> dict[str, str]:
-    """Return field -> first line of the docstring under it, with inherited fields; empty for a class without source.
-
-    Example:
-        >>> from trainkit.config.sections import ClipConfig
-        >>> doc_lines(ClipConfig)
-        {'max_norm': "Largest global norm of a step's gradient; null does not clip."}
-    """
-    found: dict[str, str] = {}
-    for base in reversed(getattr(kind, "__mro__", ())):
-        found.update(_own_lines(base))
-    return found
-
-
-def doc_line(kind: Any, name: str) -> str:
-    """Return the docstring line of one field, or an empty text."""
-    return doc_lines(kind).get(name, "")
-
-
-def _own_lines(kind: Any) -> dict[str, str]:
-    if not getattr(kind, "__module__", "").startswith("trainkit"):
-        return {}
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found = {}
-    for field, text in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-            and isinstance(text.value.value, str)
-        ):
-            found[field.target.id] = text.value.value.strip().splitlines()[0]
-    return found
+def _facts(one: ExplainedKey) -> Iterator[str]:
+    yield f"{one['key']}={yaml_text(one['value'])}"
+    yield f"  set by   {one['set_by'] or 'nothing: the default'}"
+    yield f"  type     {one['type']}"
+    yield f"  unit     {one['unit']}"
+    yield f"  default  {'none: it must be given' if one['required'] else yaml_text(one['default'])}"

@@ -7,42 +7,64 @@ import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from trainkit.config.paths import shipped_conf, shipped_recipes
+from trainkit.config.targets.allowed import TARGET
 from trainkit.config.values import closest
-from trainkit.config.yaml_documents import Document, read_document, shown_text
+from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes, shown_text
 from trainkit.errors import ConfigError, Problem
+from trainkit.report.json_output import print_json
 from trainkit.report.numbers import count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, RunStatus, read_status
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.report.schemas.looking import ListedChoice, ListedRun, Listing
 
 USAGE: Final = "[GROUP [CHOICE] | RUNS]"
-FLAGS: Final[Mapping[str, Flag]] = {}
+FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 
 
 def run(call: Call) -> int:
     """Print groups, the choices of a group, a choice, or the runs below a folder; import no torch."""
     call.check_arity(arguments=min(len(call.arguments), 2), overrides=False)
-    groups = _groups(call)
+    groups, as_json = _groups(call), "json" in call.flags
     if not call.arguments:
-        _print_groups(groups)
+        print_json(_listing(groups)) if as_json else _print_groups(groups)
         return 0
     group = call.arguments[0]
     if group not in groups and len(call.arguments) == 1 and (folder := Path(group).expanduser()).is_dir():
-        return list_runs(folder)
+        return list_runs(folder, as_json=as_json)
     if group not in groups:
         raise _unknown(group, "no such group.", groups)
     choices = groups[group]
     if len(call.arguments) == 1:
-        _print_table([(name, document.description) for name, document in choices.items()])
+        rows = [(name, document.description) for name, document in choices.items()]
+        print_json(_listing({group: choices})) if as_json else _print_table(rows)
         return 0
-    if call.arguments[1] not in choices:
-        raise _unknown(f"{group}={call.arguments[1]}", "no such choice.", choices)
-    sys.stdout.write(shown_text(choices[call.arguments[1]], group))
+    name = call.arguments[1]
+    if name not in choices:
+        raise _unknown(f"{group}={name}", "no such choice.", choices)
+    text = shown_text(choices[name], group)
+    print_json(_listing({group: {name: choices[name]}}, text)) if as_json else sys.stdout.write(text)
     return 0
+
+
+def _listing(groups: Mapping[str, Mapping[str, Document]], text: str | None = None) -> Listing:
+    choices: list[ListedChoice] = [
+        {
+            "group": group,
+            "name": name,
+            "description": document.description,
+            "file": str(document.file),
+            "target": document.values.get(TARGET),
+        }
+        for group, documents in groups.items()
+        for name, document in documents.items()
+    ]
+    return {"version": 1, "choices": choices, "text": text, "runs": []}
 
 
 def _groups(call: Call) -> dict[str, dict[str, Document]]:
@@ -92,13 +114,17 @@ _DEEPEST: Final = 6
 _MOST_FOLDERS: Final = 20_000
 
 
-def list_runs(root: Path) -> int:
+def list_runs(root: Path, *, as_json: bool = False) -> int:
     """Print the runs of a folder, the most recently updated first; return the exit code."""
     found = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
+    found.sort(key=lambda item: item[1].updated or 0.0, reverse=True)
+    if as_json:
+        runs = [_listed(path, status) for path, status in found]
+        print_json({"version": 1, "choices": [], "text": None, "runs": runs})
+        return 0
     if not found:
         sys.stdout.write(f"no runs in {root}\n")
         return 0
-    found.sort(key=lambda item: item[1].updated or 0.0, reverse=True)
     rows = [_row(path, finding) for path, finding in found]
     header = ("run", "state", "step", "checkpoint", "updated", "process")
     sys.stdout.write("\n".join([*row_lines(header, rows), ""]))
@@ -123,6 +149,18 @@ def _row(path: Path, found: RunStatus) -> tuple[str, ...]:
     step = "" if found.step is None else count(found.step)
     name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
     return name, found.state, step, "yes" if found.resumable else "no", _when(found.updated), f"{found.where}{note}"
+
+
+def _listed(path: Path, found: RunStatus) -> ListedRun:
+    return {
+        "folder": str(path),
+        "state": found.state,
+        "note": found.note,
+        "step": found.step,
+        "resumable": found.resumable,
+        "updated": found.updated,
+        "process": found.where,
+    }
 
 
 def _when(moment: float | None) -> str:

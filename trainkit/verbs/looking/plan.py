@@ -2,102 +2,260 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from trainkit.config.values import MOST_PROCESSES, whole_number
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
+from trainkit.report.json_output import print_json
+from trainkit.report.rate_curve import corners, curve_line, draw_rates
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.storage import num_bytes
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for, number_flag
 
 if TYPE_CHECKING:
+    from trainkit.cluster.launch import LaunchEnvironment
+    from trainkit.config.composition import Composition
     from trainkit.numerics.schedules import LearningRate
-    from trainkit.run.planning.memory import Memory
+    from trainkit.run.estimates.outlook import Outlook
+    from trainkit.run.estimates.remedies import Remedy
+    from trainkit.run.estimates.verdict import Verdict
     from trainkit.run.planning.plan import RunPlan
     from trainkit.strategies.base import StagePart
 
 USAGE: Final = "OVERRIDES"
-FLAGS: Final[Mapping[str, Flag]] = {"world": Flag(help="plan for a host with this many GPUs", value="N")}
+FLAGS: Final[Mapping[str, Flag]] = {
+    "world": Flag(help="plan for a host with this many GPUs", value="N"),
+    "hosts": Flag(help="plan for this many hosts, with --gpus-per-host", value="N"),
+    "gpus-per-host": Flag(help="GPUs of each of --hosts, with a task each", value="N"),
+    **DATA_FLAGS,
+    "fail-if-too-big": Flag(help="end with exit code 2 if the run does not fit into the memory of hardware=..."),
+    "rate-png": Flag(help="draw the learning rate into this PNG", value="FILE"),
+    "json": JSON_FLAG,
+}
+VERSION: Final = 1
+"""The version of what `--json` prints; a larger number has other keys or meanings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The flags of a call that say what to plan for."""
+
+    num_gpus: int | None
+    """GPUs of a host; None: those of this host."""
+    num_hosts: int | None
+
+    @classmethod
+    def of(cls, call: Call) -> _Asked:
+        """Return the flags of a call.
+
+        Raises:
+            ConfigError: a number is none, or flags exclude or need each other.
+        """
+        world = number_flag(call, "world", "GPUs", low=0, high=MOST_PROCESSES)
+        hosts = number_flag(call, "hosts", "hosts", low=1, high=MOST_PROCESSES)
+        each = number_flag(call, "gpus-per-host", "GPUs", low=1, high=MOST_PROCESSES)
+        rules = {}
+        if (hosts is None) != (each is None):
+            given, other = ("--hosts", "--gpus-per-host") if each is None else ("--gpus-per-host", "--hosts")
+            rules[given] = f"needs {other}, too."
+        elif hosts is not None and world is not None:
+            rules["--world"] = "plans for one host. Leave it out beside --hosts."
+        elif hosts is not None and each is not None and hosts * each > MOST_PROCESSES:
+            rules["--hosts"] = f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer."
+        if rules:
+            raise ConfigError([Problem(key=key, rule=rule, origin="command line") for key, rule in rules.items()])
+        return cls(
+            num_gpus=world if each is None else each,
+            num_hosts=hosts,
+        )
+
+    def launch(self) -> LaunchEnvironment | None:
+        """Return the launch of `--hosts`, which nothing has started; None without it."""
+        from trainkit.run.estimates.where import imagined_launch  # noqa: PLC0415 - imports torch
+
+        if self.num_hosts is None or self.num_gpus is None:
+            return None
+        return imagined_launch(self.num_hosts, self.num_gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A plan, and what follows from it."""
+
+    plan: RunPlan
+    knows_length: bool
+    """Whether the length of the training data is known."""
+    outlook: Outlook
+    parts: Sequence[StagePart]
+    """The parts of a replica that spans several devices."""
+    verdict: Verdict | None
+    """Whether it fits; None without `hardware`."""
+    remedies: Sequence[Remedy]
+    """What makes it fit, if it does not."""
+    notes: Sequence[str]
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the training; None if they depend on a length that is not known."""
+        return self.plan.num_steps if self.knows_length or self.plan.cfg.steps is not None else None
 
 
 def run(call: Call) -> int:
     """Print the plan; the exit code is 2 where there are problems, as for every verb."""
     call.check_arity()
-    world = _world(call.flags.get("world"))
-    composition = call.compose()
-    from trainkit.api import launch_environment_of  # noqa: PLC0415 - not for --help
-    from trainkit.run.planning.memory import memory_of, meta_model  # noqa: PLC0415 - imports torch
+    asked = _Asked.of(call)
+    composition = call.compose(may_lack=None if "open-data" in call.flags else "data")
+    if "fail-if-too-big" in call.flags and not composition.cfg.hardware:
+        rule = "has nothing to compare with. Name the hardware: hardware=this, hardware=h100_sxm."
+        raise ConfigError([Problem(key="--fail-if-too-big", rule=rule, origin="command line")])
+    found = _planned(call, composition, asked)
+    if "rate-png" in call.flags:
+        _draw(found, call.flags["rate-png"])
+    if "json" in call.flags:
+        print_json(_document(found))
+    else:
+        _show(found)
+    too_big = found.verdict is not None and found.verdict.fits is False
+    return 2 if too_big and "fail-if-too-big" in call.flags else 0
+
+
+def _draw(found: _Planned, name: str) -> None:
+    """Draw the learning rate of every step."""
+    rule = None if name.endswith(".png") else "must end in .png."
+    if found.num_steps is None:
+        rule = "needs the number of steps, and the length of the data is not known: --num-samples N."
+    rule = rule or draw_rates(Path(name).expanduser(), _rates(found.plan), title=found.plan.cfg.name)
+    if rule:
+        raise ConfigError([Problem(key="--rate-png", value=name, rule=rule, origin="command line")])
+
+
+def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
+    from trainkit.cluster.local import launch_environment_of  # noqa: PLC0415 - not for --help
+    from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.remedies import remedies_for  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.verdict import verdict_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.memory import meta_model  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.strategies.capabilities import describe_partition  # noqa: PLC0415 - imports torch
 
     try:
-        plan = make_plan(composition.cfg, num_gpus=world, launch=launch_environment_of(composition.cfg))
+        hardware = hardware_of(composition.cfg)
+        data = declared_for(call, composition.cfg)
+        launch = asked.launch() or launch_environment_of(composition.cfg)
+        splits = None if data is None else data.splits
+        plan = make_plan(composition.cfg, num_gpus=asked.num_gpus, launch=launch, splits=splits)
         model = meta_model(plan)
         refuse_misfits(plan, model)
-        notes = [*model_notes(plan, model, composition.is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
+        notes = [*(() if data is None else data.notes), *model_notes(plan, model, composition.is_given)]
+        if plan.components.sample is not None:
+            notes += cut_notes(plan, lambda: coupling_of(plan, model))
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
-        memory = memory_of(plan, model)
+        ends = data is None or data.knows_length or composition.cfg.steps is not None
+        outlook = outlook_of(plan, model, ends=ends)
         parts = describe_partition(plan.components.strategy, model, plan.facts)
+        verdict = None if hardware is None else verdict_of(plan, outlook.memory, hardware)
+        too_big = hardware is not None and verdict is not None and verdict.fits is False
+        remedies = remedies_for(plan, model, hardware) if too_big and hardware is not None else []
     except ConfigError as error:
         raise composition.with_origins(error) from error
-    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory))}
-    print_summary(f"plan of {plan.cfg.name}", rows, notes=[*composition.notes, *notes])
-    if parts:
-        print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, parts))
-    return 0
+    notes = [*composition.notes, *notes, *outlook.memory.notes(), *outlook.notes()]
+    return _Planned(
+        plan=plan,
+        knows_length=data is None or data.knows_length,
+        outlook=outlook,
+        parts=parts,
+        verdict=verdict,
+        remedies=remedies,
+        notes=notes,
+    )
 
 
-def _world(text: str | None) -> int | None:
-    if text is None:
-        return None
-    number = whole_number(text, low=0, high=MOST_PROCESSES)
-    if number is None:
-        rule = f"must be a number of GPUs, {MOST_PROCESSES:,} or less."
-        raise ConfigError([Problem(key="--world", value=text, rule=rule, origin="command line")])
-    return number
+def _show(found: _Planned) -> None:
+    from trainkit.run.estimates.where import where_rows  # noqa: PLC0415 - imports torch
+
+    plan, memory = found.plan, found.outlook.memory
+    rows = {
+        **plan.summary(memory.held.num_params),
+        **dict(where_rows(plan)),
+        **dict(_more(plan)),
+        **dict(memory.rows()),
+    }
+    rows = rows if found.knows_length else _without_length(rows, found)
+    if found.verdict is not None:
+        rows |= dict(found.verdict.rows())
+    rows |= dict(found.outlook.rows())
+    print_summary(f"plan of {plan.cfg.name}", rows, notes=found.notes)
+    if found.parts:
+        print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, found.parts))
+    if found.remedies:
+        head = "to make it fit" if found.remedies[0].fits else "no change is enough; the closest"
+        print_rows((head, "needs", "price"), map(_remedy, found.remedies))
+
+
+def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
+    """Return the rows without what follows from the length of the data."""
+    curves = {f"rate {name}".strip() for name in _rates(found.plan)} | {"rate curve"}
+    unknown = {"samples", "last batch", *(() if found.plan.cfg.warmup.epochs is None else ("warmup", *curves))}
+    if found.num_steps is None:
+        unknown |= {"steps", *curves}
+    kept = {label: text for label, text in rows.items() if label not in unknown}
+    return kept if found.num_steps is None else {**kept, "steps": f"{found.num_steps:,}"}
+
+
+def _remedy(one: Remedy) -> tuple[str, ...]:
+    return one.overrides, num_bytes(one.needs), one.price
+
+
+def _document(found: _Planned) -> dict[str, object]:
+    """Return what `--json` prints; what is not known is null."""
+    from trainkit.config.identity import fingerprint  # noqa: PLC0415 - not for --help
+    from trainkit.run.estimates.where import ideal_bubble_of  # noqa: PLC0415 - imports torch
+
+    plan, memory = found.plan, found.outlook.memory
+    return {
+        "version": VERSION,
+        "name": plan.cfg.name,
+        "num_params": memory.held.num_params,
+        "tasks": [{"task": str(task), "rank": task.rank, "device": task.device} for task in plan.tasks],
+        "replicas": plan.num_replicas,
+        "fingerprint": fingerprint(plan.cfg),
+        "bubble": ideal_bubble_of(plan),
+        "batch": {"global_size": plan.batch.global_size, "micro_size": plan.batch.micro_size},
+        "steps": found.num_steps,
+        "stages": [
+            {"stage": part.stage, "modules": part.modules, "num_params": part.num_params, "device": part.device}
+            for part in found.parts
+        ],
+        "memory": memory.document(),
+        "fits": None if found.verdict is None else found.verdict.fits,
+        "remedies": [one.document() for one in found.remedies],
+        **found.outlook.document(),
+        "notes": list(found.notes),
+    }
 
 
 def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    devices: dict[str, list[str]] = {}
-    for task in plan.tasks:
-        devices.setdefault(task.device, []).append(str(task))
-    placed = ", ".join(f"{' '.join(tasks)} on {device}" for device, tasks in devices.items())
-    yield "tasks", placed if len(plan.tasks) > 1 else f"{placed}, in this process"
     last = plan.batch.batch_size(plan.batch.steps_per_epoch - 1)
     if last < plan.batch.global_size:
         shards = plan.batch.num_shards(plan.batch.steps_per_epoch - 1)
         yield "last batch", f"{last} samples in {shards} shard{'' if shards == 1 else 's'}"
-    rates = {f"{one.name} ": one.rate for one in plan.optimizers} or {"": plan.rate}
-    yield "rate curve", "; ".join(f"{name}{_curve_text(rate)}" for name, rate in rates.items())
+    rates = _rates(plan)
+    yield "rate curve", "; ".join(f"{name} {corners(rate)}".strip() for name, rate in rates.items())
+    for name, rate in rates.items():
+        yield f"rate {name}".strip(), curve_line(rate, encoding=sys.stdout.encoding)
 
 
-def _curve_text(rate: LearningRate) -> str:
-    return ", ".join(f"{value:.3g} at {step:,}" for step, value in _curve(rate))
-
-
-def _curve(rate: LearningRate) -> list[tuple[int, float]]:
-    """Return the learning rate at its corners and quarters."""
-    rest = rate.num_steps - rate.warmup_steps
-    quarters = [rate.warmup_steps + rest * quarter // 4 for quarter in range(4)]
-    steps = sorted({0, max(rate.warmup_steps - 1, 0), *quarters, rate.num_steps - 1})
-    return [(step, rate(step)) for step in steps if 0 <= step < rate.num_steps]
+def _rates(plan: RunPlan) -> dict[str, LearningRate]:
+    return {one.name: one.rate for one in plan.optimizers} or {"": plan.rate}
 
 
 def _part(part: StagePart) -> tuple[str, ...]:
     return str(part.stage), part.modules, f"{part.num_params:,}", num_bytes(part.num_bytes), part.device
-
-
-def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
-    optimizer = "unknown" if memory.optimizer_bytes is None else num_bytes(memory.optimizer_bytes)
-    held = (
-        f"parameters {num_bytes(memory.parameter_bytes)}, buffers {num_bytes(memory.buffer_bytes)}, gradients "
-        f"{num_bytes(memory.gradient_bytes)} and copies {num_bytes(memory.exchange_bytes)}, optimizer {optimizer}"
-    )
-    if memory.gathered_bytes:
-        held += f", gathered for a while {num_bytes(memory.gathered_bytes)}"
-    if memory.frozen_bytes:
-        held += f", frozen models {num_bytes(memory.frozen_bytes)}"
-    yield "memory a device", f"{num_bytes(memory.total_bytes)} and activations: {held}"

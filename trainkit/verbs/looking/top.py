@@ -13,9 +13,11 @@ from trainkit.config.sections import EvalConfig
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
-from trainkit.verbs.support.call import Call, Flag
+from trainkit.report.json_output import print_json
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 
 if TYPE_CHECKING:
+    from trainkit.report.schemas.looking import RankedRun, Ranking
     from trainkit.sweeps.results.leaderboard import Leaderboard
 
 USAGE: Final = "DIR [--then OVERRIDES]"
@@ -24,6 +26,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "metric": Flag(help="what to go by; eval.metric of the runs without it", value="NAME"),
     "mode": Flag(help="which end of it is better: min or max", value="MODE"),
     "then": Flag(help="train the best one's config anew, with the key=value given: --then strategy=mirrored"),
+    "json": JSON_FLAG,
 }
 
 
@@ -33,7 +36,12 @@ def run(call: Call) -> int:
     board, count = ranked(call)
     if "then" in call.flags and count not in (None, 1):
         raise refusal(f"--k {count}", "--then trains the best one. Use --k 1.")
+    if "then" in call.flags and "json" in call.flags:
+        raise refusal("--json", "prints the leaderboard alone. Without --then.")
     shown = board if count is None else board.top(count)
+    if "json" in call.flags:
+        print_json(_ranking(shown, len(board.entries)))
+        return 0
     sys.stdout.write(f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}\n")
     sys.stdout.writelines(f"{line}\n" for line in (*shown.lines(), *_remarks(shown)))
     return _train_anew(board, call) if "then" in call.flags else 0
@@ -58,6 +66,32 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
         known = sorted({name for entry in board.entries for name in entry.metrics})
         raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known) or 'none'}.")
     return board, count
+
+
+def _ranking(board: Leaderboard, total: int) -> Ranking:
+    runs: list[RankedRun] = [
+        {
+            "rank": rank,
+            "job": entry.job,
+            "status": entry.status,
+            "folder": str(entry.folder),
+            "value": board.value(entry),
+            "metrics": dict(entry.metrics),
+            "steps": entry.steps,
+            "seconds": entry.seconds,
+            "overrides": list(entry.overrides),
+        }
+        for rank, entry in enumerate(board.entries, start=1)
+    ]
+    goal = board.goal
+    return {
+        "version": 1,
+        "metric": goal.metric,
+        "mode": goal.mode,
+        "total": total,
+        "runs": runs,
+        "remarks": [*_remarks(board)],
+    }
 
 
 def _remarks(board: Leaderboard) -> Iterator[str]:

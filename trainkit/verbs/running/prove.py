@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from trainkit.config.paths import config_dir_arguments
-from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.measured import line_printer
+from trainkit.verbs.support.pasted import pasted
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -34,7 +33,7 @@ def run(call: Call) -> int:
     call.check_arity()
     steps = _steps(call.flags.get("steps", "10"))
     points = call.compose_points()
-    proofs = prove_points(call, points, steps=steps, log=_print_line)
+    proofs = prove_points(call, points, steps=steps, log=line_printer("prove"))
     composed = dict.fromkeys(note for point in points for note in point.notes)
     lines = [line for proof in proofs for line in report_lines(proof, every="all" in call.flags)]
     sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in composed)]) + "\n")
@@ -75,9 +74,7 @@ def prove_points(
 
 def _command(call: Call) -> str:
     flags = [item for name, text in call.flags.items() for item in (f"--{name}", text) if item]
-    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
-    words = [*given, *map(redacted_argument, call.overrides), *flags]
-    return shlex.join(["trainkit", "prove", *words])
+    return pasted(call, "prove", [*map(redacted_argument, call.overrides), *flags])
 
 
 def _steps(text: str) -> int:
@@ -93,11 +90,6 @@ def _label(point: Composition, common: Container[str]) -> str:
     others = [line for line in point.overrides if not line.startswith("strategy=")]
     own = [line for line in others if line.startswith("strategy.") or line not in common]
     return " ".join([f"strategy={point.choices.get('strategy')}", *own])
-
-
-def _print_line(message: str) -> None:
-    sys.stderr.write(f"prove: {message}\n")
-    sys.stderr.flush()
 
 
 def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:

@@ -16,11 +16,12 @@ FLAGS: Final[Mapping[str, Flag]] = {}
 
 def run(call: Call) -> int:
     """Resume a run; return the exit code."""
-    from trainkit.api import train_checked  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.check import check_names, checked  # noqa: PLC0415
     from trainkit.config.identity import other_training  # noqa: PLC0415
     from trainkit.config.resume import compose_resumed  # noqa: PLC0415
     from trainkit.config.schema import load_resolved  # noqa: PLC0415
+    from trainkit.run.runner import train_composition  # noqa: PLC0415
 
     call.check_arity(arguments=1)
     folder = Path(call.arguments[0]).expanduser()
@@ -32,4 +33,4 @@ def run(call: Call) -> int:
     problems = other_training(load_resolved(folder / "resolved.yaml"), composition.cfg, run=folder)
     if problems:
         raise composition.with_origins(ConfigError(problems))
-    return exit_code(train_checked(checked(composition)))
+    return exit_code(train_composition(checked(composition), choose_workers=choose_workers))

@@ -24,14 +24,21 @@ FLAGS: Final[Mapping[str, Flag]] = {}
 
 def run(call: Call) -> int:
     """Train; return the exit code."""
-    call.check_arity()
+    if call.arguments:
+        call.check_arity()
     if call.multirun:
         return _sweep(call)
-    from trainkit.api import compose, train_checked  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.check import checked  # noqa: PLC0415 - the same
+    from trainkit.config.compose import compose  # noqa: PLC0415 - the same
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
-    return _sweep(call) if composition.is_sweep else exit_code(train_checked(checked(composition)))
+    if composition.is_sweep:
+        return _sweep(call)
+    composition = checked(composition)
+    from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
+
+    return exit_code(train_composition(composition, choose_workers=choose_workers))
 
 
 def exit_code(result: Mapping[str, Any]) -> int:

@@ -6,11 +6,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.verbs.support.call import VERBS, Call, verb_module
+from trainkit.verbs.support.call import MODULES, VERBS, Call
 
 _BASH: Final = """\
 _trainkit() {
@@ -61,7 +62,7 @@ def candidates(line: str, call: Call) -> list[str]:
         return []
     found = []
     verb = next((word for word in words if word in VERBS), None)
-    module = None if verb is None else verb_module(verb)
+    module = None if verb is None else import_module(MODULES[verb])
     if module is None:
         found += [name for name in VERBS if name.startswith(last) and "=" not in last]
     elif not any(word in words for word in getattr(module, "WORDS", ())):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
 from trainkit.cluster.manifests.job import seconds_of
-from trainkit.config.grammar import key_of
-from trainkit.config.paths import config_dir_arguments
+from trainkit.cluster.members import ROLES, member_problems
+from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.secrets import reference
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.values import closest, whole_number
+from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, redacted_argument, variable_of
 from trainkit.verbs.support.call import Call, Flag
@@ -36,8 +39,9 @@ FLAGS: Final[Mapping[str, Flag]] = {
         help="where runs go, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume (skypilot)",
         value="PLACE",
     ),
+    "names": Flag(help="tf_config, spec, mpirun: the names of the hosts, separated by commas", value="HOST,HOST"),
     "head": Flag(help="torchrun: the host where the others meet", value="HOST"),
-    "port": Flag(help="torchrun: the port there; 29400 where not given", value="N"),
+    "port": Flag(help="torchrun: the port there, 29400; tf_config, spec: the first of each host, 2222", value="N"),
     "restarts": Flag(help="torchrun: start all again so many times when one fails", value="N"),
     "min-hosts": Flag(help="torchrun: go on with so many hosts when others are lost", value="N"),
     "partition": Flag(help="slurm: the partition", value="NAME"),
@@ -61,7 +65,7 @@ def run(call: Call) -> int:
     if problems:
         raise ConfigError(problems)
     composition = call.compose()
-    job = _job(call, composition)
+    job = _job(call, composition, engine)
     _refuse_what_cannot_run(composition, engine, job)
     sys.stdout.write(_with_remark(engine.write(job), call.overrides))
     return 0
@@ -116,6 +120,8 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         rule = f"has no effect on {name}: it starts one process a host. Give strategy.replicas."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
     yield from _missing(call, engine)
+    if "names" in flags and "names" in engine.options:
+        yield from _name_problems(flags)
     if "head" in engine.options:
         yield from _host_flag_problems(flags)
 
@@ -141,6 +147,26 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         )
         rule = f"is missing: {why}. --{flag} {FLAGS[flag].value}.{also}"
         yield Problem(key=f"--{flag}", rule=rule, origin="command line")
+
+
+def _name_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield problems of the names of the hosts."""
+    names = flags["names"].split(",")
+    number = whole_number(flags.get("hosts", str(len(names))), low=0, high=_MOST_RANKS)
+    double = next((name for name in names if names.count(name) > 1), None)
+    if not all(names):
+        yield Problem(key="--names", value=flags["names"], rule="holds an empty name.", origin=COMMAND_LINE)
+    elif double is not None:
+        rule = f"names {double} twice. Give each host once."
+        yield Problem(key="--names", value=flags["names"], rule=rule, origin=COMMAND_LINE)
+    elif number not in (None, len(names)):
+        rule = f"but --names has {len(names)}. Leave it out."
+        yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
+    else:
+        port = whole_number(flags.get("port", "2222"), low=1, high=65_535) or 2222
+        hosts = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
+        for problem in member_problems({"worker": hosts}, key="--names", origin=COMMAND_LINE):
+            yield replace(problem, key="--names")
 
 
 def _host_flag_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
@@ -189,17 +215,54 @@ def _misfit_of_setup(text: str) -> str | None:
     return None if text.isprintable() else "must be one line. Put more into a script of your own."
 
 
-def _job(call: Call, composition: Composition) -> ManifestJob:
+def _job(call: Call, composition: Composition, engine: ManifestWriter) -> ManifestJob:
     flags = call.flags
     gpus = "gpus-per-host" in flags
+    roles = _roles(composition) if engine.takes_roles else {}
+    problems = list(_role_problems(call, engine, roles)) if roles else []
+    if problems:
+        raise ConfigError(problems)
+    named = len(flags["names"].split(",")) if "names" in flags else 1
+    hosts = sum(roles.values()) if roles and engine.host_for_each else int(flags.get("hosts", named))
     return ManifestJob(
         name=composition.cfg.name,
         arguments=tuple(_arguments(call)),
-        hosts=int(flags.get("hosts", "1")),
+        hosts=hosts,
         per_host=int(flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"),
         gpus=gpus,
         options={name: text for name, text in flags.items() if name not in _COMMON},
+        roles=roles,
     )
+
+
+def _roles(composition: Composition) -> dict[str, int]:
+    """Return role -> number of its tasks, where the strategy has other roles than worker; else nothing."""
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports torch
+    from trainkit.strategies.base import PlanContext  # noqa: PLC0415
+
+    counts = Counter(task.role for task in build(composition.cfg.strategy, "strategy").tasks(PlanContext()))
+    return {role: counts[role] for role in ROLES if counts[role]} if counts["ps"] else {}
+
+
+def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield problems of flags beside a strategy whose tasks have roles."""
+    flags, name, total = call.flags, call.arguments[0], sum(roles.values())
+    shown = ", ".join(f"{number} {role}" for role, number in roles.items())
+    if "hosts" in flags and engine.host_for_each:
+        rule = f"has no effect on {name} with parameter servers: each task is a host there ({shown})."
+        yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
+    if "processes-per-host" in flags:
+        rule = f"has no effect with parameter servers: strategy.workers and strategy.servers say the tasks ({shown})."
+        yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin=COMMAND_LINE)
+    if engine.host_for_each and "shared" not in flags and "hydra.run.dir" not in map(key_of, call.overrides):
+        rule = f"is missing: {name} needs it for several hosts. --shared {FLAGS['shared'].value}."
+        yield Problem(key="--shared", rule=rule, origin=COMMAND_LINE)
+    if engine.kind == "TF_CONFIG" and engine.host_for_each and "worker" not in roles:
+        rule = "vertex has a pool of workers between the chief and the servers. Give strategy.workers=2 or more."
+        yield Problem(key="strategy.workers", value=1, rule=rule)
+    if not engine.host_for_each and int(flags.get("hosts", "1")) > total:
+        rule = f"are more than the {total} tasks ({shown})."
+        yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
 
 
 def _arguments(call: Call) -> Iterator[str]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from trainkit.config.paths import shipped_template
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES
+from trainkit.config.yaml_files import shipped_template
 from trainkit.errors import ConfigError, Problem
 from trainkit.storage import naming
 from trainkit.verbs.support.call import Call, Flag

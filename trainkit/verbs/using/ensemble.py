@@ -30,14 +30,15 @@ def run(call: Call) -> int:
     checkpoint, out = checkpoint_flag(call.flags), call.flags.get("out")
     board, count = ranked(call)
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
-    from trainkit.sweeps.job_sources import free_folder  # noqa: PLC0415 - for this only
+    from trainkit.storage import quoted  # noqa: PLC0415 - for this only
     from trainkit.sweeps.results.ensemble import best_of, combine, export, score  # noqa: PLC0415 - imports torch
+    from trainkit.trainer.ownership import free_name  # noqa: PLC0415 - for this only
 
     entries = best_of(board, 3 if count is None else count)
     combined = combine(entries, checkpoint=checkpoint)
     scored = score(combined, devices=_devices())
     names = list(dict.fromkeys(name for _, figures in scored for name in figures))
-    folder = free_folder(target)
+    folder = free_name(target)
     about = {
         "made_of": [str(entry.folder) for entry in entries],
         "checkpoint": checkpoint,
@@ -48,7 +49,7 @@ def run(call: Call) -> int:
     for note in combined.notes:
         sys.stdout.write(f"{note}\n")
     for place in written:
-        sys.stdout.write(f'trainkit.load("{place}")\n')
+        sys.stdout.write(f"trainkit.load({quoted(place)})\n")
     return 0
 
 

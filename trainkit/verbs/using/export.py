@@ -29,10 +29,11 @@ def run(call: Call) -> int:
     if which not in (None, "best", "last"):
         raise refusal(f"--checkpoint {which}", "must be best or last.")
     from trainkit.run.folder.export import export_run  # noqa: PLC0415 - imports torch
-    from trainkit.storage import num_bytes  # noqa: PLC0415 - for this only
+    from trainkit.storage import num_bytes, quoted  # noqa: PLC0415 - for this only
 
     to = call.flags.get("to", "safetensors")
     done = export_run(Path(call.arguments[0]).expanduser(), to=to, checkpoint=cast("Which | None", which))
     sys.stdout.write(f"{done.folder}  {num_bytes(done.num_bytes)} in {done.seconds:.2g} s\n")
-    sys.stdout.write(f'trainkit.load("{done.folder}")\n' if to == "safetensors" else "")
+    sys.stdout.writelines(f"{note}\n" for note in done.notes)
+    sys.stdout.write(f"trainkit.load({quoted(done.folder)})\n" if to == "safetensors" else "")
     return 0

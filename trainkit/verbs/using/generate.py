@@ -7,12 +7,13 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
 from trainkit.reading import read_text
 from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.weights import checkpoint_flag
 
 if TYPE_CHECKING:
     from trainkit.models.sampling import Sampling
@@ -49,7 +50,7 @@ def run(call: Call) -> int:
         sampling=settings.sampling(),
         max_tokens=settings.max_tokens,
         seed=settings.seed,
-        on_text=lambda _, piece: _write(piece) if alone else None,
+        on_text=(lambda _, piece: _write(piece)) if alone else None,
     )
     if "json" in call.flags:
         found = [{"prompt": prompt, "text": text} for prompt, text in zip(settings.prompts, texts, strict=True)]
@@ -84,9 +85,7 @@ class _Settings:
         for name in ("top-k", "top-p", "seed"):
             if name in call.flags and self.temperature == 0:
                 self._refuse(name, "has no effect: the most likely token is chosen. Add --temperature 0.8.")
-        self.checkpoint = cast("Literal['best', 'last']", call.flags.get("checkpoint", "last"))
-        if self.checkpoint not in ("best", "last"):
-            self._refuse("checkpoint", "must be best or last.")
+        self.checkpoint = self._checkpoint()
         self.prompts = self._prompts()
         if self._problems:
             raise ConfigError(self._problems)
@@ -96,6 +95,13 @@ class _Settings:
         from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def _checkpoint(self) -> Literal["best", "last"]:
+        try:
+            return checkpoint_flag(self._flags)
+        except ConfigError as error:
+            self._problems += error.problems
+            return "last"
 
     def _number(self, name: str, kind: type[N], rule: str, fits: Callable[[N], bool]) -> N | None:
         if name not in self._flags:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.grammar import refusal
-from trainkit.config.paths import config_dir_arguments
-from trainkit.config.targets.allowed import package_arguments
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.support.call import Call, Flag
+from trainkit.verbs.support.pasted import pasted
 from trainkit.verbs.support.weights import checkpoint_flag
 
 USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
@@ -52,14 +50,15 @@ def run(call: Call) -> int:
         return EXIT_CODES.get(found.status, 1)
     files, seconds = " and ".join(map(str, found.files)), time.perf_counter() - begun
     sys.stdout.write(f"{found.num_rows:,} rows in {duration(seconds)}: {files}\n")
+    if found.num_nonfinite:
+        _print_line(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows hold NaN or infinity.")
     return 0
 
 
 def _command(call: Call) -> str:
     """Return the command that continues the prediction."""
     flags = [word for name, text in call.flags.items() for word in (f"--{name}", text) if word]
-    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
-    return shlex.join(["trainkit", "predict", *given, *call.arguments, *flags, *map(redacted_argument, call.overrides)])
+    return pasted(call, "predict", [*call.arguments, *flags, *map(redacted_argument, call.overrides)])
 
 
 def _print_line(line: str) -> None:

@@ -33,6 +33,7 @@ def run(call: Call) -> int:
         raise refusal(f"--calibrate {calibrate}", "must be a whole number of samples, 1 or more.")
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
     from trainkit.run.folder.quantize import quantize_run  # noqa: PLC0415 - imports torch
+    from trainkit.storage import quoted  # noqa: PLC0415 - for this only
 
     done = quantize_run(
         Path(call.arguments[0]).expanduser(),
@@ -47,5 +48,5 @@ def run(call: Call) -> int:
         f"{count} layer{'' if count == 1 else 's'} quantized: {done.share['linear']:.1%} of the weights of linear "
         f"layers, {done.share['all']:.1%} of all parameters\n"
     )
-    sys.stdout.write(f'{done.folder}\ntrainkit.load("{done.folder}")\n')
+    sys.stdout.write(f"{done.folder}\ntrainkit.load({quoted(done.folder)})\n")
     return 0

@@ -8,11 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from trainkit.strategies.core.sparse import find_sparse
 from trainkit.strategies.parameter_server.server.gradient_buffer import BufferPool, Parts, StagedGradient
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
-from trainkit.strategies.tensors.layouts import view_of
+from trainkit.strategies.tensors.layouts import find_sparse, view_of
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype

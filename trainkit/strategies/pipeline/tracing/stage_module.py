@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import ParamRef, StageProgram, TensorMeta, Value
 
 
@@ -29,6 +31,20 @@ class Blocks(nn.Module):
                 self.register_parameter(f"owned_{number}", tensor)
             else:
                 self.register_buffer(f"owned_{number}", tensor)
+
+
+def blocks_of_stage(model: nn.Module, cut: StageAssignment, stage: int) -> Blocks:
+    """Return the blocks of a stage of a model, and the tensors that the model owns itself."""
+    inside = {id(tensor) for unit in cut.units for _, tensor in unit.tensors()}
+    owned = {name: tensor for name, tensor in _named(model) if id(tensor) not in inside}
+    members = cut.members(stage)
+    here = {id(tensor) for unit in members for _, tensor in unit.tensors()}
+    within = {name: tensor for name, tensor in _named(model) if id(tensor) in here}
+    return Blocks({unit.name: unit.entries[0] for unit in members}, owned=owned, inside=within)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
 
 
 class StageModule(nn.Module):

@@ -68,6 +68,23 @@ def trace(
     return first
 
 
+def record(model: nn.Module, units: Sequence[Block], inputs: Any, *, autocast: AbstractContextManager[Any]) -> Program:
+    """Record one forward pass of training on the CPU, of a model of which `trace` has compared two.
+
+    Args:
+        model: as in `trace`.
+        units: as in `trace`.
+        inputs: as in `trace`.
+        autocast: as in `trace`.
+
+    Raises:
+        CannotCut: as in `trace`.
+    """
+    device = torch.device("cpu")
+    with _as_it_was(model, device), autocast:
+        return _pass(model, units, inputs, device=device, grad=True)
+
+
 def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torch.device, grad: bool) -> Program:
     # Slow to import, and needed only with stages.
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The progress of a training, and the steps that it leaves out."""
+"""The steps that a training leaves out, because their loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from trainkit.config.sections import NumericsConfig
 from trainkit.errors import NonFiniteError
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.strategies.base import LeftOut, Status, StepOutcome
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.base import LeftOut
 
 REMEDY: Final = "Lower optimizer.lr, set clip.max_norm or add warmup.steps"
 """The remedy for losses or gradients that are not finite; the beginning of a sentence."""
@@ -40,19 +40,23 @@ class Suspect:
     """The step of the checkpoint that was restored for it."""
 
 
+@dataclass
 class LeftOutSteps:
     """Counts the skipped steps, and ends a run that skips too many; the same on every rank."""
 
-    def __init__(self, settings: NumericsConfig, samples_of: Callable[[Ticket], Sequence[int]]) -> None:
-        self._settings, self._samples_of = settings, samples_of
-        self.count = 0
-        """Number of skipped steps."""
-        self.steps: list[dict[str, Any]] = []
-        """`step`, `samples` and `num_samples` of each, as in result.json."""
-        self.first = self.last = -1
-        """The first and last of the latest consecutive skipped steps."""
-        self.suspect: Suspect | None = None
-        """With `rollback`, the step for which the last checkpoint was restored."""
+    settings: NumericsConfig
+    samples_in: Callable[[Ticket], Sequence[int]]
+    """Returns the samples of a ticket."""
+    count: int = 0
+    """Number of skipped steps."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """`step`, `samples` and `num_samples` of each, as in result.json."""
+    first: int = -1
+    """The first of the latest consecutive skipped steps."""
+    last: int = -1
+    """The last of them."""
+    suspect: Suspect | None = None
+    """With `rollback`, the step for which the last checkpoint was restored."""
 
     @property
     def in_a_row(self) -> int:
@@ -61,7 +65,7 @@ class LeftOutSteps:
 
     def samples_of(self, tickets: Sequence[Ticket], most: int = _MOST_SAMPLES) -> tuple[list[int], int]:
         """Return the first samples of tickets, and the number of all."""
-        found = [int(sample) for ticket in tickets for sample in self._samples_of(ticket)]
+        found = [int(sample) for ticket in tickets for sample in self.samples_in(ticket)]
         return found[:most], len(found)
 
     def take(self, found: LeftOut) -> None:
@@ -71,11 +75,11 @@ class LeftOutSteps:
             NonFiniteError: too many consecutive steps; with `rollback`, a second one since the restored checkpoint.
             RollbackNeeded: with `rollback`, the step was not finite for the first time.
         """
-        if self._settings.on_nonfinite == "rollback":
+        if self.settings.on_nonfinite == "rollback":
             self._refuse_second(found.step)
         self._add(found)
-        limit = self._settings.max_skips_in_a_row
-        if self._settings.on_nonfinite == "skip" and self.in_a_row >= limit:
+        limit = self.settings.max_skips_in_a_row
+        if self.settings.on_nonfinite == "skip" and self.in_a_row >= limit:
             raise NonFiniteError(
                 f"numerics.max_skips_in_a_row={limit}: steps {self.first} to {self.last} were left out one after "
                 f"the other, because loss or gradient was not finite; {self._so_far(found.step + 1)}. {REMEDY}, see "
@@ -88,8 +92,8 @@ class LeftOutSteps:
         Raises:
             NonFiniteError: they are more than `numerics.max_skipped_share`.
         """
-        limit = self._settings.max_skipped_share
-        if self._settings.on_nonfinite != "skip" or step < _FIRST_JUDGED or self.count / step <= limit:
+        limit = self.settings.max_skipped_share
+        if self.settings.on_nonfinite != "skip" or step < _FIRST_JUDGED or self.count / step <= limit:
             return
         raise NonFiniteError(
             f"numerics.max_skipped_share={limit:g}: {self._so_far(step)}, because loss or gradient was not finite: a "
@@ -156,73 +160,3 @@ def listed(numbers: Sequence[int], count: int, *, most: int = 8) -> str:
     shown = ", ".join(map(str, numbers[:most]))
     more = count - min(len(numbers), most)
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-@dataclass(kw_only=True)
-class State:
-    """The state that a resumed run continues from, besides tensors."""
-
-    plan: BatchPlan
-    """How steps are cut."""
-    step: int = 0
-    """Updates completed, and steps skipped."""
-    seconds: float = 0.0
-    """Seconds of training, over all attempts; without evaluation and saving."""
-    best: float | None = None
-    """The best `eval.metric` so far."""
-    retries: int = 0
-    """Repetitions of steps that overflowed."""
-    own_loss: bool = False
-    """Whether a loop of the user's own has given a step its loss, so that the config alone cannot continue it."""
-    left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
-    """Steps skipped because they are not finite."""
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the dataset, including fractions: samples used divided by the size of the dataset."""
-        return self.samples / self.plan.num_samples
-
-    @property
-    def samples(self) -> int:
-        """Samples used."""
-        return self.plan.samples_before(self.step)
-
-    @property
-    def skipped(self) -> int:
-        """Number of skipped steps."""
-        return self.left_out.count
-
-    def advance(self, outcome: StepOutcome) -> bool:
-        """Record the outcome of a step; return whether the step is completed.
-
-        An applied step and one skipped by policy are; an overflowed step is repeated, and an asynchronous one is in
-        flight.
-
-        Raises:
-            NonFiniteError: too many steps are skipped.
-            RollbackNeeded: the step must be trained again, from the last checkpoint on.
-        """
-        if outcome.status is Status.handed_out:
-            return False
-        if outcome.status is Status.retry:
-            self.retries += 1
-            return False
-        self.step += 1
-        for one in outcome.left_out:
-            self.left_out.take(one)
-        if self.left_out.count:
-            self.left_out.judge_share(self.step)
-        return True
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
-        own = {"own_loss": True} if self.own_loss else {}
-        return {**counted, **own, "left_out": self.left_out.to_json()}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the state that `to_json` returned; earlier versions only stored the number of skipped steps."""
-        for name in ("step", "seconds", "best", "retries"):
-            setattr(self, name, saved[name])
-        self.own_loss = saved.get("own_loss", False)
-        self.left_out.restore(saved.get("left_out", {"count": saved.get("skipped", 0)}))

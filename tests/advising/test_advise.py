@@ -1,0 +1,63 @@
+"""`trainkit advise`: its advice, the commands that it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import jsonschema
+import pytest
+
+from trainkit.cli import main
+from trainkit.verbs.looking.schema import schema_of
+
+
+def advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    assert main(["advise", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("advise")).validate(found)
+    return found
+
+
+def test_a_small_model_needs_one_device_and_the_printed_command_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    found = advice(capsys, "--devices", "2", "--hardware", "h100_sxm", "precision=fp32")
+    assert found["best"]["overrides"] == ["strategy=one_device"]
+    assert found["best"]["reason"] == "the shortest step"
+    assert [one["overrides"] for one in found["ways"] if one["reason"].startswith("not known")] == []
+    command = shlex.split(found["best"]["command"])
+    assert command[:2] == ["trainkit", "plan"]
+    assert main(command[1:]) == 0
+    printed = capsys.readouterr().out
+    assert "yes: needs" in printed
+
+
+def test_what_the_user_sets_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ("strategy=mirrored", "strategy.replicas=2", "precision=bf16_mixed")
+    found = advice(capsys, *chosen, "--devices", "2", "--hardware", "l4")
+    assert [one["overrides"] for one in found["ways"]] == [[]]
+    assert found["best"]["devices"] == 2
+
+
+def test_a_config_that_is_wrong_under_every_way_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("model.hidden=[-1]", "--devices", "1", "--hardware", "l4")
+    assert main(["advise", *given]) == 2
+    assert capsys.readouterr().err.startswith("1 problem in the config\n  model.hidden")
+
+
+def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--devices", "0", "--for", "speed", "--hardware", "l4", "hardware=h200"]) == 2
+    assert capsys.readouterr().err == (
+        "3 problems in the config\n"
+        "  --devices=0: must be a number of devices, 1 to 1,024. (command line)\n"
+        "  --for=speed: must be one of time, cost, memory. (command line)\n"
+        "  hardware=h200: is given beside --hardware. Give one of the two. (command line)\n"
+    )
+
+
+def test_hardware_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "hardware=none"]) == 2
+    assert capsys.readouterr().err.splitlines()[1] == (
+        "  hardware=none: names no hardware to plan for. Name it: --hardware this, --hardware h100_sxm. (command line)"
+    )

@@ -1,0 +1,234 @@
+"""Replicas that span several devices each train as one device does: here two places of the CPU, whose tensors are
+exchanged in two vectors, and a second device that is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, get_args
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.stepping import Case, Frozen, Trained, oracle, run_rank, train
+from tests.contract.test_optimizers import Match
+from tests.contract.test_sparse import Words
+from tests.support import reference
+from tests.support.pool import Place, Pool
+from tests.support.second_device import SecondDevice, fetch, send
+from trainkit.errors import ConfigError, TrainingError
+from trainkit.strategies.data_parallel.replica_map import ReplicaMap
+from trainkit.strategies.data_parallel.strategy import Reduce
+from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.partition import device_layout as placing
+from trainkit.strategies.partition.device_layout import DeviceLayout
+
+pytestmark = pytest.mark.pairwise
+
+CLASSES = Case(task="classes", global_size=16, micro_size=4)
+TOKENS = Case(task="tokens", global_size=8, micro_size=2)
+MAPS: dict[str, dict[str, int]] = {
+    "classes": {"0": 0, "rest": 1},
+    "tokens": {"embed": 0, "head": 0, "rest": 1},  # tied: both names of the weight are in one place
+    "gpt": {"embed": 0, "head": 0, "blocks": 1},
+    "duel": {"generator": 0, "discriminator": 1},
+}
+
+
+def spread(case: Case, replicas: int = 2, strategy: str = "mirrored", **settings: Any) -> Case:
+    groups = [["cpu", "cpu"]] * replicas
+    return replace(case, strategy=strategy, settings={"devices": groups, "map": MAPS[case.task], **settings})
+
+
+def unequal(expected: Trained, found: Trained) -> list[str]:
+    return [key for key, tensor in expected.state.items() if not torch.equal(tensor, fetch(found.state[key]))]
+
+
+# 37 points in batches of 16 and 5, 29 sequences in batches of 8 and 5: the last batch of an epoch is short
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
+def test_two_replicas_of_two_devices_take_the_steps_of_the_reference(
+    base: Case, optimizer: str, accumulation: int, pool: Pool
+) -> None:
+    micro_size = -(-base.global_size // (2 * accumulation))
+    case = spread(replace(base, optimizer=optimizer, micro_size=micro_size, max_norm=0.05, resume_at=4))
+    expected, ranks = oracle(case), train(pool, case)
+    assert len(ranks) == 2
+    assert min(ranks[0].norms) > 0.05
+    for rank in ranks:
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+# shards of 6 and 5 for three replicas: one has none in a short batch, and batch statistics are in the exchange too
+@pytest.mark.parametrize("reduce", get_args(Reduce))
+def test_every_reducer_sums_what_is_in_several_places(reduce: str, pool: Pool) -> None:
+    for base in (replace(CLASSES, micro_size=6, model={"norm": True}), TOKENS):
+        case = spread(base, 3, "multi_worker_mirrored", reduce=reduce)
+        expected, ranks = oracle(case), train(pool, case)
+        for rank in ranks:
+            assert reference.differences(rank.weights, expected) == []
+            assert unequal(ranks[0], rank) == []
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(CLASSES, precision="fp32", reproducible=True, micro_size=3, model={"norm": True, "dropout": 0.3}),
+        replace(TOKENS, precision="fp32", reproducible=True, micro_size=3, optimizer="adamw", resume_at=4),
+    ],
+    ids=["classes", "tokens"],
+)
+def test_a_reproducible_training_ends_in_the_bits_of_one_device(base: Case, pool: Pool) -> None:
+    (expected,) = train(pool, base)
+    for replicas in (1, 2, 3):
+        for rank in train(pool, spread(base, replicas)):
+            assert unequal(expected, rank) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        (replace(CLASSES, precision="bf16", optimizer="adamw"), {}),
+        (replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1), {}),
+        (replace(CLASSES, precision="fp32", model={"dropout": 0.3}), {"compression": "bf16"}),
+        (replace(CLASSES, precision="fp32"), {"bucket_mb": 0}),
+    ],
+    ids=["masters", "scaled", "compressed", "one bucket"],
+)
+def test_a_place_more_changes_no_bit_of_two_replicas(base: Case, settings: dict[str, Any], pool: Pool) -> None:
+    whole = train(pool, replace(base, strategy="mirrored", settings={"replicas": 2, **settings}))
+    for expected, found in zip(whole, train(pool, spread(base, **settings)), strict=True):
+        assert unequal(expected, found) == []
+
+
+@pytest.mark.parametrize("task", ["functional_dropout", "two_views"])
+def test_models_and_objectives_that_draw_draw_as_one_device_does(task: str, pool: Pool) -> None:
+    base = Case(task=task, global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
+    (expected,) = train(pool, base)
+    for rank in train(
+        pool, replace(base, strategy="mirrored", settings=spread(CLASSES).settings | {"map": {"rest": 1}})
+    ):
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+def test_a_place_may_hold_frozen_parameters_alone(pool: Pool) -> None:
+    base = Frozen(global_size=16, micro_size=4, max_norm=0.05)
+    (expected,) = train(pool, base)
+    for rank in train(pool, spread(base)):
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_the_networks_of_two_optimizers_may_be_on_two_devices(pool: Pool) -> None:
+    base = Match(micro_size=2, max_norm=0.3, num_steps=4)
+    (expected,) = train(pool, base)
+    for rank in train(pool, spread(base)):
+        assert rank.norms == pytest.approx(expected.norms, rel=1e-12)
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_sparse_gradients_are_summed_beside_those_of_a_place(pool: Pool) -> None:
+    base = Words(optimizer="plain_sgd", micro_size=2, max_norm=0.05)
+    (expected,) = train(pool, base)
+    for rank in train(pool, spread(base, map={"embed": 0, "head": 1})):
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
+
+
+def test_blocks_that_are_compiled_and_recomputed_train_as_the_reference_does(pool: Pool) -> None:
+    both = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
+    case = spread(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3, shaping=both))
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, oracle(case)) == []
+
+
+def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: Pool) -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.map: no device for 2\.weight, 2\.bias\. Add 2: DEVICE"):
+        train(pool, spread(CLASSES, 1, map={"0": 0}))
+
+
+def test_replicas_that_placed_a_block_differently_are_refused(pool: Pool) -> None:
+    ranks = pool.run("tests.contract.test_replica_map.misplaced", spread(CLASSES), num_ranks=2)
+    refused = "the parameter 0.weight is on device 1 of its replica on rank 1, and on device 0 on rank 0. "
+    assert [text.startswith(refused) for text in ranks] == [True, True]
+
+
+def misplaced(place: Place, case: Case) -> str:
+    """What a rank says where the second one has a map of its own; run by the pool."""
+    given = {"0": 1, "rest": 0} if place.rank else {"0": 0, "rest": 1}
+    try:
+        run_rank(place, replace(case, settings=case.settings | {"map": given}))
+    except TrainingError as error:
+        torch.distributed.destroy_process_group()
+        return str(error)
+    return "nothing"
+
+
+@contextmanager
+def two_devices() -> Iterator[None]:
+    """The first place of every group is a second device, and fused kernels run there too."""
+
+    def on_two(self: ReplicaMap, *args: Any, **kwargs: Any) -> Any:
+        found = whole(self, *args, **kwargs)
+        return replace(found, group=("meta", "cpu")) if isinstance(found, DeviceLayout) else found
+
+    def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
+        del only
+        if device.type == "meta":
+            send(owner)
+
+    whole = ReplicaMap.layout
+    fused = (
+        mock.patch.object(import_module(f"torch.optim.{name}"), "_device_dtype_check_for_fused")
+        for name in ("sgd", "adam")
+    )
+    first, second = fused
+    laid, moved = mock.patch.object(ReplicaMap, "layout", on_two), mock.patch.object(placing, "_move", move)
+    with laid, moved, first, second, SecondDevice():
+        yield
+
+
+def on_two_devices(place: Place, case: Case) -> Trained:
+    """One rank of a case whose replicas have two devices; run by the pool."""
+    with two_devices():
+        found = run_rank(place, case)
+        devices = {key: tensor.device.type for key, tensor in found.state.items() if key.startswith("param/")}
+        assert {key.split("/")[1][0]: kind for key, kind in devices.items()} == {"0": "meta", "2": "cpu"}
+        return replace(found, state={key: fetch(tensor) for key, tensor in found.state.items()})
+
+
+@pytest.mark.parametrize(("optimizer", "reduce"), [("sgd", "backend"), ("adamw", "to_one_device")])
+def test_gradients_stay_on_their_device(optimizer: str, reduce: str, pool: Pool) -> None:
+    case = spread(replace(CLASSES, optimizer=optimizer, max_norm=0.05), reduce=reduce)
+    ranks: list[Trained] = pool.run("tests.contract.test_replica_map.on_two_devices", case, num_ranks=2)
+    for rank in ranks:
+        assert reference.differences(rank.weights, oracle(case)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_replica_of_a_gpu_and_the_cpu_trains_as_the_reference(optimizer: str, pool: Pool) -> None:
+    base = replace(CLASSES, optimizer=optimizer, micro_size=3, max_norm=0.05, resume_at=4)
+    (rank,) = train(pool, spread(base, devices=[[0, "cpu"]]))
+    assert {tensor.device.type for tensor in rank.state.values()} == {"cpu", "cuda"}
+    assert reference.differences({name: tensor.cpu() for name, tensor in rank.weights.items()}, oracle(base)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [[[0, "cpu"], [1, "cpu"]], [[0, 1], [2, 3]]], ids=["gpu and cpu", "two gpus"])
+def test_replicas_of_several_gpus_train_as_the_reference(devices: list[list[Any]], pool: Pool) -> None:
+    needed = 1 + max(name for group in devices for name in group if name != "cpu")
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    case = spread(replace(CLASSES, max_norm=0.05, resume_at=4), devices=devices)
+    for rank in train(pool, case):
+        weights = {name: tensor.cpu() for name, tensor in rank.weights.items()}
+        assert reference.differences(weights, oracle(case)) == []

@@ -1,0 +1,295 @@
+"""`compile.mode=step`: graphs of whole steps train as eager steps do, and what no graph can hold is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract import stepping
+from tests.contract.running import run, weights
+from tests.contract.stepping import Case, Trained, oracle, train
+from tests.support import own_objectives, reference, zoo
+from tests.support.pool import Pool
+from trainkit.errors import HangError, TrainingError
+from trainkit.models.gpt import Gpt
+from trainkit.numerics.precision import Value
+from trainkit.objectives.base import Objective
+from trainkit.strategies.base import Numerics, PlanContext, Traits
+from trainkit.strategies.core.graphs.formulas import formula_of
+from trainkit.strategies.core.graphs.refusals import step_problems
+from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
+)
+
+GRAPHS = ModelTransforms(compile_mode="step", backend="aot_eager")
+"""The same graphs as the default's, without the code that takes seconds to make."""
+POINTS = Case(shaping=GRAPHS)
+TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping=GRAPHS)
+"""Counted weights, clipping, three shards a step, and a last batch of another size."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph of another test is taken."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        POINTS,
+        TOKENS,
+        pytest.param(replace(TOKENS, optimizer="adamw"), marks=pytest.mark.long),
+        replace(POINTS, micro_size=3, optimizer="adamw", max_norm=0.5, resume_at=4),
+        replace(POINTS, model={"norm": True}, micro_size=4),
+        pytest.param(replace(TOKENS, strategy="mirrored", settings={"replicas": 2}), marks=pytest.mark.long),
+        replace(POINTS, micro_size=3, optimizer="adamw", strategy="mirrored", settings={"replicas": 2}, resume_at=4),
+    ],
+    ids=["sgd", "shards", "adamw", "resumed", "buffers", "mirrored", "mirrored_resumed"],
+)
+def test_ten_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, oracle(case)) == []
+
+
+def test_the_gradients_of_several_shards_are_not_lost(pool: Pool) -> None:
+    (whole,), (cut,) = (train(pool, replace(POINTS, micro_size=size)) for size in (8, 2))
+    assert all(torch.allclose(one, cut.weights[name], rtol=1e-12) for name, one in whole.weights.items())
+    (fewer,) = train(pool, replace(POINTS, micro_size=2, num_steps=9))
+    assert not any(torch.allclose(one, fewer.weights[name], rtol=1e-6) for name, one in cut.weights.items())
+
+
+TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05, "fp16_mixed": 0.01}
+"""A few hundred roundings of the narrowest format that takes part."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_size"),
+    [
+        ("fp32", 3),
+        ("bf16", 3),
+        ("bf16_mixed", 8),
+        ("fp16_mixed", 3),
+        pytest.param("fp32", 8, marks=pytest.mark.long),
+        pytest.param("bf16", 8, marks=pytest.mark.long),
+        pytest.param("bf16_mixed", 3, marks=pytest.mark.long),
+        pytest.param("fp16_mixed", 8, marks=pytest.mark.long),
+    ],
+)
+def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, pool: Pool) -> None:
+    case = replace(POINTS, precision=precision, micro_size=micro_size, max_norm=0.5, optimizer="adamw")
+    (graphed,), (eager,) = train(pool, case), train(pool, replace(case, shaping=ModelTransforms()))
+    assert largest_difference(graphed, eager) < TOLERANCES[precision]
+    assert graphed.scale == eager.scale
+    assert graphed.norms == pytest.approx(eager.norms, rel=TOLERANCES[precision])
+
+
+def largest_difference(one: Trained, other: Trained) -> float:
+    return max(float((tensor - other.weights[name]).abs().max()) for name, tensor in one.weights.items())
+
+
+def graphs_made(case: Case, pool: Pool) -> int:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    train(pool, case)
+    assert not counters["graph_break"]
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_a_ragged_last_batch_is_a_second_graph_and_other_rates_are_none(pool: Pool) -> None:
+    assert graphs_made(replace(POINTS, num_steps=2), pool) == 1
+    assert graphs_made(replace(POINTS, num_steps=10), pool) == 2
+
+
+def test_shards_before_the_last_share_a_graph(pool: Pool) -> None:
+    assert graphs_made(replace(POINTS, micro_size=2, num_steps=2), pool) == 2
+
+
+def test_averages_are_those_of_eager_steps(tmp_path: Any) -> None:
+    fixed = ("model=net", "data=points", "batch.global_size=8", "steps=6", "average=ema", "average.decay=0.5")
+    graphed = run(tmp_path / "graphed", *fixed, "compile.mode=step", "compile.backend=aot_eager")
+    eager = run(tmp_path / "eager", *fixed)
+    assert weights(graphed).keys() == weights(eager).keys()
+    assert all(torch.allclose(one, weights(eager)[name], rtol=1e-12) for name, one in weights(graphed).items())
+    assert graphed["fingerprint"] == eager["fingerprint"]
+
+
+@pytest.mark.parametrize("task", ["functional_dropout", "mixup"])
+def test_a_model_or_an_objective_that_draws_ends_the_run(task: str, pool: Pool) -> None:
+    with pytest.raises(TrainingError) as caught:
+        train(pool, replace(POINTS, task=task))
+    assert str(caught.value) == (
+        "compile.mode=step: the model or the objective draws random numbers, which have no key inside of a graph. "
+        "Use compile.mode=default."
+    )
+
+
+class Untraceable(zoo.Net):
+    """Its code branches on its outputs from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, features) -> (samples, classes)."""
+        self.calls += 1
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        if self.calls > 1 and outputs.sum() > 1e9:
+            return outputs * 2
+        return outputs
+
+
+def test_code_that_cannot_be_traced_is_named(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    monkeypatch.setitem(stepping.TASKS, "untraceable", stepping.TASKS["classes"]._replace(model=Untraceable))
+    with pytest.raises(
+        TrainingError, match=r"compile.mode=step: this step cannot be one graph: .*branching.* Use compile"
+    ):
+        train(pool, replace(POINTS, task="untraceable"))
+
+
+def test_a_hang_while_tracing_stays_a_hang(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    def hangs(*_: object) -> None:
+        raise HangError("rank 0 has made no progress")
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: hangs)
+    with pytest.raises(HangError, match="rank 0 has made no progress"):
+        train(pool, POINTS)
+
+
+DRAWING = (
+    "the model draws random numbers (embed.dropout: Dropout), which have no key inside of a graph. "
+    "Use compile.mode=default."
+)
+ADAM = PlanContext(optimizer=torch.optim.Adam)
+CAN = Traits(compiles="model", compiles_step=True)
+
+
+class Penalty(own_objectives.GradientPenalty):
+    """An objective that differentiates the model by its inputs."""
+
+
+def net() -> nn.Module:
+    return zoo.Net()
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 2, sparse=True))
+
+
+def objective() -> Objective:
+    return Penalty()
+
+
+@pytest.mark.parametrize(
+    ("make", "traits", "context", "rule"),
+    [
+        (
+            net,
+            Traits(compiles="nothing"),
+            ADAM,
+            "mine takes no step as a graph. Leave it out, or use strategy=mirrored.",
+        ),
+        (
+            net,
+            Traits(compiles="blocks"),
+            ADAM,
+            "mine takes no step as a graph. Use compile.mode=default, or use strategy=mirrored.",
+        ),
+        (
+            net,
+            CAN,
+            PlanContext(numerics=Numerics(reproducible=True)),
+            (
+                "cannot be had with numerics.reproducible=true, whose order of summation is fixed. "
+                "Use compile.mode=default."
+            ),
+        ),
+        (
+            net,
+            CAN,
+            PlanContext(optimizer=torch.optim.RMSprop),
+            (
+                "has no graph of the update of RMSprop. Use one of torch.optim (Adam, AdamW, SGD), or "
+                "compile.mode=default."
+            ),
+        ),
+        (
+            net,
+            CAN,
+            PlanContext(optimizers={"one": torch.optim.SGD}),
+            "is for one update a step, and with optimizers there may be several. Use compile.mode=default.",
+        ),
+        (
+            net,
+            CAN,
+            PlanContext(objective=objective()),
+            ("has no graph of Penalty, which differentiates the model by its inputs. Use compile.mode=default."),
+        ),
+        (lambda: Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2, dropout=0.1), CAN, ADAM, DRAWING),
+        (sparse, CAN, ADAM, "has no graph of sparse gradients. Use sparse=False, or compile.mode=default."),
+    ],
+    ids=["nothing", "blocks", "lanes", "optimizer", "optimizers", "derivatives", "dropout", "sparse"],
+)
+def test_what_no_graph_can_hold_is_refused_before_anything_starts(
+    make: Any, traits: Traits, context: PlanContext, rule: str
+) -> None:
+    found = step_problems(make(), GRAPHS, context, traits=traits, strategy="mine")
+    assert [str(problem) for problem in found] == [f"compile.mode=step: {rule}"]
+    assert step_problems(make(), ModelTransforms(), context, traits=traits, strategy="mine") == []
+
+
+def test_recomputation_is_refused_beside_graphs() -> None:
+    both = replace(GRAPHS, recompute="full")
+    model = Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2)
+    (problem,) = shaping_problems(model, both, compiles="model", strategy="mine")
+    assert str(problem) == (
+        "compile.mode=step: cannot be had with activation_checkpointing: a graph decides itself what it keeps. "
+        "Leave one out."
+    )
+
+
+def updated(kind: type[torch.optim.Optimizer], settings: dict[str, Any], *, by_formula: bool) -> list[torch.Tensor]:
+    """A parameter and its slots after four updates, of which the first is the optimizer's own."""
+    param = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
+    optimizer = kind([param], lr=0.1, **settings)  # type: ignore[call-arg]
+    for step in range(4):
+        grad = torch.linspace(1, -2, 6, dtype=torch.float64) * (step + 1)
+        if not by_formula or not step:
+            param.grad = grad
+            optimizer.step()
+            continue
+        formula = formula_of(kind, optimizer.param_groups[0])
+        assert formula is not None
+        values = [torch.tensor(one, dtype=torch.float64) for one in formula.values(0.1, step + 1)]
+        with torch.no_grad():
+            formula.apply(param, grad, [optimizer.state[param][slot] for slot in formula.slots], values)
+    slots = (slot for name, slot in sorted(optimizer.state[param].items()) if name != "step" and slot is not None)
+    return [param.detach(), *slots]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.3}),
+        (torch.optim.AdamW, {"weight_decay": 0.3, "amsgrad": True, "maximize": True}),
+        (torch.optim.Adam, {"weight_decay": 0.3, "betas": (0.5, 0.8), "eps": 1e-3}),
+        (torch.optim.SGD, {"weight_decay": 0.3, "maximize": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_a_formula_updates_as_torch_does(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    expected, found = (updated(kind, settings, by_formula=flag) for flag in (False, True))
+    assert len(expected) == len(found)
+    assert all(torch.allclose(one, other, rtol=1e-13, atol=0) for one, other in zip(expected, found, strict=True))

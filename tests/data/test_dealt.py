@@ -1,0 +1,302 @@
+"""Streams whose files are dealt to the shards of a step: each sample once an epoch, each rank its own files."""
+
+from __future__ import annotations
+
+import http.server
+import importlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.samples import CPU
+from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.reading.dealt import DealtOrder, DealtReader
+from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
+from trainkit.data.reading.loader import Loader
+from trainkit.data.sets.json_lines import JsonLines
+from trainkit.errors import ConfigError, DataError, MissingExtraError
+from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
+
+
+class Numbered:
+    """File f holds the numbers that follow those of the files before it; notes the files that are opened."""
+
+    def __init__(self, *sizes: int, surplus: int = 0) -> None:
+        self.sizes = sizes
+        self.files = [f"part-{number}" for number in range(len(sizes))]
+        self.opened: list[str] = []
+        self.surplus = surplus
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for file in self.files:
+            yield from self.read(file)
+
+    def read(self, file: str) -> Iterator[tuple[int, int]]:
+        self.opened.append(file)
+        number = self.files.index(file)
+        start = sum(self.sizes[:number])
+        yield from ((index, 0) for index in range(start, start + self.sizes[number] + self.surplus))
+
+
+def loader_of(
+    source: Any,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    micro_size: int = 2,
+    distribute: Any = "files",
+    count: int | None = None,
+) -> Loader:
+    """A loader of steps of 4 samples."""
+    stream = Stream(source=source, num_samples=count or sum(source.sizes), distribute=distribute)
+    plan = BatchPlan(num_samples=len(stream), global_size=4, micro_size=micro_size)
+    return Loader(
+        stream, plan=plan, shards_at=lambda step: own(plan, step, rank, num_ranks), device=CPU,
+        settings=LoaderSettings(), seed=7, num_steps=3 * plan.steps_per_epoch,
+    )  # fmt: skip
+
+
+def own(plan: BatchPlan, step: int, rank: int, num_ranks: int) -> tuple[int, ...]:
+    return shards_of_rank(plan.num_shards(step), rank=rank, num_ranks=num_ranks, lanes=None)
+
+
+def numbers(loader: Loader, step: int, shards: tuple[int, ...]) -> list[int]:
+    return [number for batch in loader.fetch(Ticket(step, shards)) for number in batch[0].tolist()]
+
+
+@pytest.mark.parametrize("sizes", [(6, 4), (1, 2, 3, 4), (13,), (5, 0, 6), (2, 2, 2, 2, 2, 2, 2, 3)])
+@pytest.mark.parametrize(("num_ranks", "micro_size"), [(1, 4), (2, 2), (3, 1), (4, 1)])
+def test_each_sample_is_read_once_an_epoch(sizes: tuple[int, ...], num_ranks: int, micro_size: int) -> None:
+    plan = BatchPlan(num_samples=sum(sizes), global_size=4, micro_size=micro_size)
+    found = []
+    for rank in range(num_ranks):
+        loader = loader_of(Numbered(*sizes), rank=rank, num_ranks=num_ranks, micro_size=micro_size)
+        for step in range(plan.steps_per_epoch, 2 * plan.steps_per_epoch):
+            found += numbers(loader, step, own(plan, step, rank, num_ranks))
+    assert sorted(found) == list(range(sum(sizes)))
+
+
+def test_a_rank_opens_the_files_of_its_shards_alone_and_each_once_an_epoch() -> None:
+    opened = []
+    for rank in (0, 1):
+        source = Numbered(4, 4, 4, 4)
+        loader = loader_of(source, rank=rank, num_ranks=2)
+        for step in range(4):
+            numbers(loader, step, (rank,))
+        opened.append(source.opened)
+    assert opened == [["part-0", "part-1"], ["part-2", "part-3"]]
+
+
+def test_a_shard_holds_the_same_samples_on_any_number_of_ranks() -> None:
+    alone = loader_of(Numbered(5, 3, 9), micro_size=1)
+    apart = [loader_of(Numbered(5, 3, 9), rank=rank, num_ranks=4, micro_size=1) for rank in range(4)]
+    for step in range(4):
+        shards = (0, 1, 2, 3)
+        expected = numbers(alone, step, shards)
+        assert [number for rank in shards for number in numbers(apart[rank], step, (rank,))] == expected
+
+
+def test_a_run_resumes_in_the_middle_on_another_number_of_ranks() -> None:
+    found = []
+    for step in range(2):
+        for rank in (0, 1):
+            found += numbers(loader_of(Numbered(7, 9), rank=rank, num_ranks=2, micro_size=1), step, (rank, rank + 2))
+    first = loader_of(Numbered(7, 9), micro_size=1)
+    numbers(first, 1, (0,))
+    for rank in range(4):
+        loader = loader_of(Numbered(7, 9), rank=rank, num_ranks=4, micro_size=1)
+        assert loader.load_state(first.state()) == (
+            "the files of the stream are dealt as before; each part continues inside its file"
+        )
+        for step in (2, 3):
+            found += numbers(loader, step, (rank,))
+    assert sorted(found) == list(range(16))
+
+
+def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted() -> None:
+    first = loader_of(Numbered(8, 8), micro_size=2)
+    numbers(first, 1, (0, 1))
+    inside = first.state()
+    with pytest.raises(ConfigError) as refused:
+        loader_of(Numbered(8, 8), micro_size=1).load_state(inside)
+    assert str(refused.value.problems[0]) == (
+        "batch.micro_size=1: cuts a step into 4 shards, and the epoch was begun with 2, to which files are dealt: "
+        "samples would be read twice or never. Give batch.micro_size=2."
+    )
+    numbers(first, 3, (0, 1))
+    loader_of(Numbered(8, 8), micro_size=1).load_state(first.state())
+
+
+@pytest.mark.parametrize(
+    ("source", "count", "message"),
+    [
+        (Numbered(4, 4, surplus=-1), None, "part-0 ended after 3 samples, but data.source.sizes says 4."),
+        (Numbered(4, 4, surplus=1), None, "part-0 holds more than the 4 samples that data.source.sizes says."),
+    ],
+)
+def test_a_file_of_another_size_is_an_error(source: Numbered, count: int | None, message: str) -> None:
+    loader = loader_of(source, micro_size=4, count=count)
+    with pytest.raises(DataError) as error:
+        loader.fetch(Ticket(0, (0,)))
+    assert str(error.value) == message
+
+
+def test_more_samples_than_the_files_have_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        loader_of(Numbered(4, 4), count=9)
+    assert str(refused.value.problems[0]) == (
+        "data.num_samples=9: is more than the 8 samples that data.source.sizes adds up to."
+    )
+
+
+@pytest.mark.parametrize(
+    ("distribute", "sizes", "kind"),
+    [
+        ("samples", (4, 4, 4, 4), StreamReader),
+        ("files", (16,), DealtReader),
+        ("auto", (8, 8), DealtReader),
+        ("auto", (16,), StreamReader),
+    ],
+)
+def test_auto_deals_files_where_each_shard_can_have_one(distribute: Any, sizes: tuple[int, ...], kind: type) -> None:
+    stream = Stream(source=Numbered(*sizes), num_samples=16, distribute=distribute)
+    plan = BatchPlan(num_samples=16, global_size=4, micro_size=2)
+    assert type(stream_reader(stream, plan, device=CPU, settings=LoaderSettings(), seed=0)) is kind
+
+
+def test_a_source_without_files_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Stream(source=[1, 2], num_samples=2, distribute="files")
+    assert str(refused.value.problems[0]) == (
+        "data.distribute=files: needs a source with files, sizes and read(file), as "
+        "trainkit.data.sets.json_lines.JsonLines has, and list lacks them. Use samples."
+    )
+
+
+def test_looking_for_files_counts_no_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"broken")
+    stream = Stream(source=JsonLines(path=str(tmp_path / "a.jsonl")), num_samples=1, distribute="auto")
+    assert stream.files_for(1) is stream.source
+    assert "sizes" not in vars(stream.source)
+
+
+def test_the_samples_of_a_ticket_are_named_by_their_place_in_all_files() -> None:
+    order = DealtOrder(plan=BatchPlan(num_samples=10, global_size=4, micro_size=2))
+    assert order.indices(Ticket(1, (0, 1))) == [2, 3, 8, 9]
+
+
+def lines(*rows: object) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def test_json_lines_reads_local_files_by_pattern(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(lines({"x": [3, 4], "y": 1}) + b"\n")
+    (tmp_path / "a.jsonl").write_bytes(lines({"x": [0.5, 2], "y": 0}, {"x": [1.0, 2], "y": 1}).rstrip())
+    source = JsonLines(path=str(tmp_path / "*.jsonl"))
+    assert [Path(file).name for file in source.files] == ["a.jsonl", "b.jsonl"]
+    assert source.sizes == (2, 1)
+    samples = list(source)
+    assert [sample["y"] for sample in samples] == [0, 1, 1]
+    assert [sample["x"].dtype.name for sample in samples] == ["float32", "float32", "int64"]
+
+
+def test_json_lines_reads_the_memory_of_fsspec() -> None:
+    fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
+    with fsspec.open("memory://dealt/a.jsonl", "wb") as file:
+        file.write(lines({"y": 1}, {"y": 2}))
+    source = JsonLines(path="memory://dealt/*.jsonl", num_samples=[2])
+    assert [sample["y"] for file in source.files for sample in source.read(file)] == [1, 2]
+
+
+READS = """
+import sys
+from trainkit.data.sets.json_lines import JsonLines
+from trainkit.errors import DataError
+source = JsonLines(path=sys.argv[1:])
+print(source.sizes)
+print([sample["y"] for sample in source])
+try:
+    next(source.read(sys.argv[2] + "9"))
+except DataError as error:
+    print(str(error).rpartition(": ")[0])
+"""
+"""In a process of its own: fsspec starts a thread that does not end."""
+
+
+def test_json_lines_reads_a_web_server(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="the extra remote is not installed")
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines({"y": number}, {"y": number + 10}))
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-c", READS, f"{address}/0.jsonl", f"{address}/1.jsonl"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert done.stdout.splitlines() == ["(2, 2)", "[0, 10, 1, 11]", f"{address}/1.jsonl9 cannot be read"], done.stderr
+
+
+def test_without_fsspec_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.import_module
+
+    def without(name: str, package: str | None = None) -> Any:
+        if name == "fsspec":
+            raise ModuleNotFoundError(name="fsspec")
+        return known(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(MissingExtraError) as refused:
+        next(iter(JsonLines(path="s3://bucket/a.jsonl")))
+    assert str(refused.value.problems[0]) == (
+        'data.source.path: needs the package fsspec. Install it: pip install "fsspec[http]>=2024.6"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{\n", "line 1 of {} is not JSON: "), (b"[1]\n", "line 1 of {} is not a JSON object.")],
+)
+def test_a_broken_line_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        list(JsonLines(path=str(file)))
+    assert str(error.value).startswith(message.format(file))
+
+
+@pytest.mark.slow
+def test_two_processes_train_to_the_bits_of_one(tmp_path: Path) -> None:
+    import trainkit
+
+    for number in range(4):
+        rows = [{"x": [number / 4, row / 8, 1.0], "y": (number + row) % 2} for row in range(6)]
+        (tmp_path / f"{number}.jsonl").write_bytes(lines(*rows))
+    shared = [
+        "recipe=null", "data=stream", "+data.source._target_=trainkit.data.sets.json_lines.JsonLines",
+        f"data.source.path={tmp_path}/*.jsonl", "data.num_samples=24", "data.distribute=files", "model=mlp",
+        "model.in_features=3", "model.hidden=[4]", "model.out_features=2", "objective.input=x", "objective.target=y",
+        "batch.global_size=8", "batch.micro_size=4", "epochs=2", "numerics.reproducible=true", "callbacks=[]",
+        "logger=[]", "quiet=true",
+    ]  # fmt: skip
+    results = [
+        trainkit.train([*shared, *strategy], run_dir=tmp_path / name)
+        for name, strategy in {"one": [], "two": ["strategy=mirrored", "strategy.replicas=2"]}.items()
+    ]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["samples"] == 48

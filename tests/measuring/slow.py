@@ -1,0 +1,63 @@
+"""Datasets and models that are slow in one way, to be measured."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+
+class SlowSamples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Points of which each takes `ms` milliseconds to read."""
+
+    def __init__(self, ms: float = 2.0, count: int = 512) -> None:
+        self.ms, self.count = ms, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.ms:  # a sleep of no time gives the processor away
+            time.sleep(self.ms / 1e3)
+        return torch.full((4,), float(index % 7)), torch.tensor(index % 2)
+
+
+class Sleepy(nn.Module):
+    """A classifier whose forward pass sleeps for `ms` milliseconds."""
+
+    def __init__(self, ms: float = 5.0) -> None:
+        super().__init__()
+        self.ms, self.layer = ms, nn.Linear(4, 2)
+
+    def forward(self, points: Tensor) -> Tensor:
+        time.sleep(self.ms / 1e3)
+        out: Tensor = self.layer(points)
+        return out
+
+
+class Elementwise(nn.Module):
+    """A classifier whose forward pass moves much memory for little arithmetic."""
+
+    def __init__(self, size: int = 2_000_000) -> None:
+        super().__init__()
+        self.layer, self.many = nn.Linear(4, 2), nn.Parameter(torch.zeros(size))
+
+    def forward(self, points: Tensor) -> Tensor:
+        out: Tensor = self.layer(points)
+        return out + (self.many + 1.0).mul(2.0).neg().mean()
+
+
+class Products(nn.Module):
+    """A classifier that multiplies matrices of many rows and columns."""
+
+    def __init__(self, width: int = 700) -> None:
+        super().__init__()
+        self.layer, self.square = nn.Linear(4, 2), nn.Parameter(torch.full((width, width), 1e-4))
+
+    def forward(self, points: Tensor) -> Tensor:
+        out: Tensor = self.layer(points)
+        product: Tensor = self.square
+        for _ in range(4):
+            product = product @ self.square
+        return out + product[0, 0]

@@ -1,0 +1,114 @@
+"""The bottleneck that `callbacks=[profiler]` names, of trainings that are bound by one thing each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.callbacks.bottleneck import KernelTimes, StepTimes, breakdown, remedy, verdict
+from trainkit.config.schema import RunConfig
+
+MINE = "tests.measuring.slow"
+KEYS = (
+    "recipe=null", "steps=12", "batch.global_size=8", "callbacks=[profiler]", "callbacks.profiler.skip_steps=6",
+    "callbacks.profiler.num_steps=4", "eval.every_epochs=null", f"data._target_={MINE}.SlowSamples",
+)  # fmt: skip
+
+
+def profiled(folder: Path, *overrides: str) -> dict[str, object]:
+    trainkit.train(trainkit.compose([*KEYS, *overrides], packages=["tests"]), run_dir=folder)
+    found: dict[str, object] = json.loads((folder / "profile" / "bottleneck.json").read_text())
+    return found
+
+
+def profiled_in_a_quiet_moment(folder: Path, kind: str, *overrides: str) -> tuple[Path, dict[str, object]]:
+    """Profile anew, at most five times, until a verdict is reached: other processes take time that none is bound by."""
+    found: dict[str, object] = {}
+    for attempt in range(5):
+        found = profiled(run := folder / str(attempt), *overrides)
+        if found["bottleneck"] == kind:
+            break
+    return run, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "key"),
+    [
+        ("input", ("data.ms=3", "model=mlp", "model.in_features=4"), "loader.num_workers=auto"),
+        ("host", ("data.ms=0", f"model._target_={MINE}.Sleepy", "model.ms=20"), "compile.mode=default"),
+        ("memory", ("data.ms=0", f"model._target_={MINE}.Elementwise"), "compile.mode=default"),
+        ("compute", ("data.ms=0", f"model._target_={MINE}.Products", "optimizer=sgd"), "strategy, with more devices"),
+    ],
+)
+def test_the_bottleneck_is_named_with_its_key_and_the_trace(
+    kind: str, settings: tuple[str, ...], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, found = profiled_in_a_quiet_moment(tmp_path, kind, *settings)
+    assert found["bottleneck"] == kind
+    line = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bottleneck")][-1]
+    assert line.startswith(f"bottleneck: {kind}, ")
+    assert line.endswith(f" % of a step. What may move it: {key}. Trace: {run}/profile/trace.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fails"),
+    [
+        ("straggler", "rank=1,phase=forward,action=slow"),
+        ("exchange", "rank=0,phase=reduce,action=slow;rank=1,phase=reduce,action=slow"),
+    ],
+)
+@pytest.mark.slow
+def test_the_wait_for_one_rank_and_a_slow_exchange_are_two_verdicts(
+    kind: str, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINKIT_FAIL", fails)
+    settings = ("data.ms=0", "model=mlp", "model.in_features=4", "strategy=mirrored", "strategy.replicas=2")
+    _, found = profiled_in_a_quiet_moment(tmp_path, kind, *settings, "quiet=true")
+    assert found["bottleneck"] == kind
+    assert kind != "straggler" or found["slowest_rank"] == 1
+
+
+def test_the_rank_that_all_wait_for_may_be_another_in_each_step() -> None:
+    slow, quick = (1.0, 0.1), (1.0, 0.9)
+    one = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(slow[1], quick[1]))
+    other = StepTimes(steps=(1.0, 1.0), inputs=(0.0, 0.0), exchanges=(quick[1], slow[1]))
+    found = breakdown([one, other], KernelTimes())
+    assert found.bottleneck == "straggler"
+    assert found.shares == pytest.approx(
+        {"input": 0, "host": 0.1, "compute": 0, "memory": 0, "exchange": 0.1, "straggler": 0.8}
+    )
+
+
+def test_each_verdict_names_a_key_that_is_not_used_yet() -> None:
+    plain = RunConfig()
+    used = RunConfig.from_dict(
+        {"loader": {"num_workers": 2}, "compile": {"mode": "default"}, "strategy": {"compression": "fp16"}}
+    )
+    gpu = RunConfig.from_dict({"precision": {"value": "fp32"}, "strategy": {"compression": "none"}})
+    found = {
+        kind: [
+            remedy(kind, plain, device="cpu", is_stream=False),
+            remedy(kind, used, device="cpu", is_stream=True),
+            remedy(kind, gpu, device="cuda", is_stream=False),
+        ]
+        for kind in ("input", "host", "memory", "compute", "exchange")
+    }
+    more = "strategy, with more devices"
+    batch = "batch.global_size: a larger batch exchanges less often"
+    assert found == {
+        "input": [
+            "loader.num_workers=auto", "data: a stream is read by the training process", "loader.num_workers=auto",
+        ],
+        "host": ["compile.mode=default", "batch.micro_size, with a larger value", "compile.mode=default"],
+        "memory": ["compile.mode=default", more, "precision=bf16_mixed"],
+        "compute": [more, more, "precision=bf16_mixed"],
+        "exchange": [batch, batch, "strategy.compression"],
+    }  # fmt: skip
+    text = verdict(
+        breakdown([StepTimes(steps=(2.0,), inputs=(1.5,), exchanges=(0.0,))], KernelTimes(compute_s=9.0)),
+        plain, device="cpu", is_stream=False,
+    )  # fmt: skip
+    assert text == "bottleneck: input, 75 % of a step. What may move it: loader.num_workers=auto"

@@ -1,0 +1,72 @@
+"""What is read from devices, with doubles in the place of a GPU and its driver."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainkit.callbacks.energy import consumed_joules
+from trainkit.trainer.phase_clock import PhaseClock
+
+
+class Event:
+    """An event of a stream whose device is always late: each event is reached 10 ms after the one before."""
+
+    reached_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        assert stream == "the stream of cuda:1"
+        Event.reached_ms += 10.0
+        self.at_ms = Event.reached_ms
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_parts_on_a_gpu_are_measured_between_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[None]()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append(None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    clock = PhaseClock()
+    clock.begin(torch.device("cuda", 1))
+    for _ in range(2):
+        for phase in ("data", "forward", "backward", "forward", "backward", "reduce", "update"):
+            clock(phase, 0)
+        clock.end_step()
+    assert waits == []
+    found = {"input": 0.02, "forward": 0.04, "backward": 0.04, "exchange": 0.02, "update": 0.02}
+    assert clock.lap() == pytest.approx(found)
+    assert len(waits) == 1
+    assert clock.lap() == dict.fromkeys(found, 0.0)
+
+
+def test_the_energy_is_that_of_the_devices_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    millijoules = {b"GPU-0": 1500, b"GPU-1": 500}
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=millijoules.__getitem__,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
+    assert consumed_joules([torch.device("cuda", 0), torch.device("cuda", 1)]) == 2.0
+
+
+def test_there_is_no_energy_without_the_package_or_where_a_device_reports_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: object) -> float:
+        raise RuntimeError
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert consumed_joules([torch.device("cuda", 0)]) is None
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=RuntimeError, nvmlInit=lambda: refuse(0)))
+    assert consumed_joules([torch.device("cuda", 0)]) is None

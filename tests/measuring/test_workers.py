@@ -1,0 +1,185 @@
+"""How many data loading processes a training needs: `bench --data` and `loader.num_workers=auto`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import trainkit
+from tests.measuring.trainings import config
+from trainkit.cli import main
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError
+from trainkit.measuring import workers
+from trainkit.measuring.figures import Choice
+from trainkit.measuring.showing import data_lines
+from trainkit.measuring.turns import Turn
+from trainkit.measuring.workers import WorkerSearch, search_workers
+from trainkit.run.equivalence.running import bare
+from trainkit.trainer.phase_clock import PARTS
+from trainkit.verbs.looking.schema import schema_of
+
+SLOW = {"data": "tests.measuring.slow.SlowSamples", "model": "tests.measuring.slow.Sleepy"}
+
+
+def search(step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> WorkerSearch:
+    """Search where a step with some number of workers takes so many milliseconds, and its input so many of them."""
+    monkeypatch.setattr(workers, "num_cores", lambda: 8)
+
+    def start(cfg: RunConfig, folder: Path) -> Turn:
+        del folder
+        assert isinstance(cfg.loader.num_workers, int)
+        if cfg.loader.num_workers not in step_ms:
+            return Turn(figures={}, failure="exit 2: cannot")
+        whole, read = step_ms[cfg.loader.num_workers]
+        parts = {**dict.fromkeys(PARTS, 0.0), "input": read / 1e3}
+        rest = {"targets": 8.0, "peak_bytes": 1 << 20, "compile_s": 0.0}
+        return Turn(figures={"steps": 1, "samples": 8, "seconds": whole / 1e3, "ranks": [parts], **rest})
+
+    return search_workers(config("loader.cache=false"), num_steps=1000, num_ranks=1, start=start)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "tried", "reason", "bound"),
+    [
+        ({0: (10, 0.4)}, 1, "0, because reading takes 4 % of a step", False),
+        (
+            {0: (40, 30), 1: (30, 20), 2: (16, 6), 4: (10.2, 0.2)}, 4,
+            "4: a step is 3.9 times as fast, and reading takes 2 % of it instead of 75 %", True,
+        ),
+        (
+            {0: (40, 30), 1: (20, 10), 2: (19.5, 10)}, 3,
+            "1: a step is 2.0 times as fast, and reading takes 50 % of it instead of 75 %", True,
+        ),
+        ({0: (40, 4), 1: (50, 3)}, 2, "0, because reading takes 10 % of a step, and workers make none shorter", True),
+        ({0: (40, 4)}, 2, "0, because reading takes 10 % of a step, and workers make none shorter", True),
+        ({}, 1, "0, because the training could not be measured: exit 2: cannot", False),
+    ],
+)  # fmt: skip
+def test_the_smallest_number_of_workers_wins_whose_steps_are_short(
+    step_ms: Mapping[int, tuple[float, float]], tried: int, reason: str, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = search(step_ms, monkeypatch)
+    assert (len(found.choices), found.reason, found.is_loader_bound) == (tried, reason, bound)
+    assert str(found.num_workers) == reason[0]
+
+
+def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = "bound by its loader. loader.num_workers=1: a step is 4.0 times as fast, and reading takes 1 % of it"
+    lines = list(data_lines(search({0: (40, 30), 1: (10, 0.1)}, monkeypatch)))
+    assert lines == [
+        "  workers  samples/s  from .. to  ratio  memory  ms a step  input",
+        "        0        200  200 .. 200   1.00   1 MiB         40   75 %",
+        "        1        800  800 .. 800   4.00   1 MiB         10    1 %",
+        "",
+        f"  {verdict} instead of 75 %.",
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_chooses_its_workers_and_a_resumed_one_keeps_them(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = list[int]()
+
+    def choose(cfg: RunConfig, **_: object) -> WorkerSearch:
+        calls.append(1)
+        return WorkerSearch(choices=(), num_workers=1, reason="1: measured")
+
+    monkeypatch.setattr(workers, "search_workers", choose)
+    keys = ["recipe=null", "steps=6", "loader.cache=false", "hydra.run.dir=run"]
+    assert main([*keys, "loader.num_workers=auto", "stop_at_step=3"]) == 0
+    assert load_resolved("run/resolved.yaml").loader.num_workers == 1
+    assert "loader.num_workers=auto: 1: measured" in capsys.readouterr().out
+    assert main([*keys, "loader.num_workers=auto", "resume=auto", "stop_at_step=5"]) == 0
+    assert load_resolved("run/resolved.yaml").loader.num_workers == 1
+    assert len(calls) == 1
+    plain = trainkit.train([*keys[:3], "quiet=true", "stop_at_step=5"], run_dir="plain")
+    assert json.loads(Path("run/result.json").read_text())["weights_sha256"] == plain["weights_sha256"]
+
+
+@pytest.mark.long
+def test_the_workers_of_a_run_are_measured_before_it(cwd: Path) -> None:
+    targets = [f"{group}._target_={target}" for group, target in SLOW.items()]
+    keys = ["recipe=null", "steps=40", "data.ms=2", "model.ms=0", "batch.global_size=8", "loader.num_workers=auto"]
+    run = trainkit.compose([*keys, *targets, "quiet=true", "eval.every_epochs=null"], packages=["tests"])
+    trainkit.train(run, run_dir="run")
+    assert load_resolved("run/resolved.yaml").loader.num_workers in (0, 1, 2)
+    assert [path.name for path in cwd.iterdir()] == ["run"]
+
+
+def test_a_launch_whose_processes_have_been_started_takes_a_number() -> None:
+    from trainkit.run.planning.workers import refuse_open_workers
+
+    refuse_open_workers(config("loader.cache=false", "loader.num_workers=1"))
+    with pytest.raises(
+        ConfigError, match=r"^1 problem in the config\n  loader\.num_workers=auto: is measured by short"
+    ):
+        refuse_open_workers(config("loader.cache=false", "loader.num_workers=auto"))
+
+
+def test_a_proof_reads_in_its_own_process() -> None:
+    assert bare(config("loader.cache=false", "loader.num_workers=auto"), 1).loader.num_workers == 0
+
+
+def test_objects_of_a_session_are_not_measured_elsewhere(cwd: Path) -> None:
+    from tests.measuring.slow import Sleepy, SlowSamples
+
+    rule = (
+        "loader.num_workers=auto: is measured by short trainings in processes that trainkit starts on this host, and "
+        "here it starts none. Give a number: trainkit bench --data finds it."
+    )
+
+    class Mine(Sleepy):
+        pass
+
+    with pytest.raises(ConfigError) as caught:
+        trainkit.train(
+            ["recipe=null", "loader.num_workers=auto"], model=Mine(), data=SlowSamples(), steps=40, quiet=True
+        )
+    assert rule in str(caught.value)
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["--steps", "3", "optimizer.lr=1,2"],
+            [
+                "--steps: has no effect with --data. (command line)",
+                "--data: measures one training, and the lists make 2. Give each key one value. (command line)",
+            ],
+        ),
+        (
+            ["loader.num_workers=2", "loader.cache=false"],
+            ["loader.num_workers=2: has no effect with --data, which finds it. Leave it out. (command line)"],
+        ),
+        (
+            ["steps=20"],
+            ["steps: the training has 20, and bench needs 30 or more. Give steps=100, or more epochs. (command line)"],
+        ),
+    ],
+)
+def test_bad_input_of_the_search_is_refused(
+    arguments: list[str], lines: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--data", "recipe=null", *arguments]) == 2
+    assert [line.strip() for line in capsys.readouterr().err.splitlines()[1:]] == lines
+    assert list(cwd.iterdir()) == []
+
+
+def test_the_verdict_as_json_has_its_schema(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = WorkerSearch(choices=(Choice(label="0", failure="exit 2"),), num_workers=0, reason="0, because")
+    monkeypatch.setattr(workers, "search_workers", lambda *_, **__: found)
+    assert main(["bench", "--data", "recipe=null", "steps=40", "--json", "--out", "found"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("bench")).validate(content)
+    assert content["data"] == {"bound_by": "model", "num_workers": 0, "reason": "0, because"}
+    assert [path.name for path in (cwd / "found").iterdir()] == ["bench.json"]

@@ -1,0 +1,30 @@
+"""Small trainings, and a way to run the turns of a measurement in this process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import trainkit
+from trainkit.config.check import checked
+from trainkit.config.grammar import replacing
+from trainkit.config.schema import RunConfig
+from trainkit.measuring.bench import Candidate
+from trainkit.measuring.turns import Turn, finished_turn
+from trainkit.run.runner import train
+
+
+def config(*overrides: str) -> RunConfig:
+    arguments = replacing(["recipe=null", "steps=40"], *overrides)
+    return checked(trainkit.compose(arguments, packages=["tests"])).cfg
+
+
+def candidate(label: str, *overrides: str) -> Candidate:
+    return Candidate(label=label, cfg=config(*overrides), num_steps=40)
+
+
+def here(cfg: RunConfig, folder: Path) -> Turn:
+    """Run a turn in this process, which is quicker than to start one."""
+    started = time.time()
+    train(cfg, run_dir=folder)
+    return finished_turn(folder, started)

@@ -1,0 +1,188 @@
+"""Where a loss is computed in the output layer of a model, and where from all scores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import ConfigError, TrainingError
+from trainkit.models.gpt import Gpt
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Loss
+from trainkit.objectives.from_hidden import cross_entropy
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.own_loss import ModelComputesLoss
+from trainkit.run.estimates.activations import TracedPass
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+
+TOKENS = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
+BATCH = (TOKENS[:, :-1], TOKENS[:, 1:])
+INSIDE, PLAIN = LanguageModelling(), LanguageModelling(cross_entropy="plain")
+
+
+def gpt(**settings: Any) -> Gpt:
+    torch.manual_seed(0)
+    return Gpt(**{"vocab_size": 32, "context": 8, "num_layers": 1, "num_heads": 2, "width": 8, **settings})
+
+
+def grads(objective: Any, model: nn.Module, batch: Any) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    loss = objective.loss(model, batch).loss_sum
+    loss.backward()
+    return loss.detach(), [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
+def test_few_scores_give_the_bits_of_the_plain_loss(precision: Any) -> None:
+    numbers = Precision(value=precision)
+    model = numbers.adapt(gpt(bias=True))
+    with numbers.autocast(["cpu"]):
+        assert INSIDE.loss(model, BATCH).outputs is None
+        torch.testing.assert_close(grads(INSIDE, model, BATCH), grads(PLAIN, model, BATCH), rtol=0, atol=0)
+
+
+class Adapter(nn.Module):
+    """A small change of a frozen layer."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.change = inner, nn.Linear(inner.in_features, inner.out_features)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The sum of both."""
+        scores: Tensor = self.inner(hidden) + self.change(hidden)
+        return scores
+
+
+def adapted(model: Gpt) -> None:
+    model.head.output = Adapter(model.head.output)  # type: ignore[assignment]
+
+
+def hooked(model: Gpt) -> None:
+    model.head.register_forward_hook(lambda _module, _args, scores: scores * 2)
+
+
+def recomputed(model: Gpt) -> None:
+    apply_transforms(model, ModelTransforms(recompute=["_Head"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (adapted, "its output layer is a Adapter"),
+        (hooked, "_Head has a hook that may read scores"),
+        (recomputed, "_Head, which holds its output layer, has another forward"),
+    ],
+)
+def test_a_layer_that_is_not_plain_keeps_its_scores_and_the_summary_says_why(
+    change: Callable[[Gpt], None], reason: str
+) -> None:
+    model = gpt()
+    change(model)
+    assert INSIDE.loss(model, BATCH).outputs is not None
+    assert INSIDE.notes(model, BATCH) == [f"the loss is computed from all scores: {reason}."]
+    torch.testing.assert_close(grads(INSIDE, model, BATCH), grads(PLAIN, model, BATCH), rtol=0, atol=0)
+
+
+class Doubled(LanguageModelling):
+    """A loss of one's own, of scores."""
+
+    draws_nothing: ClassVar[bool] = True
+
+    def score(self, outputs: Any, targets: Tensor) -> Loss:
+        """Twice the other."""
+        loss = super().score(outputs, targets)
+        loss.loss_sum = loss.loss_sum * 2
+        return loss
+
+
+def test_evaluation_float16_and_an_objective_that_replaces_score_alone_are_given_scores() -> None:
+    model = gpt()
+    assert Doubled().loss(model, BATCH).outputs is not None
+    with torch.no_grad():
+        assert INSIDE.loss(model, BATCH).outputs is not None
+    with Precision(value="fp16_mixed").autocast(["cpu"]):
+        assert INSIDE.loss(model, BATCH).outputs is not None
+    assert INSIDE.loss(model.eval(), BATCH).outputs is not None
+
+
+def test_a_model_that_loses_the_loss_of_its_layer_is_named() -> None:
+    class Loses(Gpt):
+        def forward(self, tokens: Tensor) -> Tensor:
+            super().forward(tokens)
+            return torch.zeros(3, 8, 32)
+
+    sizes = {"vocab_size": 32, "context": 8, "num_layers": 1, "num_heads": 2, "width": 8}
+    with pytest.raises(TrainingError, match=r"hold 0 times what its output_layer\(\) returns"):
+        INSIDE.loss(Loses(**sizes), BATCH)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Gemma2"])
+def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_scores(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers  # slow: only this test pays for it
+
+    monkeypatch.setattr(cross_entropy, "FEW_SCORES", 0)
+    sizes = {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8} if family == "Gemma2" else {}
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{family}Config")(**sizes, **more, **none)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    labels = TOKENS.masked_fill(TOKENS < 6, -100)
+    batch = {"input_ids": TOKENS, "labels": labels}
+
+    for objective, given in ((ModelComputesLoss(shifted=True), batch), (INSIDE, (TOKENS, labels))):
+        plain = type(objective)(**{**vars(objective), "cross_entropy": "plain"})
+        assert (objective.loss(model, given).outputs is None) == (family == "GPT2")
+        assert objective.loss(model, given).weight == plain.loss(model, given).weight
+        torch.testing.assert_close(grads(objective, model, given), grads(plain, model, given), rtol=1e-4, atol=1e-5)
+    changed = "the loss is computed from all scores: Gemma2ForCausalLM changes what its output layer returns."
+    assert INSIDE.notes(model, (TOKENS, TOKENS)) == ([changed] if family == "Gemma2" else [])
+
+
+def test_the_planned_peak_does_not_hold_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, rows = 8192, 4 * 64
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * words * 16)
+    model = gpt(vocab_size=words, context=64)
+    batch = (torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long))
+
+    def peak(objective: LanguageModelling) -> int:
+        passed = TracedPass(model=model, batch=batch, loss=objective.loss, precision=Precision())
+        return passed.run().peak().num_bytes
+
+    assert peak(PLAIN) > 2 * 4 * rows * words
+    assert peak(INSIDE) < 4 * rows * words / 2
+
+
+def test_the_kernel_of_liger_gets_the_hidden_states_and_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger, model, calls = LanguageModelling(cross_entropy="liger"), gpt(), []
+
+    def fused(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
+        calls.append(settings)
+        return cross_entropy.linear_cross_entropy(hidden, weight, targets, bias=bias)
+
+    (missing,) = liger.validate_model(model, BATCH)
+    assert str(missing).startswith("objective.cross_entropy=liger: needs Liger Kernel: pip install")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: SimpleNamespace())
+    (no_gpu,) = liger.validate_model(model, BATCH)
+    assert "runs on GPUs, and there is none here" in str(no_gpu)
+    (unknown,) = liger.validate_model(nn.Linear(2, 2), BATCH)
+    assert "needs the output layer of the model, and Linear does not offer it" in str(unknown)
+
+    functional = ModuleType("liger_kernel.transformers.functional")
+    functional.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, functional.__name__, functional)
+    torch.testing.assert_close(grads(liger, model, BATCH), grads(PLAIN, model, BATCH))
+    assert calls == [{"ignore_index": -100, "reduction": "sum", "accum_dtype": torch.float32}]
+    with pytest.raises(ConfigError, match="not used where the loss is computed from scores"):
+        liger.loss(model.eval(), BATCH)

@@ -1,0 +1,123 @@
+"""The memory that is planned is the memory that a step takes, with activations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.storages import Counting
+from trainkit import api
+from trainkit.cli import main
+from trainkit.objectives.base import Loss, Model
+from trainkit.run.estimates.activations import Timeline, TracedPass
+from trainkit.run.estimates.memory import DeviceMemory, device_memory
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import make_plan
+from trainkit.strategies.pipeline.schedules import most_in_flight
+
+SHORT = ("callbacks=[]", "logger=[]", "stop_at_step=3", "checkpoint.export=false", "quiet=true")
+WIDE = ("recipe=digits", "model.hidden=[1024,1024]", "batch.global_size=512")
+GPT = (
+    "recipe=python_source", "model.width=64", "model.num_layers=3", "model.context=32", "data.context=32",
+    "data.max_bytes=20000",
+)  # fmt: skip
+
+
+def planned(*arguments: str) -> DeviceMemory:
+    plan = make_plan(api.compose(arguments).cfg)
+    model = meta_model(plan)
+    return device_memory(plan.resolved(lambda: model), model)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        WIDE,
+        (*WIDE, "batch.micro_size=128", "optimizer.fused=true"),
+        GPT,
+        (*GPT, "activation_checkpointing=full"),
+        (*GPT, "precision=bf16_mixed"),
+        (*GPT, "precision=bf16", "batch.micro_size=8"),
+    ],
+    ids=["wide", "shards", "gpt", "recomputed", "mixed", "masters"],
+)
+def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Path) -> None:
+    found = planned(*arguments)
+    with Counting() as counting:
+        api.train(api.compose([*arguments, *SHORT]))
+    held = found.held
+    lasting = held.parameter_bytes + held.gradient_bytes + (held.optimizer_bytes or 0)
+    assert found.peak is not None
+    assert lasting == pytest.approx(counting.lasting, rel=0.1), "with the batches and the data"
+    assert found.peak == pytest.approx(counting.peak, rel=0.1)
+
+
+def summed(model: Model, batch: torch.Tensor) -> Loss:
+    return Loss(loss_sum=model(batch).sum(), weight=1.0)
+
+
+def traced(model: nn.Module, **settings: object) -> Timeline:
+    batch = torch.zeros(8, 4)
+    return TracedPass(model=model, batch=batch, loss=summed, precision=PRECISION, **settings).run()  # type: ignore[arg-type]
+
+
+PRECISION = make_plan(api.compose(["recipe=digits"]).cfg).components.precision
+
+
+def test_each_place_holds_what_its_modules_compute() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4), nn.Tanh())
+    line = traced(model, places={"0": 0, "1": 0, "2": 1, "3": 1})
+    assert line.stored(0) >= 8 * 64 * 4
+    assert line.stored(1) < 1000
+    assert line.stored(0) + line.stored(1) == line.stored()
+    assert line.gradient_bytes(0) == (4 * 64 + 64) * 4
+    assert line.gradient_bytes(1) == (4 * 64 + 4) * 4
+
+
+def test_an_objective_that_reads_numbers_leaves_the_activations_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(_self: object, model: Model, batch: tuple[torch.Tensor, ...]) -> Loss:
+        total = model(batch[0]).sum()
+        return Loss(loss_sum=total * float(total), weight=1.0)
+
+    monkeypatch.setattr("trainkit.objectives.classification.Classification.loss", reads)
+    found = planned("recipe=digits")
+    assert (found.peak, found.activations) == (None, None)
+    assert found.notes() == [
+        (
+            "activations are not known: the model or the objective reads the numbers of a tensor (.item(), float(), "
+            "if, a mask)."
+        )
+    ]
+
+
+def test_a_timeline_of_a_training_counts_gradients_of_an_earlier_shard_apart() -> None:
+    model = nn.Linear(4, 4)
+    assert traced(model, accumulates=True).gradient_bytes() == 0
+    assert traced(model).gradient_bytes() == (16 + 4) * 4
+
+
+def test_microbatches_in_flight_are_those_of_the_schedule() -> None:
+    def counts(schedule: str, count: int, v: int = 1) -> list[int]:
+        return [
+            most_in_flight(schedule, count, place=place, num_ranks=2, stages_a_rank=v)  # type: ignore[arg-type]
+            for place in range(2)
+        ]
+
+    assert counts("gpipe", 8) == [8, 8]
+    assert counts("1f1b", 8) == [2, 1]
+    assert counts("1f1b", 1) == [1, 1]
+    assert counts("interleaved", 8, 2) == [3, 2]
+
+
+def test_the_plan_as_json_has_bytes_a_device(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=digits", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    memory = found["memory"]
+    assert (found["version"], found["fits"]) == (1, None)
+    assert memory["moment"] == "backward"
+    assert memory["peak"] > memory["parameters"] + memory["optimizer"] + memory["activations"]
+    assert list(cwd.iterdir()) == []

@@ -1,0 +1,85 @@
+"""The simulator against the formulas of the field, within 2 %."""
+
+import numpy as np
+import pytest
+
+from trainkit.scaling import closed_forms
+from trainkit.scaling.distributions import Form, StepTimes
+from trainkit.scaling.events import EventLoop, FifoLink
+from trainkit.scaling.failures import simulate_goodput
+from trainkit.scaling.simulation import Scene, simulate
+
+STOPS = closed_forms.Interruptions(write_s=30.0, restart_s=120.0, mtbf_s=7200.0)
+CONSTANT = StepTimes(mean_s=0.1, form="constant")
+
+
+def within_2_percent(value: float) -> object:
+    return pytest.approx(value, rel=0.02)
+
+
+@pytest.mark.parametrize("spares", [0, 3, 16])
+@pytest.mark.parametrize("form", ["exponential", "normal", "lognormal"])
+def test_a_step_with_spares_takes_the_order_statistic(form: Form, spares: int) -> None:
+    times = StepTimes(mean_s=0.2, spread=0.3, form=form)
+    found = simulate(Scene(workers=64, compute=times, spares=spares, late="cancel"), updates=1500)
+    assert found.mean_s == within_2_percent(times.order_statistic(64 - spares, 64))
+
+
+def test_the_slowest_of_n_exponentials_is_the_harmonic_number() -> None:
+    assert StepTimes(mean_s=3.0, form="exponential").slowest(4) == pytest.approx(3 * (1 + 1 / 2 + 1 / 3 + 1 / 4))
+
+
+def test_the_slowest_normal_is_that_of_the_tables() -> None:
+    """Harter 1961, Expected values of normal order statistics: 0.56419 of 2, 1.53875 of 10, 2.50759 of 100."""
+    found = [StepTimes(mean_s=1.0, spread=1.0, form="normal").slowest(count) - 1 for count in (2, 10, 100)]
+    assert found == pytest.approx([0.56419, 1.53875, 2.50759], abs=1e-4)
+
+
+def test_messages_at_random_wait_as_in_the_queue_of_pollaczek_and_khinchine() -> None:
+    loop, rng, count = EventLoop(), np.random.default_rng(0), 60_000
+    link = FifoLink(loop=loop)
+    for moment in np.cumsum(rng.exponential(1.0, count)):
+        loop.schedule(float(moment), lambda: link.send(0.6, lambda: None))
+    loop.run(lambda: False)
+    assert link.waited_s / count == within_2_percent(closed_forms.queue_wait_s(1.0, 0.6))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_links_of_servers_bound_the_updates(servers: int) -> None:
+    scene = Scene(workers=64, compute=CONSTANT, num_bytes=1e8, servers=servers, is_async=True)
+    found = simulate(scene, updates=3000)
+    assert 1 / found.mean_s == within_2_percent(closed_forms.server_updates_per_s(1e8, 1.25e9, servers))
+    assert found.link_load == within_2_percent(1.0)
+
+
+def test_a_step_ends_a_ring_after_the_last_replica() -> None:
+    scene = Scene(workers=8, compute=CONSTANT, num_bytes=1e8, bandwidth=1e9, latency_s=1e-3)
+    assert simulate(scene, updates=50).mean_s == within_2_percent(0.1 + 2 * 7 * (1e8 / 8 / 1e9 + 1e-3))
+
+
+def test_a_ring_whose_replicas_start_apart_ends_as_if_all_started_with_the_last() -> None:
+    """Each round, a replica waits for its own and its neighbour's previous round."""
+    starts = np.random.default_rng(0).exponential(1.0, 16)
+    ends = starts
+    for _ in range(2 * 15):
+        ends = np.maximum(ends, np.roll(ends, 1)) + 1e6 / 16 / 1e6 + 0.01
+    assert ends == pytest.approx(np.full(16, starts.max() + closed_forms.ring_all_reduce_s(16, 1e6, 1e6, 0.01)))
+
+
+def test_asynchronous_workers_are_stale_by_all_others() -> None:
+    scene = Scene(
+        workers=12, compute=StepTimes(mean_s=0.1, spread=0.3), servers=1, is_async=True, slow_workers=3, slow_factor=4
+    )
+    assert simulate(scene, updates=20_000).staleness.mean() == within_2_percent(closed_forms.mean_staleness(12))
+
+
+@pytest.mark.parametrize("interval_s", [200.0, 800.0, 3000.0])
+def test_killed_runs_advance_as_daly_says(interval_s: float) -> None:
+    assert simulate_goodput(interval_s, STOPS) == within_2_percent(closed_forms.goodput(interval_s, STOPS))
+
+
+def test_no_simulated_interval_beats_that_of_young_and_daly() -> None:
+    best_s = closed_forms.checkpoint_interval_s(30.0, 7200.0)
+    tried = {factor: simulate_goodput(best_s * factor, STOPS, failures=20_000) for factor in (0.3, 0.6, 1.0, 1.6, 3.0)}
+    assert max(tried, key=tried.__getitem__) == 1.0
+    assert best_s == pytest.approx((2 * 30 * 7200) ** 0.5, rel=0.05)  # Young's first order

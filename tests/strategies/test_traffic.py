@@ -1,0 +1,253 @@
+"""The bytes of a step that a strategy gives before a run, by purpose and by link."""
+
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import trainkit
+from trainkit.cluster.launch import LaunchEnvironment, workers
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.run.estimates.traffic import Traffic, step_traffic
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import make_plan
+from trainkit.strategies.base import Numerics, PlanContext, Strategy
+from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
+from trainkit.strategies.fsdp import Fsdp
+from trainkit.strategies.local_sgd import LocalSgd
+from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.parameter_server import ParameterServer
+from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
+from trainkit.strategies.traffic.reductions import AUTO
+from trainkit.strategies.traffic.tables import AT_MOST
+
+MODEL = nn.Linear(100, 50, bias=False)
+SIZE = 100 * 50 * 4
+CUT = StepCut(num_shards=4, num_replicas=2)
+
+
+def sent(strategy: object, context: PlanContext | None = None, cut: StepCut = CUT) -> list[tuple[str, float]]:
+    found = traffic_of(strategy, MODEL, context or PlanContext(), cut)  # type: ignore[arg-type]
+    assert found is not None
+    return [(one.how, one.num_bytes) for one in found]
+
+
+def test_one_device_sends_nothing() -> None:
+    assert sent(OneDevice()) == []
+
+
+@pytest.mark.parametrize(
+    ("reduce", "num_bytes"),
+    [("backend", 4 * SIZE), ("ring", 4 * SIZE), ("to_one_device", 14 / 3 * SIZE), ("hierarchical", 14 / 3 * SIZE)],
+)
+def test_each_reducer_sends_its_own_bytes_over_three_ranks(reduce: str, num_bytes: float) -> None:
+    ((_, found),) = sent(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
+    assert found == pytest.approx(num_bytes)
+
+
+def test_two_bytes_an_element_halve_the_exchange_and_lanes_keep_it() -> None:
+    assert sent(Mirrored(replicas=2, compression="bf16")) == [("all-reduce", SIZE)]
+    reproducible = PlanContext(numerics=Numerics(reproducible=True))
+    assert sent(Mirrored(replicas=2), reproducible) == [("lanes", 2 * SIZE)]
+
+
+def test_powersgd_sends_whole_gradients_first_and_thin_ones_later() -> None:
+    first, later = sent(Mirrored(replicas=2, compression="powersgd", powersgd_after=7))
+    assert (first, later) == (("all-reduce", 2 * SIZE), ("PowerSGD of rank 1", 2 * 150 * 4))
+    found = traffic_of(Mirrored(replicas=2, compression="powersgd", powersgd_after=7), MODEL, PlanContext(), CUT)
+    traffic = Traffic(transfers=found or (), ranks_a_host=2)
+    assert [traffic.at(step).network_bytes() for step in (6, 7)] == [2 * SIZE, 2 * 150 * 4]
+
+
+def test_fsdp_gathers_twice_a_shard_and_gloo_sums_whole_vectors() -> None:
+    assert sent(Fsdp(replicas=2)) == [("all-gather", 2 * 2 * SIZE), ("reduce-scatter", 2 * 2 * SIZE)]
+    once = Fsdp(replicas=2, reshard_after_forward=False, sync="last")
+    assert sent(once) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * SIZE)]
+
+
+def test_workers_pull_once_a_step_and_push_each_shard() -> None:
+    assert sent(ParameterServer(workers=2, servers=1)) == [("pull", 2 * SIZE), ("push", 4 * SIZE)]
+    assert sent(ParameterServer(workers=2, servers=1, mode="async")) == [("pull", SIZE), ("push", SIZE)]
+
+
+def test_rows_of_sparse_tables_are_not_known_without_a_dry_run() -> None:
+    tables = nn.Embedding(10, 4, sparse=True)
+    for strategy in (Mirrored(replicas=2), ParameterServer(workers=2)):
+        assert traffic_of(strategy, tables, PlanContext(), CUT) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A dry run with these results."""
+
+    lookups: Sequence[int] = ()
+    """Indices of each lookup of a shard."""
+    slots: int = 0
+
+    def calls(self, names: Collection[str]) -> Sequence[ModuleCall]:
+        sizes = [TensorFacts(numel=numel, width=8) for numel in self.lookups]
+        return [ModuleCall(name=name, given=size) for name in names for size in sizes]
+
+    def state_elements(self) -> int:
+        return self.slots
+
+
+TABLES = nn.Sequential(nn.Embedding(1000, 25, sparse=True), nn.Linear(25, 4, bias=False))
+ROW = 25 * 4
+
+
+def rows_sent(strategy: Strategy, lookups: Sequence[int]) -> dict[tuple[str, str], float]:
+    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(lookups=lookups))
+    found = traffic_of(strategy, TABLES, PlanContext(), cut)
+    assert found is not None
+    assert {one.note for one in found if one.what.startswith("rows")} == {AT_MOST}
+    return {(one.what, one.how): one.num_bytes for one in found}
+
+
+@pytest.mark.parametrize(("lookups", "rows"), [((30, 10), 80), ((600,), 1000)])
+def test_replicas_gather_the_rows_of_their_lookups_and_at_most_all_of_the_table(
+    lookups: Sequence[int], rows: int
+) -> None:
+    assert rows_sent(Mirrored(replicas=2), lookups) == {
+        ("gradients", "all-reduce"): 2 * 100 * 4,
+        ("rows of sparse gradients", "all-gather"): 2 * rows * (4 + ROW),
+    }
+
+
+def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -> None:
+    assert rows_sent(ParameterServer(workers=2, servers=1), [30, 10]) == {
+        ("variables", "pull"): 2 * 400,
+        ("gradients", "push"): 4 * 400,
+        ("rows of sparse tables", "pull"): 4 * 40 * (8 + ROW),
+        ("rows of sparse gradients", "push"): 4 * 40 * (4 + ROW),
+    }
+
+
+def test_a_reducer_that_is_chosen_at_the_start_counts_as_an_all_reduce_with_a_note() -> None:
+    found = traffic_of(Mirrored(replicas=2, reduce="auto"), MODEL, PlanContext(), CUT)
+    assert [(one.num_bytes, one.note) for one in found or ()] == [(2 * SIZE, AUTO)]
+
+
+def test_an_average_sends_parameters_and_slots_in_the_last_step_of_its_window() -> None:
+    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(slots=2 * 5000))
+    found = traffic_of(LocalSgd(average_every=8, local_after=3), MODEL, PlanContext(), cut)
+    traffic = Traffic(transfers=found or (), ranks_a_host=2)
+    sent = {step: traffic.at(step).network_bytes() for step in range(20)}
+    averages = {10: 2 * 3 * SIZE, 18: 2 * 3 * SIZE}
+    assert {step: size for step, size in sent.items() if size} == {**dict.fromkeys((0, 1, 2), 2 * SIZE), **averages}
+    assert traffic.by_link() == {"within_host": 2 * 3 * SIZE / 8}
+    assert traffic.mean_bytes(3, 19, rank=0) == 2 * 2 * 3 * SIZE / 16
+
+
+@pytest.mark.parametrize(("recompute", "sums"), [("none", 4), ("full", 5)])
+def test_a_cut_block_sums_activations_twice_in_each_direction_and_once_more_where_it_is_recomputed(
+    recompute: str, sums: int
+) -> None:
+    cut = ["strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=2", "batch.micro_size=2"]
+    traffic = planned([*GPT, *cut, f"activation_checkpointing={recompute}"])
+    shards, hidden, tokens = 8, 2 * 64 * 64 * 4, 2 * 64 * 4
+    in_parts, whole = 2 * 12 * 64 * 64 + 256 * 64, 64 * 64 + 5 * 64  # whole: positions and norms
+    assert {(one.what, one.how): one.num_bytes for one in traffic.transfers} == {
+        # two blocks, what the embedding gives, and the gradient of what the output layer takes, which has the loss
+        ("activations and their gradients", "all-reduce"): 2 * ((2 * sums + 2) * hidden + 4 * tokens) * shards,
+        ("gradients", "all-reduce"): 2 * 2 * (in_parts // 2 + whole) * 4,
+    }
+
+
+def test_a_ring_over_two_hosts_crosses_between_them_once_in_each_direction() -> None:
+    launch = LaunchEnvironment(
+        kind="torchrun", tasks=workers(4), rank=0, local_rank=0, num_local=2, num_hosts=2, store=("10.0.0.1", 29400)
+    )
+    found = traffic_of(MultiWorkerMirrored(), MODEL, PlanContext(launch=launch), CUT)
+    traffic = Traffic(transfers=found or (), ranks_a_host=2)
+    assert traffic.by_link() == {"within_host": 2 * 1.5 * SIZE, "between_hosts": 2 * 1.5 * SIZE}
+
+
+def test_a_pipeline_sends_what_its_stages_return_and_its_gradient() -> None:
+    forward, backward = planned([*SMALL, "strategy=pipeline", "batch.micro_size=8"]).transfers
+    assert forward.flows == {(0, 1): 64 * 512 * 4}
+    assert backward.flows == {(1, 0): 64 * 512 * 4}
+
+
+SMALL = ["recipe=null", "model.hidden=[512,512]", "batch.global_size=64"]
+GPT = ["recipe=null", "model=gpt", "data=synthetic_tokens", "objective=language_modelling", "model.vocab_size=256",
+       "data.vocab_size=256", "model.context=64", "data.context=64", "model.width=64", "model.num_layers=2",
+       "batch.global_size=16"]  # fmt: skip
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "conf"
+WITH = (f"--config-dir={BENCHMARKS}", "--allow-package=benchmarks")
+LOOKUP = ["recipe=null", "model=lookup", "model.vocab_size=60000", "data=bags", "data.vocab_size=60000", "data.power=1",
+          "batch.global_size=128", "optimizer=sgd"]  # fmt: skip
+STRETCHES = (
+    "strategy.plan={embed:sequence_split,attention_norm:sequence,mlp_norm:sequence,"
+    "queries_keys_values:colwise_sequence,expand:colwise_sequence,project:rowwise_sequence,head:sequence_join}"
+)
+CASES = {
+    "mirrored": [*SMALL, "strategy=mirrored", "strategy.replicas=3"],
+    "ring": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=ring"],
+    "to_one_device": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.reduce=to_one_device"],
+    "hierarchical": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=hierarchical"],
+    "bf16": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.compression=bf16"],
+    "powersgd": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.compression=powersgd",
+                 "strategy.powersgd_after=2", "strategy.powersgd_rank=8"],
+    "lanes": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "numerics.reproducible=true"],
+    "fsdp": [*SMALL, "strategy=fsdp", "strategy.replicas=2", "batch.micro_size=16"],
+    "hybrid": [*SMALL, "strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"],
+    "pipeline": [*SMALL, "strategy=pipeline", "strategy.replicas=2"],
+    "parameter_server": [*SMALL, "strategy=parameter_server", "strategy.workers=3", "strategy.servers=2",
+                         "batch.micro_size=16"],
+    "async": [*SMALL, "strategy=parameter_server", "strategy.mode=async"],
+    "local_sgd": [*SMALL, "strategy=local_sgd", "strategy.average_every=5", "optimizer=adamw"],
+    "tensor_parallel": [*GPT, "strategy=tensor_parallel", "strategy.replicas=1", "strategy.degree=2",
+                        "batch.micro_size=8"],
+    "tensor_parallel, replicas": [*GPT, "strategy=tensor_parallel", "strategy.replicas=2", "strategy.degree=2",
+                                  "activation_checkpointing=full"],
+    "tensor_parallel, shared out": [*GPT, "strategy=tensor_parallel", "strategy.replicas=2", "strategy.degree=2",
+                                    "strategy.shard=true"],
+    "tensor_parallel, stretches": [*GPT, "strategy=tensor_parallel", "strategy.replicas=1", "strategy.degree=2",
+                                   STRETCHES],
+    "tensor_parallel, bf16": [*GPT, "strategy=tensor_parallel", "strategy.replicas=1", "strategy.degree=2",
+                              "precision=bf16_mixed"],
+    "sparse": [*LOOKUP, "strategy=mirrored", "strategy.replicas=3"],
+    "sparse, servers": [*LOOKUP, "strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"],
+}  # fmt: skip
+
+
+def planned(overrides: list[str]) -> Traffic:
+    with allow_packages(["benchmarks"]):
+        plan = make_plan(trainkit.compose(overrides, config_dirs=[BENCHMARKS], packages=["benchmarks"]).cfg)
+        model = meta_model(plan)
+        found = step_traffic(plan.resolved(lambda: model), model)
+    assert found is not None
+    return found
+
+
+STEPS = (10, 30)
+"""Steps of two runs, whose difference is counted."""
+
+
+def mean_wire_bytes(traffic: Traffic) -> float:
+    first, last = STEPS
+    return sum(traffic.at(step).wire_bytes() for step in range(first, last)) / (last - first)
+
+
+def loopback_bytes(overrides: list[str], num_steps: int, folder: Path) -> int:
+    """Return the bytes that a training sends over the loopback device of a network of its own."""
+    quiet = ["quiet=true", "eval.every_epochs=null", "checkpoint.export=false", "callbacks=[]", "logger=[]",
+             "log_every_steps=100", f"steps={num_steps}", f"hydra.run.dir={folder}"]  # fmt: skip
+    command = " ".join(f"'{one}'" for one in [sys.executable, "-m", "trainkit", *WITH, *overrides, *quiet])
+    script = f"ip link set lo up && {command} >&2 && grep lo: /proc/net/dev"
+    done = subprocess.run(["unshare", "-n", "sh", "-c", script], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[9])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(subprocess.run(["unshare", "-n", "true"], check=False).returncode != 0, reason="needs root")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_the_bytes_that_are_planned(name: str, tmp_path: Path) -> None:
+    traffic = planned(CASES[name])
+    few, many = (loopback_bytes(CASES[name], count, tmp_path / str(count)) for count in STEPS)
+    assert mean_wire_bytes(traffic) == pytest.approx((many - few) / (STEPS[1] - STEPS[0]), rel=0.05)

@@ -1,0 +1,46 @@
+"""What a class of data declares of a split, so that a run is planned without opening the data.
+
+A class declares it by a class method `declare(keys, split)`, which returns `Declared`; it reads no file. Without it,
+length and samples are unknown to the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A split that is known without its data.
+
+    Example:
+        >>> one = Declared(num_samples=3, draw=lambda generator: (torch.rand(4, generator=generator), 0))
+        >>> one.draw(torch.Generator())[0].shape
+        torch.Size([4])
+    """
+
+    num_samples: int | None = None
+    """Its length; None if only the data knows it."""
+    draw: Callable[[Generator], Any] | None = None
+    """Returns a made sample of the right structure, shapes and dtypes, with targets that are valid; None: unknown."""
+
+
+def image(generator: Generator, *shape: int) -> Tensor:
+    """Return a made image or vector, `shape` float32."""
+    return torch.rand(shape, generator=generator)
+
+
+def label(generator: Generator, num_classes: int = 1) -> Tensor:
+    """Return a made class, () int64."""
+    return torch.randint(num_classes, (), generator=generator)
+
+
+def window(generator: Generator, context: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+    """Return made inputs and targets of a language model, (context,) int64 each."""
+    tokens = torch.randint(vocab_size or 1, (context + 1,), generator=generator)
+    return tokens[:-1], tokens[1:]

@@ -1,0 +1,173 @@
+"""Files with a JSON object in each line, on this machine or behind a URL: the source of a stream."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Annotated, Any, Final
+
+import numpy as np
+
+from trainkit.bounded import parse_json
+from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
+from trainkit.fields import placement
+
+_REMOTE: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+_LONGEST: Final = 1 << 24
+"""Bytes of a line."""
+_CHUNK: Final = 1 << 20
+_MOST_FILES: Final = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines:
+    r"""Samples from files of JSON lines. An object's numbers and lists of numbers become arrays, a sample is a dict.
+
+    A file is a path, or a URL of any file system that fsspec knows (`s3://`, `gs://`, `https://`, `memory://`). Names
+    with `*`, `?` or `[` are patterns; the files that match are sorted.
+
+    Example:
+        >>> import json, tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        ...     _ = file.write(json.dumps({"x": [1.0, 2.0], "y": 1}) + "\n")
+        ...     file.flush()
+        ...     source = JsonLines(path=file.name)
+        ...     source.sizes, next(iter(source))["y"]
+        ((1,), 1)
+    """
+
+    path: Annotated[str | list[str], placement]
+    """The files: a path, a URL or a pattern, or a list of them."""
+    num_samples: list[int] | None = None
+    """Lines of each file, in the order of the files; null: each process counts them first where it needs them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate the samples of all files, in their order."""
+        for file in self.files:
+            yield from self.read(file)
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files, in their order.
+
+        Raises:
+            ConfigError: a pattern matches no file, or fsspec is needed and not installed.
+        """
+        patterns = [self.path] if isinstance(self.path, str) else list(self.path)
+        found = tuple(name for pattern in patterns for name in _matching(pattern))
+        if len(found) > _MOST_FILES:
+            rule = f"names {len(found):,} files; {_MOST_FILES:,} is the most."
+            raise ConfigError([Problem(key="data.source.path", value=self.path, rule=rule)])
+        return found
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """Samples of each file."""
+        if self.num_samples is None:
+            return tuple(sum(1 for _ in _lines(file)) for file in self.files)
+        if len(self.num_samples) != len(self.files):
+            rule = (
+                f"has {len(self.num_samples)} numbers, and there are {len(self.files)} files. Give one for each file."
+            )
+            raise ConfigError([Problem(key="data.source.num_samples", value=self.num_samples, rule=rule)])
+        return tuple(self.num_samples)
+
+    def read(self, file: str) -> Iterator[dict[str, Any]]:
+        """Iterate the samples of one file.
+
+        Raises:
+            DataError: a line is no JSON object, or the file cannot be read.
+        """
+        for number, line in enumerate(_lines(file), start=1):
+            try:
+                content = parse_json(line)
+            except ValueError as error:
+                raise DataError(f"line {number} of {file} is not JSON: {error}.") from None
+            if not isinstance(content, dict):
+                raise DataError(f"line {number} of {file} is not a JSON object.")
+            yield {name: _array(value) for name, value in content.items()}
+
+
+def _array(value: Any) -> Any:
+    """Return a list of numbers as an array of 32-bit floats or 64-bit whole numbers; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    array = np.asarray(value)
+    kinds = {"f": np.float32, "i": np.int64, "b": np.bool_}
+    return array.astype(kinds[array.dtype.kind]) if array.dtype.kind in kinds else value
+
+
+def _lines(file: str) -> Iterator[bytes]:
+    """Yield the lines of a file that are not empty."""
+    try:
+        with closing(_opened(file)) as stream:
+            rest = b""
+            while chunk := stream.read(_CHUNK):  # the files of fsspec have no readline with a limit
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from filter(bytes.strip, lines)
+                if len(rest) > _LONGEST:
+                    raise DataError(f"a line of {file} is longer than {_LONGEST:,} bytes.")
+            if rest.strip():
+                yield rest
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
+
+
+def _opened(file: str) -> IO[bytes]:
+    if not _REMOTE.match(file):
+        return Path(file).expanduser().open("rb")
+    stream: IO[bytes] = _fsspec(file).open(file, "rb").open()
+    return stream
+
+
+def _matching(pattern: str) -> list[str]:
+    """Return the files that a path, URL or pattern names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    has_wildcard = any(sign in pattern for sign in "*?[")
+    if _REMOTE.match(pattern):
+        found = _remote_files(pattern) if has_wildcard else [pattern]
+    elif has_wildcard:
+        path = Path(pattern).expanduser()
+        found = sorted(str(one) for one in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if one.is_file())
+    else:
+        found = [pattern] if Path(pattern).expanduser().is_file() else []
+    if not found:
+        raise ConfigError([Problem(key="data.source.path", value=pattern, rule="names no file.")])
+    return found
+
+
+def _remote_files(pattern: str) -> list[str]:
+    fsspec = _fsspec(pattern)
+    try:
+        return sorted(file.full_name for file in fsspec.open_files(pattern, "rb"))
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError([Problem(key="data.source.path", value=pattern, rule=f"cannot be read: {error}.")]) from error
+
+
+def _fsspec(file: str) -> Any:
+    """Return the module fsspec.
+
+    Raises:
+        MissingExtraError: it, or what it needs for this kind of URL, is not installed.
+        ConfigError: the URL combines several file systems.
+    """
+    if "::" in file:
+        rule = "combines file systems (::). Give one URL."
+        raise ConfigError([Problem(key="data.source.path", value=file, rule=rule)])
+    try:
+        fsspec = importlib.import_module("fsspec")
+        fsspec.get_filesystem_class(file.partition("://")[0])
+    except ModuleNotFoundError:
+        raise MissingExtraError(key="data.source.path", package="fsspec", extra="remote") from None
+    except (ImportError, ValueError) as error:
+        rule = f"fsspec cannot read it: {str(error).rstrip('.')}."
+        raise ConfigError([Problem(key="data.source.path", value=file, rule=rule)]) from None
+    return fsspec

@@ -1,0 +1,265 @@
+"""Hold a run to its plan: after its first steps and at its end, its own memory, time and bytes stand beside the planned
+ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from trainkit.errors import StorageError, TrainingError
+from trainkit.run.folder.run_folder import write_json_atomically
+from trainkit.run.planning.memory import only_without_data
+from trainkit.run.planning.plan import RunPlan
+from trainkit.storage import naming, num_bytes
+from trainkit.trainer.events import Run
+from trainkit.trainer.loop import Trigger
+from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+
+FILE: Final = "plan.json"
+"""The file of the plan, in the run folder."""
+_FIRST, _LAST = 5, 20
+"""The steps of a start between which it is measured; those before find buffers, connections and kernels."""
+_NEVER: Final = 1 << 62
+_ACKED, _RECEIVED = 120, 128
+"""Places of two counters in `struct tcp_info` of Linux: bytes sent and acknowledged, bytes received."""
+_COUNTERS: Final = struct.Struct("=Q")
+_LEAST_BYTES: Final = 2**28
+"""On the CPU a process grows by its libraries and threads too: smaller plans are not compared."""
+_log = logging.getLogger(__name__)
+
+
+class Account:
+    """The figures of one run, planned and measured; on rank 0.
+
+    Planning traces a step without data, which takes from 0.03 s to some seconds: it is done after `_LAST` steps, with
+    the clock of the training stopped, and not at all in a shorter run. Steps in between cost nothing.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan, self._before = plan, resident_bytes()
+        self._marks: list[Mark] = []
+        self._planned = Figures()
+        self._documents: dict[str, Any] = {}
+
+    def triggers(self, run: Run, journal: MetricsAccumulator, enter: Callable[[str], None]) -> list[Trigger]:
+        """Return what measures the steps from now on; nothing on a rank above 0, or after the first measurement."""
+        self._run, self._journal, self._enter = run, journal, enter
+        if not run.is_owner or self._documents:
+            return []
+        self._marks.clear()  # after a rollback
+        first, last = run.state.step + _FIRST, run.state.step + _LAST
+        return [
+            Trigger(act=self._mark, next_after=lambda step: first if step < first else _NEVER),
+            Trigger(act=self._compare, next_after=lambda step: last if step < last else _NEVER),
+        ]
+
+    def result(self) -> dict[str, Any]:
+        """Return the entries of result.json; none of a run that ended before it was measured."""
+        if self._documents.get("measured") is None:
+            return self._documents
+        first, at_end = self._marks[-1], self._now(with_bytes=False)
+        step_s, _ = between(first, at_end)
+        end = Figures(memory=self._peak(), step_s=step_s)
+        found = {"steps": at_end.step, **end.document(), "per_cent": differences(self._planned, end)}
+        return {**self._documents, "measured": {**self._documents["measured"], "at_end": found}}
+
+    def _mark(self) -> None:
+        """Store the counters of this moment."""
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)
+        self._journal.pause()
+        self._marks.append(self._now())
+        self._journal.proceed()
+
+    def _now(self, *, with_bytes: bool = True) -> Mark:
+        state = self._run.state
+        counts = with_bytes and self._run.device.type == "cpu"  # GPUs have links of their own
+        return Mark(step=state.step, seconds=state.seconds, tcp_bytes=tcp_bytes() if counts else None)
+
+    def _compare(self) -> None:
+        """Plan the run, write the plan, and show what differs."""
+        self._mark()
+        self._enter("callback")
+        self._journal.pause()
+        try:
+            self._hold(*self._marks)
+        except (StorageError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the training does not depend on its plan
+            self._documents = {"plan": None, "measured": None, "plan_error": f"{type(error).__name__}: {error}"}
+            _log.warning("the run is not compared with its plan: %s: %s", type(error).__name__, error)
+        finally:
+            self._journal.proceed()
+
+    def _hold(self, first: Mark, last: Mark) -> None:
+        from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - a short run plans nothing
+
+        plan, run = self._plan, self._run
+        model = only_without_data(plan.cfg)
+        if model is None:  # a second model with data may not fit beside the one that is trained
+            raise TrainingError("the model cannot be built without data")
+        outlook = outlook_of(plan, model)
+        document = {"version": 1, "memory": outlook.memory.document(), **outlook.document()}
+        with naming(run.folder / FILE):
+            write_json_atomically(run.folder / FILE, document)
+        sent = None if outlook.traffic is None else outlook.traffic.mean_bytes(first.step, last.step, rank=0)
+        time = outlook.time
+        self._planned = Figures(
+            memory=outlook.memory.peak, step_s=None if time is None else time.step_s, bytes_a_step=sent or None
+        )
+        step_s, bytes_a_step = between(first, last)
+        found = Figures(memory=self._peak(), step_s=step_s, bytes_a_step=bytes_a_step)
+        band = {} if time is None else {"low_s": time.band.low, "high_s": time.band.high}
+        measured = {"steps": last.step, **found.document(), "per_cent": differences(self._planned, found)}
+        self._documents = {"plan": {**self._planned.document(), **band}, "measured": measured}
+        line = line_of(self._planned, found, last.step)
+        if line is not None and not plan.cfg.quiet:
+            print(line, flush=True)  # noqa: T201 - the screen of the user
+
+    def _peak(self) -> int | None:
+        return peak_bytes(self._run.device, before=self._before, planned=self._planned.memory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """The counters of a process at one moment of a training."""
+
+    step: int
+    """Updates so far."""
+    seconds: float
+    """Seconds of training so far, without evaluation and checkpoints."""
+    tcp_bytes: int | None
+    """Bytes that its open TCP connections have sent and received; None where the system has no counters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Planned or measured figures of a run; what is not known is None."""
+
+    memory: int | None = None
+    """Bytes at the peak of a device."""
+    step_s: float | None = None
+    """Seconds of a step."""
+    bytes_a_step: float | None = None
+    """Bytes that rank 0 sends and receives in a step."""
+
+    def document(self) -> dict[str, float | None]:
+        """Return them for result.json."""
+        return {"memory": self.memory, "step_s": self.step_s, "bytes_a_step": self.bytes_a_step}
+
+
+def tcp_bytes() -> int | None:
+    """Return the bytes that the open TCP connections of this process have sent and received; a few us a connection.
+
+    Source: tcp(7), TCP_INFO; include/uapi/linux/tcp.h, tcpi_bytes_acked and tcpi_bytes_received.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError, ValueError):
+            if str(entry.readlink()).startswith("socket:"):
+                total += _of_connection(int(entry.name))
+    return total
+
+
+def _of_connection(descriptor: int) -> int:
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        sent: int = _COUNTERS.unpack_from(info, _ACKED)[0]
+        received: int = _COUNTERS.unpack_from(info, _RECEIVED)[0]
+        return sent + received
+
+
+def resident_bytes() -> int:
+    """Return the most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_bytes(device: torch.device, *, before: int, planned: int | None) -> int | None:
+    """Return the peak of a device: by the allocator of a GPU, else by what the process has grown.
+
+    Args:
+        device: of this rank.
+        before: `resident_bytes` before the model was placed.
+        planned: the planned peak; on the CPU, a small one is not compared.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resident_bytes() - before if planned is not None and planned >= _LEAST_BYTES else None
+
+
+def between(first: Mark, last: Mark) -> tuple[float | None, float | None]:
+    """Return seconds and bytes of a step between two moments.
+
+    Example:
+        >>> between(Mark(step=5, seconds=1.0, tcp_bytes=0), Mark(step=20, seconds=4.0, tcp_bytes=1500))
+        (0.2, 100.0)
+    """
+    steps = last.step - first.step
+    if steps < 1:
+        return None, None
+    known = first.tcp_bytes is not None and last.tcp_bytes is not None
+    return (last.seconds - first.seconds) / steps, (last.tcp_bytes - first.tcp_bytes) / steps if known else None  # type: ignore[operator]
+
+
+def differences(planned: Figures, measured: Figures) -> dict[str, float | None]:
+    """Return by how many per cent each measured figure differs from the planned one; None where one is not known.
+
+    Example:
+        >>> differences(Figures(memory=100, step_s=2.0), Figures(memory=110, bytes_a_step=7.0))
+        {'memory': 10.0, 'step_s': None, 'bytes_a_step': None}
+    """
+    ours, theirs = planned.document(), measured.document()
+    return {name: _per_cent(value, theirs[name]) for name, value in ours.items()}
+
+
+def _per_cent(planned: float | None, measured: float | None) -> float | None:
+    if not planned or measured is None:
+        return None
+    return round(100 * (measured / planned - 1), 1)
+
+
+def line_of(planned: Figures, measured: Figures, steps: int) -> str | None:
+    """Return the line for the screen; None if no figure is both planned and measured.
+
+    Example:
+        >>> line_of(Figures(step_s=0.010), Figures(step_s=0.012, bytes_a_step=2e6), 20)
+        'plan: after 20 steps 12 ms a step (planned 10 ms, +20 %)'
+    """
+    parts = list(_parts(planned, measured))
+    return f"plan: after {steps} steps {'; '.join(parts)}" if parts else None
+
+
+def _parts(planned: Figures, measured: Figures) -> Iterator[str]:
+    found = differences(planned, measured)
+    shown: Mapping[str, tuple[str, str]] = {
+        "memory": ("{} of memory at the peak", "bytes"),
+        "step_s": ("{} a step", "seconds"),
+        "bytes_a_step": ("{} sent and received a step", "bytes"),
+    }
+    for name, (words, unit) in shown.items():
+        per_cent, ours, theirs = found[name], planned.document()[name], measured.document()[name]
+        if per_cent is not None and ours is not None and theirs is not None:
+            percent = f"{round(per_cent):+d}" if round(per_cent) else "0"
+            yield f"{words.format(_text(theirs, unit))} (planned {_text(ours, unit)}, {percent} %)"
+
+
+def _text(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return num_bytes(round(value))
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

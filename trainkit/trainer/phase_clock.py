@@ -1,0 +1,89 @@
+"""Add up the time that the phases of steps take on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Final
+
+import torch
+
+PARTS: Final = ("input", "forward", "backward", "exchange", "update")
+"""The parts of a step, in their order."""
+_PART_OF: Final[Mapping[str, str]] = {
+    "data": "input", "forward": "forward", "backward": "backward", "reduce": "exchange", "idle": "exchange",
+    "update": "update",
+}  # fmt: skip
+"""Phase of a rank (`trainkit.trainer.failpoints.Phase`) -> part of a step."""
+
+
+class PhaseClock:
+    """Measures how long each part of a step takes; it is the listener of a rank's phases.
+
+    A part begins where its phase begins, and ends where the next phase begins. `backward` contains the part of the
+    exchange that runs during backward, and `exchange` the rest of it, with the time that a rank waits for others.
+
+    On the CPU a part is measured on the host's clock. On a CUDA device it is measured between events of the current
+    stream, without waiting for the device: time in which the host is ahead of the device counts for no part.
+
+    It measures between `begin` and `stop`; otherwise a phase costs one comparison.
+
+    Example:
+        >>> clock = PhaseClock()
+        >>> clock.begin(torch.device("cpu"))
+        >>> for phase in ("data", "forward", "backward", "reduce", "update"):
+        ...     clock(phase, 0)
+        >>> clock.end_step()
+        >>> sorted(clock.lap()) == sorted(PARTS)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._is_running, self._device = False, torch.device("cpu")
+        self._events: list[tuple[str | None, torch.cuda.Event]] | None = None
+        self._seconds: dict[str | None, float] = {}
+        self._part: str | None = None
+        self._since = perf_counter()
+
+    def begin(self, device: torch.device) -> None:
+        """Drop what was measured, and measure on a device from now on."""
+        self._is_running, self._device = True, device
+        self._events = [] if device.type == "cuda" else None
+        self._seconds, self._part, self._since = {}, None, perf_counter()
+
+    def stop(self) -> None:
+        """Measure nothing from now on."""
+        self._is_running = False
+
+    def __call__(self, phase: str, step: int) -> None:
+        """Receive a phase that begins."""
+        del step
+        if self._is_running:
+            self._mark(_PART_OF.get(phase))
+
+    def end_step(self) -> None:
+        """End the last part of a step: what follows, until the next phase, is no part of it."""
+        if self._is_running:
+            self._mark(None)
+
+    def _mark(self, part: str | None) -> None:
+        if self._events is not None:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append((part, event))
+            return
+        now = perf_counter()
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds of each part since `begin` or the last call; on a CUDA device, wait for it."""
+        if self._events:
+            torch.cuda.synchronize(self._device)
+            following = self._events[1:]
+            for (part, begun), (_, ended) in zip(self._events, following, strict=False):
+                self._seconds[part] = self._seconds.get(part, 0.0) + begun.elapsed_time(ended) / 1e3
+            self._events = self._events[-1:]
+        found = {part: self._seconds.get(part, 0.0) for part in PARTS}
+        self._seconds = {}
+        return found
