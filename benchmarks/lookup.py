@@ -7,15 +7,17 @@ from torch import Tensor, nn
 
 
 class Bags:
-    """Samples of `length` words out of `vocab_size`, a few of them frequent, in ten classes."""
+    """Samples of `length` words out of `vocab_size`, in ten classes; the higher `power`, the fewer are frequent."""
 
     splits = ("train",)
 
-    def __init__(self, *, split: str = "train", vocab_size: int, length: int, num_samples: int = 2048) -> None:
+    def __init__(
+        self, *, split: str = "train", vocab_size: int, length: int, num_samples: int = 2048, power: float = 3.0
+    ) -> None:
         del split
         generator = torch.Generator().manual_seed(0)
         even = torch.rand(num_samples, length, generator=generator)
-        self._words = (even**3 * vocab_size).long()
+        self._words = (even**power * vocab_size).long()
         self._classes = torch.arange(num_samples) % 10
 
     def __len__(self) -> int:

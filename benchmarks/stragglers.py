@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
+from trainkit.config.grammar import replacing
 
 SHARD_S, SLOWER, SLOW_RANK = 0.1, 5, "2"
 TRAINING = (
@@ -91,8 +92,7 @@ def train(overrides: tuple[str, ...], num_steps: int) -> tuple[float, dict[str, 
             sys.executable,
             "-m",
             "trainkit",
-            *TRAINING,
-            *overrides,
+            *replacing(TRAINING, *overrides),
             f"steps={num_steps}",
             f"hydra.run.dir={run}",
         ]
