@@ -63,7 +63,7 @@ def launch(folder: RunFolder, num_ranks: int) -> subprocess.Popen[str]:
     return process
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 15) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -87,7 +87,7 @@ def _state(pid: int) -> str:
         return "gone"
 
 
-def assert_no_process_is_left(folder: RunFolder, within_s: float = 2.0) -> None:
+def assert_no_process_is_left(folder: RunFolder, within_s: float = 60) -> None:
     pids = pids_of(folder)
     assert pids
     deadline = time.monotonic() + within_s

@@ -27,7 +27,7 @@ def test_the_store_listens_on_loopback_only_and_every_attempt_has_its_own_keys()
 
 
 def test_who_comes_before_the_store_is_open_waits() -> None:
-    with HostedStore() as hosted, socket.create_connection(hosted.address, timeout=5):
+    with HostedStore() as hosted, socket.create_connection(hosted.address, timeout=60):
         assert hosted.address[0] == "127.0.0.1"
 
 

@@ -37,7 +37,7 @@ def running(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[subp
 
 def test_one_ctrl_c_stops_and_saves(running: subprocess.Popen[str], folder: RunFolder) -> None:
     running.send_signal(signal.SIGINT)
-    assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": "stopped", "attempt": 0}
+    assert json.loads(running.communicate(timeout=60)[0].splitlines()[-1]) == {"status": "stopped", "attempt": 0}
     assert running.returncode == 0  # the caller of supervise turns the status into 130
     assert_no_process_is_left(folder)
 
@@ -47,7 +47,7 @@ def test_sigterm_and_sighup_stop_and_save_too(
     running: subprocess.Popen[str], folder: RunFolder, number: int, status: str
 ) -> None:
     running.send_signal(number)
-    assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": status, "attempt": 0}
+    assert json.loads(running.communicate(timeout=60)[0].splitlines()[-1]) == {"status": status, "attempt": 0}
     assert_no_process_is_left(folder)
 
 
@@ -58,7 +58,7 @@ def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder: RunFolder, monke
     while not folder.live.exists():  # made just before the first worker is started
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    assert json.loads(process.communicate(timeout=10)[0].splitlines()[-1])["status"] == "stopped"
+    assert json.loads(process.communicate(timeout=60)[0].splitlines()[-1])["status"] == "stopped"
 
 
 def test_the_second_ctrl_c_ends_everything_at_once(running: subprocess.Popen[str], folder: RunFolder) -> None:
@@ -89,6 +89,6 @@ def test_a_killed_worker_does_not_outlive_the_supervisor_either(
 ) -> None:
     worker = pids_of(folder)[0]
     os.kill(worker, signal.SIGKILL)
-    assert "rank 0 was ended by SIGKILL" in plain(running.communicate(timeout=10)[0])
+    assert "rank 0 was ended by SIGKILL" in plain(running.communicate(timeout=60)[0])
     assert running.returncode == 1
     assert_no_process_is_left(folder, within_s=20)

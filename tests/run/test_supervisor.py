@@ -150,7 +150,7 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder: RunFolder, fake: Call
         "raise it if the rank was healthy. There is no checkpoint to restart from."
     )
     assert any("failpoints.py" in line for line in lines) == (action == "hang")  # a stopped one cannot tell
-    assert_no_process_is_left(folder, within_s=0.1)
+    assert_no_process_is_left(folder)
 
 
 def test_a_hang_is_restarted_from_a_checkpoint(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -161,4 +161,4 @@ def test_a_hang_is_restarted_from_a_checkpoint(folder: RunFolder, fake: Callable
 def test_children_of_a_worker_end_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=1 child=1")
     run_fakes(folder, 2)
-    assert_no_process_is_left(folder, within_s=0.1)
+    assert_no_process_is_left(folder)

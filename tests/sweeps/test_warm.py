@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.settings import latest
 from tests.sweeps.support import run, sweep_in
+from trainkit.run.process import fork_server
+from trainkit.run.process.fork_server import send
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.launching import WarmStarter
 from trainkit.sweeps.loop.processes import JobCommand
@@ -71,7 +73,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path: Path) -> None:
         pid = json.loads(lock.read_text())["pid"]
         os.kill(pid, 0)
         sweep.kill()
-    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 2
+    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
     while time.monotonic() < end and status.exists() and " Z " not in status.read_text():
         time.sleep(0.01)
     assert not status.exists() or " Z " in status.read_text()
@@ -83,6 +85,23 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path: Path) -> 
         start.group.kill()
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         assert (news.get().code, (tmp_path / LOG).read_text()[:8]) == (0, "trainkit")
+        job.kill()
+
+
+def test_a_job_whose_warm_process_dies_while_it_is_asked_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with WarmStarter({}) as start:
+
+        def send_too_late(*arguments: Any, **options: Any) -> None:
+            start.group.kill()
+            start._reader.join(timeout=0.5)  # a listener that does not wait for the sender has reported by then
+            send(*arguments, **options)
+
+        monkeypatch.setattr(fork_server, "send", send_too_late)
+        job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
+        assert (news.get().code, news.empty()) == (0, True)
         job.kill()
 
 

@@ -218,6 +218,9 @@ class ForkServerClient:
         self._log, self._pass_fds = log, tuple(pass_fds)
         self._numbers = count()
         self._forks: dict[int, Fork] = {}
+        self._ended = False
+        """Whether the forks of a dead server have been reported; a fork that is registered later would not be."""
+        self._lock = threading.Lock()
 
     @staticmethod
     def is_possible() -> bool:
@@ -279,15 +282,17 @@ class ForkServerClient:
             "environ": dict(environ),
             "log": None if log is None else str(log.absolute()),
         }
-        self._forks[fork.number] = (
-            fork  # registered before the liveness check: the listening thread ends all registered forks
-        )
         try:
-            if not self.is_alive:
-                raise BrokenPipeError
-            send(self._connection, request, descriptor=reader)
+            with self._lock:  # a request that cannot be sent is the caller's to repeat: the listener must not report it
+                if self._ended:
+                    raise BrokenPipeError
+                self._forks[fork.number] = fork
+                try:
+                    send(self._connection, request, descriptor=reader)
+                except OSError:
+                    del self._forks[fork.number]
+                    raise
         except OSError:
-            self._forks.pop(fork.number, None)
             fork.kill()
             raise
         finally:
@@ -309,8 +314,12 @@ class ForkServerClient:
                     self._forks.pop(message["number"]).ended(message["code"])
                 else:
                     self._forks[message["number"]].mark = ProcessId(message["pid"], message["started"])
-        for number in list(self._forks):
-            self._forks.pop(number).ended(-signal.SIGKILL)
+        with self._lock:
+            self._ended = True
+            forks = list(self._forks.values())
+            self._forks.clear()
+        for fork in forks:
+            fork.ended(-signal.SIGKILL)
 
 
 class ForkedGroup(WorkerGroup):
