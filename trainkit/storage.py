@@ -209,7 +209,7 @@ def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
 
 
 def _full_place(root: Path) -> Path | None:
-    """Return the first full folder among those that a run writes to; None if none is full."""
+    """Return the first full folder that a run writes to; None if no such folder is full."""
     for place in (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp"))):  # noqa: S108 - only its free space is read
         free = Free.at(place)
         if free is not None and (free.num_bytes < _LITTLE_BYTES or free.num_files == 0):

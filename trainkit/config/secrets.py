@@ -59,7 +59,7 @@ def redacted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def remember_secrets(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Let messages hide the secrets of a config from now on; return those that have a key of their own."""
+    """Let messages hide the secrets of a config from now on; return the secrets that have a key of their own."""
     found = secret_keys(values)
     remember(list(found.values()))
     for _, text in texts_in(values):

@@ -1,6 +1,6 @@
 """The folder of a quantized model, `RUN/quantized/FORMAT`: an export whose description says how it was quantized.
 
-model.safetensors   the quantized weights, and those that stay in float32
+model.safetensors   the quantized weights, and the weights that stay in float32
 config.yaml         the node that builds the model, and under `quantized` what else loading needs
 README.md           the model card, with the table beside the original
 """

@@ -98,7 +98,7 @@ class RankPass:
         """Change the model to that of the rank."""
 
     def keep_gradients(self, model: nn.Module) -> Sequence[Tensor]:
-        """Give parameters the gradients of an earlier shard; return those that the plan counts itself."""
+        """Give parameters the gradients of an earlier shard; return the gradients that the plan counts itself."""
         trained = [param for param in model.parameters() if param.requires_grad]
         for param in trained:
             param.grad = torch.empty_like(param)

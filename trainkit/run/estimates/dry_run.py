@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,14 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.objectives.base import Loss, Model, Objective
+from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.from_hidden.output_layer import Scored
 from trainkit.run.estimates.activations import TracedPass
-from trainkit.run.estimates.memory import example_batch
-from trainkit.run.planning.build import frozen_models, model_transforms_of
+from trainkit.run.estimates.memory import example_batch, own_copy, recomputed_names
 from trainkit.run.planning.memory import stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.model_transforms import recomputed_modules
 from trainkit.strategies.traffic import ModuleCall, TensorFacts
 
 
@@ -48,20 +45,19 @@ class PlannedDryRun:
             Exception: no sample is known, or model or objective cannot run without data.
         """
         plan = self.plan
-        objective = _own_copy(plan.components.objective)
+        objective = own_copy(plan.components.objective)
 
         def loss(model: Model, batch: Any) -> Loss:
             found = objective.loss(model, batch)
             recorder.is_again = True
             return found
 
-        chosen = {id(module) for module in recomputed_modules(self.model, model_transforms_of(plan.cfg))}
         TracedPass(
             model=self.model,
             batch=example_batch(plan),
             loss=loss,
             precision=plan.components.precision,
-            recomputed=[name for name, module in self.model.named_modules() if id(module) in chosen],
+            recomputed=recomputed_names(plan, self.model),
             accumulates=True,  # into dense gradients: sparse ones have no storage to follow
         ).run()
 
@@ -104,8 +100,3 @@ def _facts(value: object) -> TensorFacts | None:
     if not isinstance(value, Tensor):
         return None
     return TensorFacts(numel=value.numel(), width=value.element_size(), requires_grad=value.requires_grad)
-
-
-def _own_copy(objective: Objective) -> Objective:
-    """Return a copy whose state a pass without data may change; the models that it reads are shared."""
-    return copy.deepcopy(objective, {id(model): model for _, model in frozen_models(objective)})

@@ -187,7 +187,7 @@ class _Shard:
     def lines(self) -> list[list[_Line]]:
         """Return the lines of each part: one for each phase of the objective."""
         plan, batch = self.plan, example_batch(self.plan)
-        objective = _own_copy(plan.components.objective)
+        objective = own_copy(plan.components.objective)
         traced = self._traced(batch, objective.loss)
         if not objective.phases:
             return self._of_parts([(1.0, traced)])
@@ -202,13 +202,12 @@ class _Shard:
     def _traced(self, batch: Any, loss: Callable[[Model, Any], Loss]) -> TracedPass:
         """Return the pass of a whole replica."""
         model, precision = self.model, self.plan.components.precision
-        chosen = {id(module) for module in recomputed_modules(model, model_transforms_of(self.plan.cfg))}
         return TracedPass(
             model=model,
             batch=batch,
             loss=loss,
             precision=precision,
-            recomputed=[name for name, module in model.named_modules() if id(module) in chosen],
+            recomputed=recomputed_names(self.plan, model),
             places={name: place for place, part in enumerate(self.parts) for name in part.modules},
             accumulates=self.shards > 1 and precision.model_dtype is precision.master_dtype,
             beside=self.beside,
@@ -235,9 +234,15 @@ class _Shard:
         return found
 
 
-def _own_copy(objective: Objective) -> Objective:
+def own_copy(objective: Objective) -> Objective:
     """Return a copy whose state a pass without data may change; the models that it reads are shared."""
     return copy.deepcopy(objective, {id(model): model for _, model in frozen_models(objective)})
+
+
+def recomputed_names(plan: RunPlan, model: nn.Module) -> list[str]:
+    """Return the names of the modules that backward recomputes."""
+    chosen = {id(module) for module in recomputed_modules(model, model_transforms_of(plan.cfg))}
+    return [name for name, module in model.named_modules() if id(module) in chosen]
 
 
 def _phase_loss(loss: Callable[[str, Model, Any], Loss], phase: str) -> Callable[[Model, Any], Loss]:

@@ -250,13 +250,12 @@ def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
     Raises:
         TrainingError: there is such a parameter.
     """
-    for name, column in zip(names, marks.unbind(1), strict=True):
-        others = (column != column[0]).nonzero().flatten().tolist()
-        if others:
-            raise TrainingError(
-                f"the parameter {name} has other strides on rank {others[0]} than on rank 0. Give it one memory format "
-                "on every rank."
-            )
+    if (found := _first_difference(names, marks)) is not None:
+        name, rank, _ = found
+        raise TrainingError(
+            f"the parameter {name} has other strides on rank {rank} than on rank 0. Give it one memory format on every "
+            "rank."
+        )
 
 
 def _refuse_other_places(names: Sequence[str], places: Tensor) -> None:
@@ -265,13 +264,26 @@ def _refuse_other_places(names: Sequence[str], places: Tensor) -> None:
     Raises:
         TrainingError: there is such a parameter.
     """
-    for name, column in zip(names, places.unbind(1), strict=True):
-        others = (column != column[0]).nonzero().flatten().tolist()
-        if others:
-            raise TrainingError(
-                f"the parameter {name} is on device {int(column[others[0]])} of its replica on rank {others[0]}, and "
-                f"on device {int(column[0])} on rank 0. Give strategy.map the place of each block."
-            )
+    if (found := _first_difference(names, places)) is not None:
+        name, rank, column = found
+        raise TrainingError(
+            f"the parameter {name} is on device {column[rank]} of its replica on rank {rank}, and on device "
+            f"{column[0]} on rank 0. Give strategy.map the place of each block."
+        )
+
+
+def _first_difference(names: Sequence[str], values: Tensor) -> tuple[str, int, list[int]] | None:
+    """Return the first parameter whose value differs between ranks, with the rank and the values of all ranks.
+
+    Args:
+        names: of the parameters.
+        values: (ranks, parameters) int.
+    """
+    for name, column in zip(names, values.t().tolist(), strict=True):
+        for rank, value in enumerate(column):
+            if value != column[0]:
+                return name, rank, column
+    return None
 
 
 def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:

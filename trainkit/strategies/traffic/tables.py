@@ -48,7 +48,7 @@ class Lookups:
     indices: int
     """Indices of the forward pass."""
     reads: int
-    """The same, with those that are looked up again when backward recomputes."""
+    """Indices of the forward pass and of its recomputation in backward."""
     calls: int
     """Lookups that follow each other, recomputed ones too."""
 

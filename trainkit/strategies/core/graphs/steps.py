@@ -28,7 +28,6 @@ from trainkit.strategies.core.graphs.update import Updates
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, divisor_of
-from trainkit.strategies.reducers import LocalReducer
 
 _MOST_GRAPHS = 64
 """Graphs of one function, for other shapes of a shard or other values in the model's code."""
@@ -126,7 +125,7 @@ class StepGraphs:
         for shard, batch in zip(ticket.shards, batches, strict=True):
             replica.on_phase("forward", ticket.step)
             if shard != last:
-                found.add(*self._run(self._add, batch, values, self._sums))
+                found.add(*self.add(batch, values))
             else:
                 replica.begin_update(ticket.step)
                 sums = self._sums if len(batches) > 1 else None
@@ -149,7 +148,7 @@ class StepGraphs:
         """Whether nothing happens between gradients and update: no exchange, and no decision on the step."""
         replica = self._replica
         decides = replica.loss_scale.moves or replica.numerics.leaves_out
-        return isinstance(replica.reducer, LocalReducer) and not decides
+        return not replica.exchanges and not decides
 
     def shards(self, ticket: Ticket, batches: Sequence[Batch]) -> ShardStep:
         """Return a try at a step whose shards are runs of one graph, and whose update is another graph."""
