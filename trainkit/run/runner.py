@@ -25,6 +25,7 @@ from trainkit.run.begin import (
     recorded_run,
     refuse_lack_of_room,
 )
+from trainkit.run.ended import ended_hooks
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
@@ -222,7 +223,7 @@ def _begun(
         plan, note = with_workers(plan, choose_workers)  # last: it takes some seconds
         found.append(note)
     folder = start.folder or new_folder(cfg, run_dir)
-    with folder.lock() as lock, recorded_run(folder) as record:
+    with folder.lock() as lock, ended_hooks(plan.cfg, folder), recorded_run(folder) as record:
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
         try:
             yield _BegunRun(plan=plan, folder=folder, resolved=resolved, secrets=secrets, record=record, lock=lock)

@@ -9,9 +9,10 @@ run_start          before the first step, when everything is placed
   rolled_back      the training continues from an earlier step
 train_end          after the last step, before the ranks leave the process group
 run_end            with the result, however the run ended
+ended              in the process that started the run, also where every rank was killed
 
-Every hook is called on every rank, in order, but `checkpoint_saved`. A callback that changes something must change it
-alike on every rank (`run.request_stop`); files are written where `run.is_owner`. The model may be used up to
+Every hook is called on every rank, in order, but `checkpoint_saved` and `ended`. A callback that changes something must
+change it alike on every rank (`run.request_stop`); files are written where `run.is_owner`. The model may be used up to
 `train_end`; if `run.computes_together`, it must be run on every rank with the same inputs.
 """
 
@@ -38,7 +39,7 @@ from trainkit.objectives.tables import Table
 from trainkit.strategies.base import PhaseListener, Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps
 
-__all__ = ["Callback", "Row", "Run"]
+__all__ = ["Callback", "Ending", "Row", "Run"]
 
 
 @dataclass(kw_only=True)
@@ -194,6 +195,22 @@ class Run:
         return self.example
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a run ended, as the process that started it knows it."""
+
+    name: str
+    """The name of the run."""
+    folder: Path
+    """The run folder."""
+    status: str
+    """`finished`, `failed`, `stopped`, `preempted` or `hangup`."""
+    reason: str
+    """Why, in one line; may be empty."""
+    steps: int | None
+    """Updates of the whole training; None if unknown."""
+
+
 class Callback:
     """The base class of callbacks; every hook does nothing until it is overridden."""
 
@@ -242,6 +259,13 @@ class Callback:
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Handle the end of the run; `result` is the content of result.json."""
+
+    def ended(self, ending: Ending) -> None:
+        """Handle the end of the run in the process that started it: of several ranks none may be left to tell it.
+
+        Called once for a command, after `status.json` and `result.json` are written, of an object that has seen no
+        other hook; its errors are warnings.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the state of this callback for a checkpoint: what JSON can hold, and tensors in dicts and lists."""

@@ -146,6 +146,7 @@ _FILES: Final = (
     "plots/*.png",
     "profile/trace.json",
     "profile/operations.txt",
+    "tracking/*.json",
 )
 """Files that a run replaces, deletes or appends to by name."""
 

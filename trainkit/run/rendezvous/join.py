@@ -37,6 +37,7 @@ from trainkit.run.begin import (
     refuse_lack_of_room,
     resumed_from,
 )
+from trainkit.run.ended import ended_hooks
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
@@ -130,7 +131,8 @@ class JoinedGroup:
             with redirect_output(log):
                 yield
             return
-        with recorded_run(self.folder, confirm=self.fencing_token.check) as record:
+        confirm = self.fencing_token.check
+        with ended_hooks(self.resolved, self.folder), recorded_run(self.folder, confirm=confirm) as record:
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
             yield

@@ -1,0 +1,1 @@
+"""Alerts: what happened in a run calls a command or a webhook."""
