@@ -18,6 +18,7 @@ from trainkit.report.schemas import DOCUMENTS
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
+from trainkit.tracking.state import TrackingState, begun_state
 from trainkit.trainer.checkpoint import EvaluatedIndex
 from trainkit.trainer.checkpoint.saving import begin, commit, write_part
 from trainkit.verbs.looking.schema import schema_of
@@ -181,3 +182,8 @@ def test_a_result_needs_no_more_than_status_and_reason() -> None:
 def test_top_refuses_json_beside_then(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     assert main(["top", str(runs), "--then", "--json"]) == 2
     assert "--json: prints the leaderboard alone. Without --then." in capsys.readouterr().err
+
+
+def test_the_state_of_a_tracker(tmp_path: Path) -> None:
+    begun_state(tmp_path, TrackingState(tracker="wandb", project="digits", sent={"train/loss": 20}))
+    refuse_invalid("tracking", json.loads((tmp_path / "tracking" / "wandb.json").read_text()))

@@ -1,0 +1,82 @@
+"""A training and the process that sends it: neither a tracker that hangs nor one that fails is waited for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.callbacks.run_double import row, run_double
+from tests.tracking.folders import add_rows, run_folder
+from trainkit.errors import ConfigError
+from trainkit.tracking.state import read_state
+from trainkit.tracking.wandb import Wandb
+
+HANGS = "import time\n\ndef init(**_):\n    time.sleep(600)\n\nSettings = dict\nRun = None\n"
+FAILS = "def init(**_):\n    raise ConnectionError('no route to the key-1234567')\n\nSettings = dict\nRun = None\n"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
+
+
+def with_package(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+
+
+def test_an_absent_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(ConfigError, match=r'logger.wandb: needs the package wandb. Install it: pip install "wandb>='):
+        Wandb()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_package(tmp_path, HANGS, monkeypatch)
+    run = run_double(run_folder(tmp_path / "run"))
+    tracker = Wandb(warn_s=0.01, wait_s=0.5)
+    with caplog.at_level(logging.WARNING):
+        tracker.run_start(run)
+        add_rows(run.folder, row(10))
+        for _ in range(3):
+            time.sleep(0.02)
+            tracker.log(run, row(10))
+        tracker.run_end(run, {})
+    first, last = caplog.messages
+    assert first.startswith("wandb is not reached (no answer for 0.01 s). The training goes on")
+    assert last.endswith(f"python -m trainkit.tracking {run.folder} sends the rest.")
+    state = read_state(run.folder, "wandb")
+    assert state is not None
+    assert state.not_sent == "what follows step 0, the files and the end: no answer within 0.5 s"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_tracker_that_fails_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_package(tmp_path, FAILS, monkeypatch)
+    run = run_double(run_folder(tmp_path / "run"))
+    tracker = Wandb(wait_s=60)
+    tracker.run_start(run)
+    tracker.run_end(run, {})
+    assert "wandb was not sent everything: ConnectionError: no route" in caplog.text
+
+
+@pytest.mark.usefixtures("installed")
+def test_other_ranks_send_nothing(tmp_path: Path) -> None:
+    run, tracker = run_double(tmp_path, is_owner=False), Wandb()
+    tracker.run_start(run)
+    tracker.log(run, row(10))
+    tracker.run_end(run, {})
+    assert list(tmp_path.iterdir()) == []

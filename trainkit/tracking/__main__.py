@@ -1,0 +1,17 @@
+"""`python -m trainkit.tracking RUN`: send to the trackers of a run what they were not sent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from trainkit.errors import UnreadableError
+from trainkit.tracking.sending import send_later
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m trainkit.tracking RUN")
+    try:
+        sys.exit(send_later(Path(sys.argv[1]).expanduser()))
+    except UnreadableError as error:
+        sys.exit(str(error))

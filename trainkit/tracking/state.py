@@ -1,0 +1,117 @@
+"""`RUN/tracking/TRACKER.json`: which tracked run belongs to a run, and what was sent to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from trainkit.bounded import Kind
+from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.reading import open_regular, read_map, refuse_link
+from trainkit.storage import naming
+from trainkit.tracking.service import SERVICES
+
+FOLDER: Final = "tracking"
+_ID: Final = re.compile(r"[0-9a-f]{32}")
+_KINDS: Final[Mapping[str, Kind]] = {
+    "tracker": str, "id": str, "project": str, "mode": str, "artifacts": list, "sent": dict, "files": list,
+    "status": (str, type(None)), "not_sent": (str, type(None)), "send": (str, type(None)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingState:
+    """`RUN/tracking/TRACKER.json`: which tracked run belongs to a run, and what was sent to it."""
+
+    version: Literal[1] = 1
+    """Version of this document."""
+    tracker: str
+    """`mlflow`, `trackio` or `wandb`."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The id of the tracked run, made once for a run folder: 32 hexadecimal digits."""
+    project: str
+    """The project or experiment that it belongs to."""
+    mode: str = "online"
+    """`online`, or `offline` for a later upload by the tracker's own command."""
+    artifacts: list[str] = field(default_factory=list)
+    """Patterns of the files of the run folder that are sent at the end."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Metric -> the last step that was sent."""
+    files: list[str] = field(default_factory=list)
+    """The files that were sent at the last end of the run."""
+    status: str | None = None
+    """The status that the tracked run was ended with; null while it runs, or where that was not sent."""
+    not_sent: str | None = None
+    """What was not sent and why, where something was not; null otherwise."""
+    send: str | None = None
+    """The command that sends the rest; null where nothing is left."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step of which a metric was sent; 0 for none."""
+        return max(self.sent.values(), default=0)
+
+
+def path_of(folder: Path, tracker: str) -> Path:
+    """Return the file of a tracker in a run folder."""
+    return folder / FOLDER / f"{tracker}.json"
+
+
+def read_state(folder: Path, tracker: str) -> TrackingState | None:
+    """Read the state of a tracker; None if there is none.
+
+    Raises:
+        UnreadableError: the file is not what trainkit writes.
+    """
+    path = path_of(folder, tracker)
+    try:
+        found = read_map(path, _KINDS)
+    except AbsentFileError:
+        return None
+    texts = (*found["artifacts"], *found["files"])
+    steps = found["sent"].values()
+    sound = _ID.fullmatch(found["id"]) and found["tracker"] == tracker and tracker in SERVICES
+    if not sound or not all(isinstance(one, str) for one in texts) or not all(type(one) is int for one in steps):
+        raise UnreadableError(path, "it does not say what was sent to a tracker")
+    return TrackingState(**{name: found[name] for name in _KINDS})
+
+
+def write_state(folder: Path, state: TrackingState) -> None:
+    """Write the state of a tracker; a kill leaves either the file before or the new one.
+
+    Raises:
+        UnreadableError: `tracking` is no folder.
+        StorageError: the file cannot be written.
+    """
+    path = path_of(folder, state.tracker)
+    refuse_link(path.parent)
+    with naming(path):
+        path.parent.mkdir(exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with naming(path), open_regular(draft, "wb") as file:
+            file.write(f"{json.dumps(asdict(state), indent=1)}\n".encode())
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:
+    """Return the state that a start of the run goes on with: the id and what was sent are those of earlier starts.
+
+    Raises:
+        UnreadableError: the state of an earlier start cannot be read.
+        StorageError: the file cannot be written.
+    """
+    earlier = read_state(folder, wanted.tracker)
+    state = wanted if earlier is None else replace(wanted, id=earlier.id, sent=earlier.sent)
+    write_state(folder, state)
+    return state

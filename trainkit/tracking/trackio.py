@@ -1,0 +1,18 @@
+"""The logger for Trackio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainkit.tracking.tracker import Tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackio(Tracker):
+    """Sends a run to Trackio: to its folder on this machine (`TRACKIO_DIR`), or where its own variables say.
+
+    To view it: trackio show
+    """
+
+    tracker: ClassVar[str] = "trackio"
