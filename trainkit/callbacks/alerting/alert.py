@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from trainkit.callbacks.alerting.channels import Channel, channels_from
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.values import above
-from trainkit.fields import cosmetic
+from trainkit.fields import cosmetic, unit
 from trainkit.redaction import mask
 from trainkit.report.numbers import figure
 from trainkit.trainer.events import Callback, Ending, Row, Run
@@ -47,7 +47,7 @@ class Alert(Callback):
 
     events: Annotated[Sequence[Event], cosmetic] = ("failed", "stopped", "nonfinite")
     """What to tell: failed, stopped (also by a signal), finished, nonfinite (a loss or a step that is not finite)."""
-    better_than: Annotated[float | None, cosmetic] = None
+    better_than: Annotated[float | None, cosmetic, unit("of the metric")] = None
     """Tell once that `eval.metric` is better than this; null: never."""
     timeout_s: Annotated[float, cosmetic, above(0)] = 10.0
     """Most seconds of a call, and that the end of the run waits for one."""
