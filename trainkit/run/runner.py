@@ -224,6 +224,7 @@ def _begun(
         found.append(note)
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, ended_hooks(plan.cfg, folder), recorded_run(folder) as record:
+        record.status.aim_at(plan.last_step)
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
         try:
             yield _BegunRun(plan=plan, folder=folder, resolved=resolved, secrets=secrets, record=record, lock=lock)

@@ -36,6 +36,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
         about="trainkit scale --simulate --json", kind="trainkit.scaling.documents.SimulationDocument"
     ),
     "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.advice.AdviceDocument"),
+    "watch": Document(about="trainkit watch --json", kind="trainkit.watching.documents.Watched"),
     "generate": Document(about="trainkit generate RUN --json", kind="trainkit.report.schemas.files.Generation"),
     "result": Document(about="RUN/result.json", kind="trainkit.report.schemas.files.Result", is_open=True),
     "status": Document(about="RUN/status.json", kind="trainkit.report.schemas.files.Status"),

@@ -55,6 +55,8 @@ class Status(TypedDict):
     """`starting`, `running`, or the status with which it ended."""
     step: int | None
     """Updates done; null before the first."""
+    last_step: NotRequired[int | None]
+    """Updates after which the run ends; null before it is planned."""
     resumable: bool
     """Whether there is a complete checkpoint."""
     updated: float

@@ -59,6 +59,7 @@ class StatusFile:
         }
         self._step_now: Callable[[], int | None] = lambda: None
         self._step: int | None = None
+        self._last_step: int | None = None
         self._changed, self._has_ended = threading.Event(), threading.Event()
         self._written: tuple[Any, ...] = ()
         self._written_at = -float("inf")
@@ -68,6 +69,10 @@ class StatusFile:
         """Read the step of the run from a function from now on; None means that the run is starting."""
         self._step_now = step_now
         self._changed.set()
+
+    def aim_at(self, last_step: int) -> None:
+        """Say after how many updates the run ends."""
+        self._last_step = last_step
 
     def __enter__(self) -> Self:
         self._write("starting")
@@ -103,6 +108,7 @@ class StatusFile:
         content = {
             "state": state,
             "step": self._step,
+            "last_step": self._last_step,
             "resumable": current[2],
             "updated": round(time.time(), 3),
             "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -133,6 +133,7 @@ class JoinedGroup:
             return
         confirm = self.fencing_token.check
         with ended_hooks(self.resolved, self.folder), recorded_run(self.folder, confirm=confirm) as record:
+            record.status.aim_at(self.plan.last_step)
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -17,8 +16,9 @@ from trainkit.report.json_output import print_json
 from trainkit.report.numbers import count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.status import FILE, RunStatus, read_status
+from trainkit.run.folder.status import RunStatus, read_status
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.watching.board import runs_below
 
 if TYPE_CHECKING:
     from trainkit.report.schemas.looking import ListedChoice, ListedRun, Listing
@@ -110,10 +110,6 @@ def _unknown(name: str, rule: str, known: Mapping[str, object]) -> ConfigError:
     return ConfigError([Problem(key=name, rule=f"{rule} {hint}", origin="command line")])
 
 
-_DEEPEST: Final = 6
-_MOST_FOLDERS: Final = 20_000
-
-
 def list_runs(root: Path, *, as_json: bool = False) -> int:
     """Print the runs of a folder, the most recently updated first; return the exit code."""
     found = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
@@ -129,19 +125,6 @@ def list_runs(root: Path, *, as_json: bool = False) -> int:
     header = ("run", "state", "step", "checkpoint", "updated", "process")
     sys.stdout.write("\n".join([*row_lines(header, rows), ""]))
     return 0
-
-
-def runs_below(root: Path) -> Iterator[Path]:
-    """Yield the run folders at or below a folder, without following links."""
-    for looked_at, (place, names, files) in enumerate(os.walk(root), start=1):
-        path = Path(place)
-        if "resolved.yaml" in files or FILE in files:
-            yield path
-            names.clear()
-        elif len(path.relative_to(root).parts) >= _DEEPEST or looked_at >= _MOST_FOLDERS:
-            names.clear()
-        else:
-            names[:] = sorted(name for name in names if not name.startswith("."))
 
 
 def _row(path: Path, found: RunStatus) -> tuple[str, ...]:

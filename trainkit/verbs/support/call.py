@@ -33,6 +33,7 @@ VERBS: Final[Mapping[str, str]] = {
     "calibrate": "measure this machine for plans with hardware=this, in about a minute",
     "init": "write a package of your own that trains at once: init NAME",
     "schema": "the JSON schema of your YAML files, for editors, or of a JSON output: schema config",
+    "watch": "all runs below a folder, live: watch [DIR]; --serve in a browser of this machine",
     "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
 }
 """Verb -> what it does, in the order of the help."""
@@ -40,7 +41,7 @@ MODULES: Final[Mapping[str, str]] = {
     verb: f"trainkit.verbs.{room}.{verb}"
     for room, verbs in {
         "running": ("train", "resume", "prove"),
-        "looking": ("plan", "explain", "diff", "schema", "top", "ls", "calibrate"),
+        "looking": ("plan", "explain", "diff", "schema", "top", "ls", "calibrate", "watch"),
         "using": ("ensemble", "evaluate", "export", "generate", "predict", "quantize"),
         "starting": ("emit", "init"),
         "measuring": ("advise", "bench", "scale"),

@@ -1,0 +1,140 @@
+"""Find the runs below a folder, and read what each does at the moment; every file may be crafted."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded import parse_json
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map, read_tail
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import FILE, read_status
+from trainkit.watching.documents import Watched, WatchedRun
+
+_DEEPEST: Final = 6
+_MOST_FOLDERS: Final = 20_000
+_MOST_RUNS: Final = 100
+_TAIL: Final = 1 << 16
+_MOST_METRICS: Final = 20
+_LONGEST: Final = 200
+_SEARCH_S: Final = 10.0
+"""Seconds between two walks through the folders."""
+_COUNTERS: Final = frozenset({"step", "epoch", "samples", "seconds", "samples_per_s", "data_wait", "lr"})
+
+
+def runs_below(root: Path) -> Iterator[Path]:
+    """Yield the run folders at or below a folder, without following links."""
+    for looked_at, (place, names, files) in enumerate(os.walk(root), start=1):
+        path = Path(place)
+        if "resolved.yaml" in files or FILE in files:
+            yield path
+            names.clear()
+        elif len(path.relative_to(root).parts) >= _DEEPEST or looked_at >= _MOST_FOLDERS:
+            names.clear()
+        else:
+            names[:] = sorted(name for name in names if not name.startswith("."))
+
+
+@dataclass
+class Board:
+    """The runs below a folder, read again whenever they are asked for."""
+
+    root: Path
+    """The folder that is watched."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, for the interval between two searches for new runs."""
+    _found: list[Path] = field(default_factory=list, init=False, repr=False)
+    _due: float = field(default=-math.inf, init=False, repr=False)
+
+    def read(self) -> Watched:
+        """Return what every run does at the moment."""
+        if self.clock() >= self._due:
+            self._found = list(runs_below(self.root))
+            self._due = self.clock() + _SEARCH_S
+        runs = sorted((watched(path, self.root) for path in self._newest()), key=_order)
+        hidden = len(self._found) - len(runs)
+        return {"version": 1, "root": _plain(str(self.root)), "runs": runs, "not_shown": hidden}
+
+    def _newest(self) -> list[Path]:
+        return sorted(self._found, key=_touched, reverse=True)[:_MOST_RUNS]
+
+
+def watched(folder: Path, root: Path) -> WatchedRun:
+    """Return what a run does at the moment.
+
+    Args:
+        folder: the run folder.
+        root: the folder that its name is relative to.
+    """
+    found = read_status(RunFolder(folder))
+    row, metrics = _last_rows(folder)
+    last_step, pace = _last_step(folder), row.get("seconds", 0.0) / max(1.0, row.get("step", 0.0))
+    remaining = None
+    if found.state == "running" and found.step is not None and last_step is not None and pace > 0:
+        remaining = max(0, last_step - found.step) * pace
+    relative = folder.relative_to(root).as_posix()
+    return {
+        "folder": _plain(str(folder) if relative == "." else relative),
+        "name": _plain(folder.parent.name),
+        "state": found.state,
+        "note": _plain(found.note),
+        "step": found.step,
+        "last_step": last_step,
+        "remaining_s": remaining,
+        "samples_per_s": row.get("samples_per_s") if found.is_running else None,
+        "metrics": metrics,
+        "updated": found.updated,
+    }
+
+
+def _last_step(folder: Path) -> int | None:
+    with suppress(UnreadableError):
+        found = read_map(folder / FILE, {}, optional={"last_step": (int, type(None))}).get("last_step")
+        return found if isinstance(found, int) else None
+    return None
+
+
+def _last_rows(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the last row of the training, and the newest value of each metric in the end of the file."""
+    try:
+        text, _ = read_tail(folder / "metrics.jsonl", _TAIL)
+    except UnreadableError:
+        return {}, {}
+    last: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    for line in text.splitlines():
+        row = _numbers(line)
+        last = row if "train/loss" in row else last
+        metrics |= {_plain(name): value for name, value in row.items() if name not in _COUNTERS}
+    return last, dict(list(metrics.items())[:_MOST_METRICS])
+
+
+def _numbers(line: bytes) -> dict[str, float]:
+    with suppress(ValueError):
+        found: Any = parse_json(line)
+        if isinstance(found, dict):
+            numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
+            return {name: float(value) for name, value in numbers.items() if abs(value) < 1e300}
+    return {}
+
+
+def _order(run: WatchedRun) -> tuple[bool, float, str]:
+    return run["state"] not in ("starting", "running"), -(run["updated"] or 0.0), run["folder"]
+
+
+def _touched(folder: Path) -> float:
+    with suppress(OSError):
+        return (folder / FILE).lstat().st_mtime
+    return 0.0
+
+
+def _plain(text: str) -> str:
+    """Return a text that moves no cursor and reorders no line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST])
