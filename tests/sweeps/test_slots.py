@@ -51,6 +51,11 @@ def test_a_job_sees_its_own_gpus_by_the_names_they_were_given() -> None:
     assert slots.free == 2
 
 
+def test_a_job_gets_mig_instances_as_slots() -> None:
+    slots = slots_of(num_gpus=2, environ={"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"})
+    assert [slots.take(1).environ["CUDA_VISIBLE_DEVICES"] for _ in range(2)] == ["MIG-4e5f", "MIG-77aa"]
+
+
 def test_jobs_that_share_gpus_are_spread_over_them() -> None:
     slots = slots_of(num_gpus=2, jobs_per_device=2)
     taken = [slots.take(1).places for _ in range(3)]

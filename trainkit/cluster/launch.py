@@ -42,6 +42,8 @@ class LaunchEnvironment:
     """Host and port of the rendezvous store."""
     takes_devices: bool = False
     """Whether each process is a whole host that uses all its devices, with a rank each; otherwise it is one rank."""
+    has_own_gpu: bool = False
+    """Whether each process of this host sees one GPU, and each another one; known once they have met."""
     hosts_store: bool = False
     """Whether this process must open the store; False: the launcher or another rank opens it."""
     attempt: int = 0

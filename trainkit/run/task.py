@@ -29,6 +29,7 @@ from trainkit.run.planning.build import build_callbacks
 from trainkit.run.planning.out_of_memory import explained
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.heartbeat import Beats, beats_of
+from trainkit.run.process.nccl_dumps import nccl_dumps_to
 from trainkit.run.session.auxiliary import run_auxiliary
 from trainkit.run.session.await_evaluator import evaluate_all, findings_of
 from trainkit.run.session.given import GivenLoss
@@ -133,7 +134,8 @@ class TaskRun:
         """
         folder, rank = self.folder, self.identity.task.rank
         recorder = FlightRecorder(folder.collectives_of, rank, self.step) if self.identity.store else nullcontext()
-        with reproducible_process(enabled=self.cfg.numerics.reproducible), recorder:
+        dumps = nccl_dumps_to(folder) if self.identity.task.device != "cpu" else nullcontext()
+        with reproducible_process(enabled=self.cfg.numerics.reproducible), recorder, dumps:
             heartbeat, plan, session = self._begin()
             if session is None:
                 yield None

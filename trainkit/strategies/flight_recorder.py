@@ -152,6 +152,7 @@ _NAMES: Final = {
 """Methods of a process group -> what they are called in torch.distributed."""
 _OF_ONESIZE: Final = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "exchange of gradients"}
+    | {"sum"}
 )
 """Collectives whose tensors have one size and dtype on all ranks; of the others only the names are compared."""
 
@@ -255,14 +256,14 @@ class FlightRecorder:
 _current: FlightRecorder | None = None
 
 
-def note_exchange(tensor: Tensor) -> None:
-    """Record an exchange between all ranks that uses no process group.
+def note_exchange(tensor: Tensor, name: str = "exchange of gradients") -> None:
+    """Record an exchange between all ranks that uses no process group, or whose tensors have one size on all of them.
 
     Raises:
         CollectiveMismatchError: another rank of this host has called a collective in its place.
     """
     if _current is not None and dist.group.WORLD is not None:
-        _current.record(dist.group.WORLD, "exchange of gradients", tensor)
+        _current.record(dist.group.WORLD, name, tensor)
 
 
 def _recorded(method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -90,10 +90,9 @@ class Launching:
         return self._sweep
 
     def _make_sweep(self) -> Sweep:
-        import torch  # noqa: PLC0415 - asks for GPUs; a sweep with problems ends before
+        from trainkit.strategies.groups.devices import count_gpus  # noqa: PLC0415 - asks for GPUs; a sweep with problems ends before
 
-        num_gpus = torch.cuda.device_count()
-        slots = Slots.of(self.settings, num_gpus=num_gpus, num_cores=num_cores(), environ=os.environ)
+        slots = Slots.of(self.settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
         return Sweep(
             folder=self._folder,
             slots=slots,

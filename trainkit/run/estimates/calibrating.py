@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import FileStore
 from trainkit.data.reading.collate import collate
 from trainkit.run.estimates.hardware import Link
 from trainkit.run.estimates.this_machine import Calibration, Machine, calibration_file
+from trainkit.strategies.groups.devices import use_device
 
 _ROUND_S: Final = 0.3
 """Seconds of a round, at least."""
@@ -180,7 +181,9 @@ def _one_end(rank: int, backend: str, folder: str) -> None:
     device = torch.device(f"cuda:{rank}" if backend == "nccl" else "cpu")
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), 2)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    use_device(device)
+    bound = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, device_id=bound)
     large, small = torch.ones(2**22, device=device), torch.ones(1024, device=device)
     matrix = torch.ones(256, 256)
 

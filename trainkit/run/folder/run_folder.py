@@ -38,7 +38,7 @@ from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_LIVE: Final = re.compile(r"\.?(rank_\d+|trained|evaluated)(\..*)?")
+_LIVE: Final = re.compile(r"\.?((nccl_)?rank_\d+|trained|evaluated)(\..*)?")
 """Names of the files that a run writes into the folder of the live state."""
 _BEGUN: Final = re.compile(r"\.lock|\.fence|\.reserve|resolved\.yaml|environment\.json|status\.json|train\.log")
 """Names of the files of a run that has only begun."""
@@ -165,6 +165,11 @@ class RunFolder:
     def collectives_of(self, rank: int) -> Path:
         """Return the mapped file with the last collectives of a rank."""
         return self.live / f"rank_{rank}.collectives"
+
+    @property
+    def nccl_dumps(self) -> Path:
+        """The beginning of the paths that NCCL's flight recorder writes: `live/nccl_rank_0` of rank 0."""
+        return self.live / "nccl_rank_"
 
     def stacks_of(self, rank: int) -> Path:
         """Return the file that a hanging rank writes the stacks of its threads to."""

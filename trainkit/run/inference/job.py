@@ -56,6 +56,7 @@ from trainkit.strategies.capabilities import (
     traits_here,
     validate_model,
 )
+from trainkit.strategies.groups.devices import count_gpus, use_device
 from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
@@ -133,7 +134,7 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
         numerics=numerics_of(cfg),
         hooks=DataHooks.of(cfg.data),
     )
-    facts = plan_context(cfg, parts, num_gpus=torch.cuda.device_count(), launch=None)
+    facts = plan_context(cfg, parts, num_gpus=count_gpus(), launch=None)
     facts = replace(facts, micro_size=cfg.batch.micro_size or 1)
     outputs = Outputs.parse(cfg.predict.outputs)
     problems = list(parts.strategy.validate(facts))
@@ -254,7 +255,7 @@ def place_model(job: Job, identity: Identity, *, on_phase: PhaseListener) -> Pla
     on_phase("join", 0)
     model = model_of(job)
     if _is_quantized(job.request, model):
-        device = torch.device(identity.task.device)
+        use_device(device := torch.device(identity.task.device))
         local = LocalModel(model=model.to(device), device=device, data_ranks=LocalCollective(), precision=Precision())
         return PlacedModel(local=local, close=lambda _failed: None)
     executor = job.strategy.setup(setup_request(job, identity, model, on_phase=on_phase))

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from trainkit.bounded import parse_json
@@ -32,7 +31,7 @@ from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.averages import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
-from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, with_evaluator
+from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
 from trainkit.strategies.base import Phase, PlanContext
 from trainkit.strategies.capabilities import (
     access_problems,
@@ -42,6 +41,7 @@ from trainkit.strategies.capabilities import (
     restarts_alone,
     runs_loop,
 )
+from trainkit.strategies.groups.devices import count_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,13 +264,14 @@ def _task_problems(
     cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
 ) -> list[Problem]:
     found = elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
+    found += mig_problems(parts, facts) if backend is None else []
     if cfg.eval.beside or any(task.is_evaluator for task in parts.strategy.tasks(facts)):
         found += evaluator_problems(cfg, parts, facts, backend)
     return found
 
 
 def _num_gpus(backend: ProcessBackend | None) -> int:
-    return torch.cuda.device_count() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
+    return count_gpus() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
 
 
 def _batch_plan(cfg: RunConfig, parts: Components, replicas: int) -> BatchPlan:

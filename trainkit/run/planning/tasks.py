@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from trainkit.cluster.mig import VISIBLE, mig_instances
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import class_built_by
@@ -10,6 +13,7 @@ from trainkit.errors import Problem
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.capabilities import num_slots
 
 
 def elastic_problems(
@@ -31,6 +35,19 @@ def elastic_problems(
     else:
         return []
     return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
+
+
+def mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
+    """Return that one process would use several MIG instances, of which CUDA shows it one."""
+    names = mig_instances(os.environ)
+    if len(names) < 2 or facts.launch is not None:
+        return []
+    tasks = parts.strategy.tasks(facts)
+    alone = len(tasks) == 1 and tasks[0].device not in ("cpu", "cuda:0")
+    if not alone and num_slots(parts.strategy, facts.num_gpus) <= len(tasks):
+        return []
+    rule = f"a process uses one MIG instance, and {VISIBLE} names {len(names)}. Name one, or use one a process."
+    return [Problem(key="strategy", rule=rule)]
 
 
 def with_evaluator(tasks: tuple[Task, ...]) -> tuple[Task, ...]:

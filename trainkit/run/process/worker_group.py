@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import IO, Final, Protocol, Self
 
 from trainkit.cluster.host import ProcessId, num_cores
+from trainkit.cluster.mig import rank_environ
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
@@ -347,7 +348,7 @@ def _as_if_fresh() -> None:
 
 
 def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, str]:
-    """Return the environment of a worker: its identity, the packages allowed for targets, threads and network.
+    """Return the environment of a worker: its identity, device, packages allowed for targets, threads, network.
 
     Example:
         >>> worker_environ({"OMP_NUM_THREADS": "3"}, Identity.solo())["OMP_NUM_THREADS"]
@@ -361,4 +362,5 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
         defaults["PYTHONUNBUFFERED"] = "1"  # a rank that is killed keeps its log
     if sys.platform == "win32":
         del defaults["GLOO_SOCKET_IFNAME"]
-    return {**defaults, **environ, **package_environ(), **config_dir_environ(), **identity.to_environ()}
+    own = {**identity.to_environ(), **rank_environ(identity.task.device, environ)}
+    return {**defaults, **environ, **package_environ(), **config_dir_environ(), **own}

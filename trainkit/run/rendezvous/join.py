@@ -24,6 +24,7 @@ import torch
 
 from trainkit.cluster.host import own_cores, threads_of
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.mig import mig_instances
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError
@@ -191,6 +192,7 @@ def joined(
     with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
         check_same_config(barrier, cfg)
         _share_cores(barrier, ranks.index(launch.rank))
+        launch = replace(launch, has_own_gpu=has_own_gpu(barrier, launch, device_of_process))
         start = _agree_on_start(barrier, cfg, run_dir)
         plan = barrier.run_everywhere(lambda: _checked_plan(start, launch, check))
         if not plan.auxiliary_ranks:
@@ -239,6 +241,24 @@ def _share_cores(barrier: ProcessBarrier, place: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
         torch.set_num_threads(threads_of(places[place], places))
+
+
+def has_own_gpu(barrier: ProcessBarrier, launch: LaunchEnvironment, gpu: Callable[[], str]) -> bool:
+    """Return whether each process of this host sees one GPU, and each another one; collective.
+
+    `srun --gpus-per-task=1` and pods give each process its own; otherwise all see the same, which is a replica too few.
+    """
+    shares = launch.num_local > 1 and not launch.takes_devices
+    own = gpu() if shares else ""
+    each = [seen for seen in barrier.all_gather_object(own) if seen]
+    return bool(own) and each.count(own) == 1
+
+
+def device_of_process() -> str:
+    """Return the UUID of the only CUDA device that this process sees; empty where there is none, or more."""
+    if torch.cuda.device_count() != 1 or mig_instances(os.environ)[1:]:
+        return ""
+    return str(torch.cuda.get_device_properties(0).uuid)
 
 
 def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:

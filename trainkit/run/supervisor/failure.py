@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.watch import OverdueRank
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
+from trainkit.run.process.nccl_dumps import dumps_note
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.flight_recorder import waited_for
@@ -51,6 +52,8 @@ class Failure:
     hang: bool = False
     step: int | None = None
     """Updates that the rank had completed; None: it had not begun."""
+    dumps: str = ""
+    """Where NCCL's flight recorder has written the last collectives of the ranks; empty where it has not."""
 
     @property
     def is_permanent(self) -> bool:
@@ -63,7 +66,7 @@ class Failure:
             return self.report.error()
         headline = f"{self.headline} {remark}".rstrip()
         kind = HangError if self.hang else TrainingError
-        return kind("\n".join(part for part in (headline, self.detail) if part))
+        return kind("\n".join(part for part in (headline, self.detail, self.dumps) if part))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +113,8 @@ def root_cause(
     if first.kind is Kind.CONNECTION_LOST and unreported:
         return unresponsive_rank(folder, unreported, evidence)
     if first.report is not None:
-        return _from_report(first.report, evidence)
-    return _from_exit(folder, first, evidence)
+        return replace(_from_report(first.report, evidence), dumps=dumps_note(folder))
+    return replace(_from_exit(folder, first, evidence), dumps=dumps_note(folder))
 
 
 def _account(folder: RunFolder, exited: ProcessExit, place: int, evidence: ProcessEvidence) -> _Account:
@@ -139,7 +142,8 @@ def unresponsive_rank(folder: RunFolder, ranks: Iterable[int], evidence: Process
         headline = f"{evidence.name(rank)} is {held}{_when(heartbeat)}.{_remedy(rank, evidence)}"
     elif ended:
         headline = f"{evidence.name(rank)} has ended{_when(heartbeat)} without an error report."
-    return Failure(rank=rank, headline=headline, hang=not ended, step=None if heartbeat is None else heartbeat.step)
+    step = None if heartbeat is None else heartbeat.step
+    return Failure(rank=rank, headline=headline, hang=not ended, step=step, dumps=dumps_note(folder))
 
 
 def _from_report(report: ErrorReport, evidence: ProcessEvidence) -> Failure:
@@ -197,7 +201,8 @@ def hanging(
         f"{evidence.name(rank)} has made no progress for {overdue.silence_s:.0f} s{_when(heartbeat)}{state} "
         f"{overdue.limit.remedy(overdue.silence_s)}"
     )
-    return Failure(rank=rank, headline=headline, hang=True, step=None if heartbeat is None else heartbeat.step)
+    step = None if heartbeat is None else heartbeat.step
+    return Failure(rank=rank, headline=headline, hang=True, step=step, dumps=dumps_note(folder))
 
 
 def _is_level(folder: RunFolder, rank: int, heartbeat: HeartbeatReading | None) -> bool:

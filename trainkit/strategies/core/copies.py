@@ -20,6 +20,7 @@ from trainkit.strategies.base import Batch, PhaseListener, StepContext, ignore_p
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
 from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.groups.devices import use_device
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 Sums = Sequence[Tensor | None]
@@ -160,6 +161,7 @@ class ThreadWork(ShardStep):
 
     def sums(self) -> list[tuple[int, Sums]]:
         """Return (lane, its sums), or one sum of all shards; an empty list without a shard. For a thread."""
+        use_device(self.replica.device)
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
         return list(self.partials())

@@ -42,6 +42,7 @@ from trainkit.strategies.core.replica import (
 )
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.groups.devices import use_device
 from trainkit.strategies.groups.process_group import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense
@@ -105,6 +106,7 @@ def build_parts(
     """Move a model to its devices and dtypes, and build its optimizer there; `ranks` are joined. Collective."""
     ranks = ranks or RankGroup()
     placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
+    use_device(placement.device)
     precision, numerics = request.precision, request.numerics
     for device in placement.devices:
         precision.apply_globally(device.type)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,13 +20,15 @@ from torch._C._distributed_c10d import HashStore
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.mig import mig_instances
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.groups.devices import device_list_problems, parse_device
+from trainkit.strategies.flight_recorder import note_exchange
+from trainkit.strategies.groups.devices import device_list_problems, parse_device, use_device
 from trainkit.strategies.rendezvous_store import store_client
 
 _T = TypeVar("_T")
@@ -83,12 +86,14 @@ class GroupCollective:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over ranks, added in rank order; collective.
 
-        Small tensors only: every rank receives every other's, which makes the order, and so the bits, the same on
-        all of them and in every run.
+        Small tensors of one shape only: every rank receives every other's, which makes the order, and so the bits, the
+        same on all of them and in every run. No sizes are exchanged, for which the host would wait.
         """
+        here = tensor.detach().to(self.device)
+        note_exchange(here, "sum")
         total = torch.zeros_like(tensor)
-        for part in self.gather(tensor):
-            total += part
+        for part in self._of_data_ranks(self._exchange_all(here)):
+            total += part.to(tensor.device)
         return total
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -274,7 +279,7 @@ class ProcessGroupOptions:
         if self.devices is not None and len(self.devices) != local:
             rule = f"{started}. Name as many devices, or leave it out."
             problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
-        if self.devices is None and 0 < context.num_gpus < local:
+        if self.devices is None and 0 < context.num_gpus < local and not launch.has_own_gpu:
             rule = f"more replicas on this host than its {_counted(context.num_gpus, 'GPU', 's')}. Start fewer."
             problems.append(Problem(key="strategy.replicas", value=local, rule=rule))
         return problems
@@ -317,7 +322,7 @@ class ProcessGroupOptions:
             names = self._devices(context, range(self.num_replicas(context) * self.ranks_a_replica))
             return tuple(Task(role="worker", index=rank, rank=rank, device=name) for rank, name in enumerate(names))
         share = self._ranks_a_process(context, launch)
-        first = launch.local_rank * share
+        first = 0 if launch.has_own_gpu else launch.local_rank * share
         names = self._devices(context, range(first, first + share))
         return tuple(
             Task(role=task.role, index=task.index * share + place, rank=task.rank * share + place, device=name)
@@ -357,12 +362,13 @@ class ProcessGroupOptions:
             exchanges_on_gpus: whether a rank exchanges tensors of several GPUs, so that NCCL is bound to none of them.
         """
         device = torch.device(identity.task.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        use_device(device)
         if identity.store is None and not self.is_grouped:
             return RankGroup()
         store = HashStore() if identity.store is None else store_client(identity.store, self.timeout_s)
         backend = self.backend(device.type, exchanges_on_cpu=exchanges_on_cpu)
+        if identity.num_ranks > 1 and "nccl" in backend and mig_instances(os.environ):
+            backend = "gloo"  # NCCL takes one rank of each GPU, and MIG instances are parts of one
         dist.init_process_group(
             backend,
             # A fresh prefix an attempt: a restarted rank must not read a dead peer's address.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from trainkit.cluster.mig import VISIBLE, mig_instances
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 
-_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _THREADS: Final = "OMP_NUM_THREADS"
 
 
@@ -103,7 +103,7 @@ class Slots:
         for place in places:
             self._room[place] -= 1
         names = ",".join(self._gpus[place] for place in places) if self._gpus else None
-        return SlotLease(places=places, environ={**self.threads, **({} if names is None else {_VISIBLE: names})})
+        return SlotLease(places=places, environ={**self.threads, **({} if names is None else {VISIBLE: names})})
 
     def give_back(self, grant: SlotLease) -> None:
         """Take the slots of an ended job back."""
@@ -148,5 +148,6 @@ def _problems(settings: Settings, num_gpus: int) -> list[Problem]:
 
 def _names(environ: Mapping[str, str], num_gpus: int) -> list[str]:
     """Return the names of the visible GPUs, as they are given to a job."""
-    visible = [name.strip() for name in environ.get(_VISIBLE, "").split(",") if name.strip()]
+    named = mig_instances(environ) or map(str.strip, environ.get(VISIBLE, "").split(","))
+    visible = [name for name in named if name]
     return visible[:num_gpus] if visible else [str(number) for number in range(num_gpus)]

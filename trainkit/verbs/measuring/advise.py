@@ -139,11 +139,10 @@ def _data_of(call: Call, composition: Composition) -> DeclaredData | None:
 
 def _devices_here(hardware: Hardware) -> int:
     """Return the GPUs of this machine; without any its cores, if the hardware is a host without a GPU."""
-    import torch  # noqa: PLC0415 - not for --help
+    from trainkit.cluster.host import num_cores  # noqa: PLC0415 - not for --help
+    from trainkit.strategies.groups.devices import count_gpus  # noqa: PLC0415 - imports torch
 
-    from trainkit.cluster.host import num_cores  # noqa: PLC0415 - the same
-
-    return torch.cuda.device_count() or (num_cores() if hardware.whole_host else 1)
+    return count_gpus() or (num_cores() if hardware.whole_host else 1)
 
 
 def _progress(text: str) -> None:

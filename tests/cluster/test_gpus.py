@@ -1,0 +1,102 @@
+"""Which GPU each process takes: MIG instances, and launches in which each process sees one GPU of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import trainkit
+from tests.launchers.launches import launch_of
+from trainkit.cli import main
+from trainkit.cluster.tasks import Identity, Task
+from trainkit.errors import ConfigError
+from trainkit.run.planning.plan import make_plan
+from trainkit.run.process.worker_group import worker_environ
+from trainkit.run.rendezvous.barrier import ProcessBarrier
+from trainkit.run.rendezvous.join import has_own_gpu
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.core import synchronous
+from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.groups.devices import count_gpus, use_device
+
+TWO = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
+
+
+@dataclass(frozen=True)
+class Met:
+    """Stands for the barrier of processes that have seen these GPUs."""
+
+    seen: Sequence[str]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        assert value in self.seen
+        return list(self.seen)
+
+
+def owns(gpu: str, *others: str, **launch: Any) -> bool:
+    barrier = cast("ProcessBarrier", Met([gpu, *others]))
+    return has_own_gpu(barrier, launch_of(2, **launch), lambda: gpu)
+
+
+def test_a_process_that_sees_another_gpu_than_the_others_has_its_own() -> None:
+    assert owns("GPU-1", "GPU-2")
+    assert not owns("GPU-1", "GPU-1")
+    assert not owns("", "GPU-2")
+    assert not owns("", "GPU-2", num_local=1, num_hosts=2)  # the place on the host is the same
+
+
+def test_a_process_with_a_gpu_of_its_own_takes_it_whatever_its_place() -> None:
+    launch = replace(launch_of(2, rank=1, local_rank=1), has_own_gpu=True)
+    context = PlanContext(launch=launch, num_gpus=1)
+    assert Mirrored().validate(context) == []
+    assert Mirrored().tasks(context)[1].device == "cuda:0"
+
+
+def test_each_rank_gets_one_mig_instance() -> None:
+    for rank, name in enumerate(("MIG-4e5f", "MIG-77aa")):
+        task = Task(role="worker", index=rank, rank=rank, device=f"cuda:{rank}")
+        environ = worker_environ(TWO, Identity(task=task, num_ranks=2))
+        assert (environ["CUDA_VISIBLE_DEVICES"], environ["TRAINKIT_DEVICE"]) == (name, "cuda:0")
+    assert worker_environ(TWO, Identity.solo())["CUDA_VISIBLE_DEVICES"] == TWO["CUDA_VISIBLE_DEVICES"]
+
+
+def test_mig_instances_are_counted_where_cuda_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert count_gpus() == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert count_gpus() == 0
+
+
+@pytest.mark.parametrize("strategy", ["strategy=device_map", "strategy=one_device strategy.device=cuda:1"])
+def test_one_process_does_not_get_several_mig_instances(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
+    with pytest.raises(ConfigError) as caught:
+        make_plan(trainkit.compose(["recipe=digits", *strategy.split()]).cfg, num_gpus=2)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "strategy: a process uses one MIG instance, and CUDA_VISIBLE_DEVICES names 2. Name one, or use one a process."
+    ]
+
+
+def test_cublas_is_configured_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(synchronous, "use_device", lambda _: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    run = ["recipe=digits", "steps=1", "numerics.reproducible=true", "callbacks=[]", "quiet=true"]
+    assert main([*run, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert found == [":4096:8"]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_the_device_of_a_task_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    use_device(torch.device("cpu"))
+    use_device(torch.device("cuda:1"))
+    assert used == [torch.device("cuda:1")]

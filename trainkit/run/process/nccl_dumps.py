@@ -1,0 +1,61 @@
+"""Dumps of NCCL's flight recorder: the last collectives of each rank, which torch writes where one fails or times out.
+
+The recorder of `trainkit.strategies.flight_recorder` sees which collectives a rank has called; NCCL's sees which of
+them have begun and ended on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from trainkit.run.folder.run_folder import RunFolder
+
+_ENTRIES: Final = 2000
+"""Collectives that are kept for a rank, which bounds its dump; the default of torch 2.13."""
+_RENAMED_IN: Final = (2, 10)
+"""The version of torch since which the variables begin with TORCH_FR; it warns of their older names."""
+
+
+def recorder_variables(folder: RunFolder, *, version: str = torch.__version__) -> dict[str, str]:
+    """Return the environment variables that let NCCL's recorder write into a run folder.
+
+    Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp.
+
+    Example:
+        >>> from pathlib import Path
+        >>> list(recorder_variables(RunFolder(Path("run")), version="2.13.0"))
+        ['TORCH_FR_BUFFER_SIZE', 'TORCH_FR_DUMP_TEMP_FILE', 'TORCH_NCCL_DUMP_ON_TIMEOUT']
+    """
+    is_new = tuple(map(int, version.split(".")[:2])) >= _RENAMED_IN
+    size = "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    file = "TORCH_FR_DUMP_TEMP_FILE" if is_new else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    return {size: str(_ENTRIES), file: str(folder.nccl_dumps.absolute()), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@contextmanager
+def nccl_dumps_to(folder: RunFolder, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let NCCL's recorder write into a run folder while the block runs; variables that the user has set stay."""
+    added = {name: value for name, value in recorder_variables(folder).items() if name not in environ}
+    environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            environ.pop(name, None)
+
+
+def dumps_note(folder: RunFolder) -> str:
+    """Return a line that names the dumps of a failed run, and the command that compares them; empty without any."""
+    start = folder.nccl_dumps
+    found = sorted(path.name for path in start.parent.glob(f"{start.name}*"))
+    if not found:
+        return ""
+    names = f"{found[0]} to {found[-1]}" if len(found) > 1 else found[0]
+    compare = shlex.join(["torchfrtrace", "--prefix", start.name, str(start.parent)])
+    return f"NCCL's last collectives are in {start.parent}: {names}. To compare them: {compare}"
