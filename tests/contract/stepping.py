@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 from tests.support import drawing_models, own_objectives, reference, zoo
+from tests.support.launches_of_a_step import Calls, StepTrace
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
@@ -29,6 +30,7 @@ from trainkit.strategies.base import (
     NamedOptimizer,
     Numerics,
     Phase,
+    PhaseListener,
     PlanContext,
     SetupRequest,
     Status,
@@ -36,6 +38,7 @@ from trainkit.strategies.base import (
     Strategy,
     TaskContext,
     UpdateParams,
+    ignore_phase,
 )
 from trainkit.strategies.capabilities import (
     load_state_extra,
@@ -283,6 +286,21 @@ def run_rank(place: Place | None, case: Case) -> Trained:
     return rank.train() if runs_loop(rank.strategy, rank.task) else rank.assist()
 
 
+def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
+    """What the last step of a case calls on this rank, by phase."""
+    rank, trace = _Rank(place, case), StepTrace()
+    rank.on_phase = trace.listen
+    executor = rank.setup(0)
+    tune(executor)
+    rank.steps(executor, case.num_steps - 1)
+    ticket = next(iter(executor.tickets(rank.at, case.num_steps)))
+    batches = rank.fetch(ticket)
+    with trace:
+        executor.step(ticket, batches)
+    executor.close()
+    return trace.phases
+
+
 @dataclass
 class _At:
     step: int = 0
@@ -305,6 +323,7 @@ class _Rank:
         )
         self.precision = Precision(value=case.precision)  # type: ignore[arg-type]
         self.numerics = Numerics(seed=case.seed, reproducible=case.reproducible)
+        self.on_phase: PhaseListener = ignore_phase
         self.seen: list[tuple[Any, Any]] = []
         self.samples: list[list[int]] = []
         self.computed: dict[int, list[int]] = {}
@@ -373,6 +392,7 @@ class _Rank:
                 training=self.training,
                 open_data=lambda _device: self,
                 folder=self.case.folder,
+                on_phase=self.on_phase,
                 step_backend=self.case.shaping.backend if self.case.shaping.compile_mode == "step" else None,
             )
         )

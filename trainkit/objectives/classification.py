@@ -105,7 +105,9 @@ class Classification(Supervised):
         if self.class_weights is None:
             loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
             return Loss(loss_sum, float(targets.shape[0]), None, outputs, targets)
-        weights = torch.tensor(self.class_weights, dtype=scores.dtype, device=scores.device)
+        on_gpu = scores.device.type == "cuda"  # copied from pinned memory, for which the host does not wait
+        weights = torch.tensor(self.class_weights, dtype=scores.dtype, pin_memory=on_gpu)
+        weights = weights.to(scores.device, non_blocking=on_gpu)
         loss_sum = functional.cross_entropy(
             scores, targets, weight=weights, reduction="sum", label_smoothing=self.label_smoothing
         )

@@ -34,6 +34,18 @@ def cloned_batch(batch: Batch) -> Batch:
     return cloned
 
 
+def weight_on(weight: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (1,) a weight on a device; a number is written there by a kernel, which waits for no copy.
+
+    Example:
+        >>> weight_on(3.0, torch.float32, torch.device("cpu"))
+        tensor([3.])
+    """
+    if isinstance(weight, Tensor):
+        return weight.to(device, dtype).reshape(1)
+    return torch.full((1,), weight, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class LossDivisor:
     """The divisor of the loss of a step before backward.
@@ -178,8 +190,7 @@ class ShardStep:
         if replica.buffers.names:
             taken.extend(replica.buffers.take())
         if self.divisor.counted:
-            dtype = replica.precision.master_dtype
-            taken.append(torch.as_tensor(weight, dtype=dtype, device=replica.device).reshape(1))
+            taken.append(weight_on(weight, replica.precision.master_dtype, replica.device))
         return taken
 
     def _refuse_late(self, grads: Sequence[Tensor | None]) -> None:

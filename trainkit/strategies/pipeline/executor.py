@@ -18,7 +18,7 @@ from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import ShardStep, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
@@ -219,8 +219,7 @@ class PipelineWork(ShardStep):
         if not self.divisor.counted:
             return []
         replica = self.replica
-        dtype = replica.precision.master_dtype
-        here = torch.as_tensor(self.weight, dtype=dtype, device=replica.device).reshape(1)
+        here = weight_on(self.weight, replica.precision.master_dtype, replica.device)
         return [replica.data_ranks.sum(here)]
 
 

@@ -59,6 +59,19 @@ class Groups:
                     sums[at] = total
         return sums
 
+    def gather_in_replica(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return (sum of sizes,) the vectors of the ranks of this replica, one after the other; collective.
+
+        Args:
+            tensor: (size of this rank,) vector.
+            sizes: of all ranks of the replica, so that none is exchanged, for which the host would wait.
+        """
+        padded = tensor.new_zeros(max(sizes))
+        padded[: tensor.shape[0]] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.replica)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
     def align(self, tensors: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]]) -> None:
         """Broadcast each tensor from the first rank that holds it; collective."""
         for places, group in self.alike.items():

@@ -193,6 +193,18 @@ class StageLayout:
     """Canonical names of this rank's buffers, in the order of the step's buffers."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Homes:
+    """Whose norms each rank of a replica gives, as long as the same parameters have gradients."""
+
+    key: tuple[int, ...]
+    """Places of this rank's parameters that have gradients."""
+    own: Tensor
+    """int64: those of them whose norms this rank gives."""
+    sizes: list[int]
+    """How many each rank of the replica gives."""
+
+
 class PipelineReplica(Replica):
     """The stages of one rank."""
 
@@ -212,6 +224,7 @@ class PipelineReplica(Replica):
         self._own_code: ObjectSnapshot | None = None
         """The attributes of the model's own code when the traces were made."""
         self._score: Score | None = None
+        self._homes: _Homes | None = None
         self._step = 0
 
     def begin_step(self, step: int, score: Score) -> None:
@@ -302,7 +315,8 @@ class PipelineReplica(Replica):
 
     def _scored(self, outputs: Any, number: Tensor) -> Tensor:
         assert self._score is not None
-        return self._score(outputs, int(number))
+        # A view of the numbers from 0 on: where it begins is the number, which is not read.
+        return self._score(outputs, int(number.storage_offset()))
 
     def before_forward(self, chunk: Chunk) -> None:
         """Set the random key of the shard; calls of the program set the keys of the model's own code."""
@@ -327,12 +341,18 @@ class PipelineReplica(Replica):
             self.accumulate_in_masters()
 
     def join_all_norms(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
-        """Return the norms of all gradients of the model, each once; collective."""
+        """Return the norms of all gradients of the model, each once; collective, and waits for no device but once."""
         del order
-        names = list(self.params)
-        own = [at for at, place in enumerate(held) if self.is_home(names[place])]
-        rows = self.all_ranks.gather(norms[own])
-        return torch.cat(rows[: self.num_stage_ranks])
+        key = tuple(held)
+        if self._homes is None or self._homes.key != key:
+            names = list(self.params)
+            own = [at for at, place in enumerate(held) if self.is_home(names[place])]
+            sizes = self.all_ranks.gather(torch.tensor([len(own)]))[: self.num_stage_ranks]
+            self._homes = _Homes(
+                key=key, own=torch.tensor(own, device=norms.device), sizes=[int(size) for size in sizes]
+            )
+        homes = self._homes
+        return self.groups.gather_in_replica(norms.index_select(0, homes.own), homes.sizes)
 
 
 def shape_key(inputs: Any) -> ShapeKey:

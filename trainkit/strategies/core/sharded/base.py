@@ -29,7 +29,7 @@ from trainkit.strategies.core.sharded.replica import (
     sharded_pieces,
 )
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import ShardStep, weight_on
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
 from trainkit.strategies.groups.process_group import RankGroup, all_gather_object
 from trainkit.strategies.tensors.layouts import FlatBuffer, make_dense
@@ -161,8 +161,7 @@ class ShardedWork(ShardStep):
         replica = self.replica
         held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
         if self.divisor.counted:
-            weight = torch.as_tensor(self.weight, dtype=packing.dtype, device=replica.device)
-            held.append(weight.reshape(1))
+            held.append(weight_on(self.weight, packing.dtype, replica.device))
         if not held:
             return []
         flat = packing.pack(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -92,17 +93,24 @@ def _order(placements: tuple[Any, ...]) -> list[int]:
 
 def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
     """Return a function that combines norms of shards into norms of full tensors, over all ranks of the run."""
-    counts = torch.tensor([float(cut.is_written) for cut in cuts])
+    counts = [float(cut.is_written) for cut in cuts]
+
+    @lru_cache(maxsize=4)
+    def on_device(places: tuple[int, ...], like: tuple[torch.dtype, torch.device]) -> tuple[Tensor, Tensor]:
+        """Return (present gradients,) their places, and 1 for those counted here: copied to the device once."""
+        dtype, here = like
+        written = torch.tensor([counts[place] for place in places], dtype=dtype, device=here)
+        return torch.tensor(places, device=device), written
 
     def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
-        """Return (number of present gradients,) their norms; collective."""
+        """Return (number of present gradients,) their norms; collective, and waits for no device."""
         found = torch.zeros(len(cuts), dtype=norms.dtype, device=device)
-        chosen = torch.tensor(places)
+        chosen, written = on_device(tuple(places), (norms.dtype, norms.device))
         if order == float("inf"):  # values that are not finite must win, and a maximum may lose a NaN
-            found[chosen] = torch.where(torch.isfinite(norms), norms, float("inf")).to(device)
+            found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             return found[chosen]
-        found[chosen] = (norms**order * counts[chosen].to(norms)).to(device)
+        found[chosen] = (norms**order * written).to(device)
         dist.all_reduce(found)
         joined: Tensor = found[chosen] ** (1 / order)
         return joined

@@ -1,0 +1,132 @@
+"""No step waits for its device: what a step reads, copies from the host and launches, phase by phase, on each rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from tests.contract.stepping import Case, calls_of_a_step
+from tests.support.launches_of_a_step import Calls, StepTrace
+from tests.support.pool import Pool
+from trainkit.cli import main
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.base import Batch, PlanContext, StepOutcome
+from trainkit.strategies.core.synchronous import SynchronousExecutor
+
+SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "one_device": {},
+    "device_map": {},
+    "central_storage": {},
+    "mirrored": {"replicas": 2},
+    "fsdp": {"replicas": 2},
+    "tensor_parallel": {},
+    "pipeline": {},
+}
+TOGETHER: Final = ("mirrored", "fsdp", "tensor_parallel", "pipeline")
+"""Strategies whose step takes several processes."""
+PRECISIONS: Final = ("fp32", "fp64", "bf16", "bf16_mixed", "fp16_mixed")
+
+
+def case_of(strategy: str, precision: str) -> Case:
+    """The third step of a small GPT, with clipping and counted tokens, two shards."""
+    return Case(
+        strategy=strategy,
+        settings=dict(SETTINGS[strategy]),
+        precision=precision,
+        task="gpt",
+        micro_size=4,
+        num_steps=3,
+        max_norm=0.2,
+    )
+
+
+def ranks_of(case: Case, pool: Pool) -> list[dict[str, Calls]]:
+    count = len(case.make_strategy().tasks(PlanContext()))
+    if count == 1:
+        return [calls_of_a_step(None, case)]
+    found: list[dict[str, Calls]] = pool.run(
+        "tests.contract.stepping.calls_of_a_step", case, num_ranks=count, timeout_s=120
+    )
+    return found
+
+
+CASES: Final = [
+    pytest.param(
+        strategy,
+        precision,
+        marks=[pytest.mark.long] if strategy in TOGETHER and precision not in ("fp32", "fp16_mixed") else [],
+    )
+    for strategy in SETTINGS
+    for precision in PRECISIONS
+]
+
+
+LAUNCHES: Final[Mapping[str, Mapping[str, int]]] = {
+    "one_device": {"forward": 76, "backward": 182, "reduce": 0, "update": 15},
+    "device_map": {"forward": 76, "backward": 182, "reduce": 0, "update": 15},
+    "central_storage": {"reduce": 41, "update": 18},  # its threads are not counted
+    "mirrored": {"forward": 38, "backward": 71, "reduce": 1, "update": 15},
+    "fsdp": {"forward": 42, "backward": 86, "reduce": 2, "update": 21},
+    "tensor_parallel": {"forward": 38, "backward": 71, "reduce": 1, "update": 21},
+    "pipeline": {"forward": 179, "reduce": 7, "update": 21},
+}
+"""Strategy -> phase -> launches of a step in fp32, at most, on any rank."""
+
+
+@pytest.mark.parametrize(("strategy", "precision"), CASES)
+def test_a_step_reads_nothing_copies_nothing_from_the_host_and_launches_no_more(
+    strategy: str, precision: str, pool: Pool
+) -> None:
+    for phases in ranks_of(case_of(strategy, precision), pool):
+        reads = {phase: calls.reads for phase, calls in phases.items() if calls.reads}
+        # Whether to repeat the step at a smaller scale is for the host to decide.
+        assert reads == ({"update": 1} if precision == "fp16_mixed" else {})
+        assert [phase for phase, calls in phases.items() if calls.host_copies] == []
+        if precision == "fp32":
+            most = LAUNCHES[strategy]
+            assert {phase: one.launches for phase, one in phases.items() if one.launches > most[phase]} == {}
+
+
+def test_a_read_and_a_copy_are_seen() -> None:
+    with StepTrace() as trace:
+        total = torch.tensor([1.0, 2.0]).sum()
+        total.item()
+    (calls,) = trace.phases.values()
+    assert (calls.launches, calls.reads, calls.host_copies) == (1, 1, 1)
+
+
+ALONE: Final = ("strategy.replicas=1", "strategy.process_group=always")
+ON_ONE_GPU: Final[Mapping[str, tuple[str, ...]]] = {
+    "one_device": (), "device_map": (), "mirrored": ALONE, "fsdp": ALONE
+}  # fmt: skip
+FIRST: Final = 3
+"""Steps that may wait: they find the layout of gradients and buffers, and copy what stays on the device."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [*PRECISIONS, "tf32"])
+@pytest.mark.parametrize("strategy", ON_ONE_GPU)
+def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, waits, decides = SynchronousExecutor.step, list[int](), precision == "fp16_mixed"
+
+    def step(executor: Any, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        checked = "warn" if decides else "error"  # whether to repeat a step in fp16 is for the host to decide
+        torch.cuda.set_sync_debug_mode("default" if ticket.step < FIRST else checked)
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                return plain(executor, ticket, batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(len(found))
+
+    monkeypatch.setattr(SynchronousExecutor, "step", step)
+    run = ["recipe=digits", f"strategy={strategy}", *ON_ONE_GPU[strategy], f"precision={precision}", "steps=8"]
+    silent = ("clip.max_norm=0.2", "batch.micro_size=32", "callbacks=[]", "logger=[]", "quiet=true")
+    assert main([*run, *silent, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert max(waits[FIRST:]) <= int(decides)
