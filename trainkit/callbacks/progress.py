@@ -6,7 +6,7 @@ import atexit
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TextIO
 
@@ -16,6 +16,7 @@ from trainkit.fields import cosmetic
 from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
 from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
+from trainkit.storage import num_bytes
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ class Reading:
     samples_per_s: float | None = None
     data_wait: float | None = None
     """Fraction of the time spent waiting for data, 0 to 1."""
+    targets_per_s: float | None = None
+    """Of a training whose samples have several targets: tokens of a language model."""
+    mfu: float | None = None
+    """Share of the devices' peak that the operations of the model use."""
+    memory: tuple[float, float] | None = None
+    """Bytes held by rank 0, now and at the peak."""
+    launches: float | None = None
+    """Operations that the host starts in a step."""
     skipped: int = 0
     """Steps skipped because they were not finite."""
     remaining_s: float = float("inf")
@@ -100,11 +109,26 @@ def plain_text(reading: Reading) -> str:
         parts.append(f"{compact(reading.samples_per_s)} samples/s")
     if reading.data_wait is not None:
         parts.append(f"data wait {share(reading.data_wait)}")
+    parts += [text for _, text, _ in _measured(reading)]
     if reading.skipped:
         parts.append(f"{count(reading.skipped)} skipped")
     if reading.remaining_s < float("inf"):
         parts.append(f"{clock(reading.remaining_s)} left")
     return "  ".join(parts)
+
+
+def _measured(reading: Reading) -> Iterator[tuple[str, str, int]]:
+    """Yield the short and the long text of each instrument, and how soon a narrow terminal drops it."""
+    if reading.targets_per_s is not None:
+        rate = compact(reading.targets_per_s)
+        yield f"{rate} targets/s", f"{rate} targets/s", 4
+    if reading.mfu is not None:
+        yield f"MFU {share(reading.mfu)}", f"MFU {share(reading.mfu)}", 5
+    if reading.memory is not None:
+        now, peak = (num_bytes(round(one)) for one in reading.memory)
+        yield now, f"{now}, peak {peak}", 6
+    if reading.launches is not None:
+        yield f"{count(round(reading.launches))} launches", f"{count(round(reading.launches))} launches a step", 7
 
 
 def _done(reading: Reading) -> float:
@@ -223,7 +247,7 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
     parts = _parts(reading, step)
     if _fits([part.long for part in parts], width):
         return [(part.long, part.style) for part in parts]
-    for rank in range(5, 0, -1):
+    for rank in range(7, 0, -1):
         kept = [part for part in parts if part.rank <= rank]
         if _fits([part.short for part in kept], width):
             return [(part.short, part.style) for part in kept]
@@ -246,6 +270,8 @@ def _parts(reading: Reading, step: int) -> list[_BarPart]:
     if reading.data_wait is not None:
         wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
         parts.append(_BarPart(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
+    for shown, text, rank in _measured(reading):
+        parts.append(_BarPart(long=text, short=shown, style="dim", rank=rank))
     if reading.skipped:
         skipped = f"{count(reading.skipped)} skipped"
         parts.append(_BarPart(long=skipped, short=skipped, style="yellow", rank=1))
@@ -345,6 +371,10 @@ class Progress(Callback):
                 metric=shown.metric,
                 samples_per_s=shown.row.get("samples_per_s"),
                 data_wait=shown.row.get("data_wait"),
+                targets_per_s=shown.row.get("targets_per_s"),
+                mfu=shown.row.get("mfu"),
+                memory=(shown.row["memory"], shown.row["memory_peak"]) if "memory_peak" in shown.row else None,
+                launches=shown.row.get("launches"),
                 skipped=run.state.skipped,
                 remaining_s=shown.pace.remaining_s(run.state.step, run.num_steps),
             )

@@ -13,14 +13,24 @@ from torch import Tensor
 from trainkit.errors import NonFiniteError, TrainingError, ZeroWeightError
 from trainkit.strategies.base import LeftOut, LocalModel, Status, StepOutcome
 from trainkit.trainer.events import Run
+from trainkit.trainer.instruments import Instruments
 from trainkit.trainer.left_out import REMEDY, listed
 
 
 class MetricsAccumulator:
     """Collects the outcomes of steps and aggregates them into rows; `terms` are the names of the terms of the loss."""
 
-    def __init__(self, run: Run, local: LocalModel, waited: Callable[[], float], *, terms: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run: Run,
+        local: LocalModel,
+        waited: Callable[[], float],
+        instruments: Instruments,
+        *,
+        terms: Sequence[str] = (),
+    ) -> None:
         self._run, self._local, self._waited, self._terms = run, local, waited, tuple(terms)
+        self._instruments = instruments
         self._outcomes: list[StepOutcome] = []
         self._samples = run.state.samples
         self._seconds = run.state.seconds
@@ -141,8 +151,9 @@ class MetricsAccumulator:
             "train/loss": _mean(loss_sum, weight),
             "lr": self._run.rate(outcomes[-1].step),
             **{f"lr/{name}": rate(outcomes[-1].step) for name, rate in self._run.rates.items()},
-            "samples_per_s": (samples - self._samples) / elapsed,
-            "data_wait": min((waited - self._wait) / elapsed, 1.0),
+            **self._instruments.figures(
+                seconds=elapsed, samples=samples - self._samples, targets=weight, waited_s=waited - self._wait
+            ),
         }
         row.update({f"train/{name}": _mean(term, weight) for name, term in zip(self._terms, terms, strict=True)})
         norm = outcomes[-1].grad_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from time import perf_counter
 from typing import Final
 
@@ -15,6 +16,10 @@ _PART_OF: Final[Mapping[str, str]] = {
     "update": "update",
 }  # fmt: skip
 """Phase of a rank (`trainkit.trainer.failpoints.Phase`) -> part of a step."""
+
+
+_MOST_EVENTS: Final = 4096
+"""Events that are kept, of more than five hundred steps."""
 
 
 class PhaseClock:
@@ -71,19 +76,25 @@ class PhaseClock:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._events.append((part, event))
+            if len(self._events) >= _MOST_EVENTS:
+                self._fold()
             return
         now = perf_counter()
         self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
 
+    def _fold(self) -> None:
+        """Add up the time between the events so far, for which the host waits."""
+        if not self._events:
+            return
+        torch.cuda.synchronize(self._device)
+        for (part, begun), (_, ended) in pairwise(self._events):
+            self._seconds[part] = self._seconds.get(part, 0.0) + begun.elapsed_time(ended) / 1e3
+        self._events = self._events[-1:]
+
     def lap(self) -> dict[str, float]:
         """Return the seconds of each part since `begin` or the last call; on a CUDA device, wait for it."""
-        if self._events:
-            torch.cuda.synchronize(self._device)
-            following = self._events[1:]
-            for (part, begun), (_, ended) in zip(self._events, following, strict=False):
-                self._seconds[part] = self._seconds.get(part, 0.0) + begun.elapsed_time(ended) / 1e3
-            self._events = self._events[-1:]
+        self._fold()
         found = {part: self._seconds.get(part, 0.0) for part in PARTS}
         self._seconds = {}
         return found

@@ -39,7 +39,10 @@ class Result(TypedDict):
     plan: NotRequired[dict[str, float | None] | None]
     """What was planned: `memory` and `bytes_a_step` in bytes, `step_s` with its band `low_s` to `high_s` in seconds."""
     measured: NotRequired[dict[str, Any] | None]
-    """The same figures as measured after `steps` steps, and `at_end`, each with its difference `per_cent`."""
+    """The same figures as measured after `steps` steps, and `at_end`, each with its difference `per_cent`.
+
+    `at_end` has `samples_per_s`, `targets_per_s`, `mfu`, `data_wait`, `launches` and, in bytes, `memory_peak`, too.
+    """
     plan_error: NotRequired[str]
     """Why the run could not be compared with its plan."""
     restarts: NotRequired[list[dict[str, Any]]]

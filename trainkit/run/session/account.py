@@ -10,7 +10,7 @@ import resource
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,17 @@ from typing import Any, Final
 
 import torch
 
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
+from trainkit.run.estimates.hardware import Hardware
+from trainkit.run.estimates.step_time import RankWork
 from trainkit.run.folder.run_folder import write_json_atomically
 from trainkit.run.planning.memory import only_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import naming, num_bytes
+from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
+from trainkit.trainer.instruments import CountedWork, Instruments
 from trainkit.trainer.loop import Trigger
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
@@ -47,11 +52,24 @@ class Account:
     the clock of the training stopped, and not at all in a shorter run. Steps in between cost nothing.
     """
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, identity: Identity) -> None:
         self._plan, self._before = plan, resident_bytes()
+        weighing = plan.components.weighing
+        counts_targets = weighing.per_sample != 1.0 and weighing.planned != 1.0
+        self._instruments = Instruments(torch.device(identity.task.device), counts_targets=counts_targets)
         self._marks: list[Mark] = []
         self._planned = Figures()
         self._documents: dict[str, Any] = {}
+
+    def heard(self, on_phase: PhaseListener) -> PhaseListener:
+        """Return a listener that times the phases on a GPU, and passes them to `on_phase`."""
+        return self._instruments.heard(on_phase)
+
+    def journal(
+        self, run: Run, local: LocalModel, waited: Callable[[], float], *, terms: Sequence[str]
+    ) -> MetricsAccumulator:
+        """Return what makes rows of metrics from the steps; `waited` gives the seconds of waiting for data so far."""
+        return MetricsAccumulator(run, local, waited, self._instruments, terms=terms)
 
     def triggers(self, run: Run, journal: MetricsAccumulator, enter: Callable[[str], None]) -> list[Trigger]:
         """Return what measures the steps from now on; nothing on a rank above 0, or after the first measurement."""
@@ -72,7 +90,8 @@ class Account:
         first, at_end = self._marks[-1], self._now(with_bytes=False)
         step_s, _ = between(first, at_end)
         end = Figures(memory=self._peak(), step_s=step_s)
-        found = {"steps": at_end.step, **end.document(), "per_cent": differences(self._planned, end)}
+        speed = self._instruments.overall()
+        found = {"steps": at_end.step, **speed, **end.document(), "per_cent": differences(self._planned, end)}
         return {**self._documents, "measured": {**self._documents["measured"], "at_end": found}}
 
     def _mark(self) -> None:
@@ -115,7 +134,9 @@ class Account:
         with naming(run.folder / FILE):
             write_json_atomically(run.folder / FILE, document)
         sent = None if outlook.traffic is None else outlook.traffic.mean_bytes(first.step, last.step, rank=0)
-        time = outlook.time
+        time, work = outlook.time, outlook.work
+        if work is not None:
+            self._instruments.know(counted_work(work, outlook.hardware, plan))
         self._planned = Figures(
             memory=outlook.memory.peak, step_s=None if time is None else time.step_s, bytes_a_step=sent or None
         )
@@ -158,6 +179,15 @@ class Figures:
     def document(self) -> dict[str, float | None]:
         """Return them for result.json."""
         return {"memory": self.memory, "step_s": self.step_s, "bytes_a_step": self.bytes_a_step}
+
+
+def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> CountedWork:
+    """Return the work of a step as the instruments of the run use it."""
+    peak = None if hardware is None else hardware.peak_flops(plan.components.precision.value)
+    if peak is not None and hardware is not None:
+        peak *= work.num_devices / (work.tasks_a_host if hardware.whole_host else 1)
+    launches = work.shard.num_operations * work.shards + work.update.num_operations
+    return CountedWork(flops_a_sample=work.flops / plan.batch.global_size, peak_flops=peak, launches=round(launches))
 
 
 def tcp_bytes() -> int | None:

@@ -46,7 +46,7 @@ from trainkit.trainer.loop import (
     every_n_steps,
     every_steps_or_epochs,
 )
-from trainkit.trainer.metrics_accumulator import LoggedFigures, MetricsAccumulator
+from trainkit.trainer.metrics_accumulator import LoggedFigures
 
 
 class TaskSession:
@@ -69,11 +69,11 @@ class TaskSession:
     ) -> None:
         self._presence, self._check_fence = Presence(folder), check_fence
         self.plan = plan.resolved(lambda: meta_model(plan))
-        self._account = Account(self.plan)
+        self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
         self.fingerprint = fingerprint
-        self._stop_requested, self._on_phase = stop_requested, on_phase
+        self._stop_requested, self._on_phase = stop_requested, self._account.heard(on_phase)
         self._data_state: dict[str, Any] | None = None
         self._evaluation_due, self._failed = False, False
         self._cleanup = ExitStack()
@@ -85,7 +85,8 @@ class TaskSession:
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)
-        self._step_phase = self.callbacks.with_listeners(on_phase if within_steps else ignore_phase)
+        in_steps = self._account.heard(on_phase if within_steps else ignore_phase)
+        self._step_phase = self.callbacks.with_listeners(in_steps)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
         self.executor: Executor = strategy.setup(self._request(model, identity, folder))
         self._cleanup.callback(self._leave)
@@ -184,8 +185,7 @@ class TaskSession:
         self.run.begun_at, self.run.begun_moment = self.run.state.step, time.monotonic()
         self.callbacks.call("run_start", self.run)
         self._log_hooks = self.callbacks.of("log")
-        # Objects that exist by now live to the end: freeze them, so that garbage collections skip them. With samples
-        # read one at a time, hundreds of new objects a step, collections took 5 to 10 % of a small model's step.
+        # Objects that exist now live to the end; garbage collections over them took 5 to 10 % of a small model's step.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         if self.cfg.numerics.on_nonfinite == "rollback":
@@ -205,7 +205,7 @@ class TaskSession:
         """Start to read the data at the current step of the run."""
         self._loader = loader_of(self.plan, self.executor)
         terms = self._training.objective.term_names
-        self._journal = MetricsAccumulator(self.run, self.executor.local, lambda: self._loader.wait_s, terms=terms)
+        self._journal = self._account.journal(self.run, self.executor.local, lambda: self._loader.wait_s, terms=terms)
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
         self._data_state = None
         if found is not None:
