@@ -57,13 +57,13 @@ class Clock:
 
 
 def test_on_a_gpu_the_wait_for_data_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = list[Clock]()
-    monkeypatch.setattr(module, "PhaseClock", lambda: clocks.append(Clock()) or clocks[-1])
+    clock = Clock()
+    monkeypatch.setattr(module, "PhaseClock", lambda: clock)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 200)
     instruments, heard = Instruments(torch.device("cuda", 1)), list[str]()
     instruments.heard(lambda phase, _: heard.append(phase))("data", 0)
-    assert clocks[0].heard == heard == ["data"]
+    assert clock.heard == heard == ["data"]
     found = instruments.figures(seconds=2.5, samples=10, targets=10.0, waited_s=2.4)  # the host waited for the device
     assert (found["data_wait"], found["phase/forward"], found["phase/input"]) == (0.1, 0.2, 0.1)
     assert (found["memory"], found["memory_peak"]) == (100.0, 200.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainkit.callbacks.energy import consumed_joules
+from trainkit.trainer import phase_clock
 from trainkit.trainer.phase_clock import PhaseClock
 
 
@@ -45,6 +46,21 @@ def test_parts_on_a_gpu_are_measured_between_events_of_its_stream(monkeypatch: p
     assert clock.lap() == pytest.approx(found)
     assert len(waits) == 1
     assert clock.lap() == dict.fromkeys(found, 0.0)
+
+
+def test_events_that_the_device_has_reached_are_added_up_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(phase_clock, "_MOST_EVENTS", 8)
+    monkeypatch.setattr(Event, "query", lambda event: event.at_ms < Event.reached_ms, raising=False)
+    clock = PhaseClock()
+    clock.begin(torch.device("cuda", 1))
+    for _ in range(20):
+        clock("forward", 0)
+        clock("backward", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    found = clock.lap()
+    assert (found["forward"], found["backward"]) == pytest.approx((0.2, 0.19))
 
 
 def test_the_energy_is_that_of_the_devices_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ def test_a_verdict_names_the_dumps_and_how_to_compare_them(tmp_path: Path) -> No
     folder = begun(tmp_path)
     exits = [ProcessExit(attempt=0, rank=1, code=-6)]
     assert root_cause(folder, exits, [0]).dumps == ""
+    (tmp_path / "live/nccl_rank_\x1b[2J").write_bytes(b"of another program")
     for rank in (0, 1):
         (tmp_path / f"live/nccl_rank_{rank}").write_bytes(b"\x80\x02")
     line = (

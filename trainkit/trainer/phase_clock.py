@@ -77,24 +77,29 @@ class PhaseClock:
             event.record(torch.cuda.current_stream(self._device))
             self._events.append((part, event))
             if len(self._events) >= _MOST_EVENTS:
-                self._fold()
+                self._fold(wait=False)
             return
         now = perf_counter()
         self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
 
-    def _fold(self) -> None:
-        """Add up the time between the events so far, for which the host waits."""
+    def _fold(self, *, wait: bool) -> None:
+        """Add up the time between the events so far, or between those that the device has reached."""
         if not self._events:
             return
-        torch.cuda.synchronize(self._device)
+        if wait:
+            torch.cuda.synchronize(self._device)
+        done = 0
         for (part, begun), (_, ended) in pairwise(self._events):
+            if not wait and not ended.query():  # type: ignore[no-untyped-call]
+                break
             self._seconds[part] = self._seconds.get(part, 0.0) + begun.elapsed_time(ended) / 1e3
-        self._events = self._events[-1:]
+            done += 1
+        self._events = self._events[done:]
 
     def lap(self) -> dict[str, float]:
         """Return the seconds of each part since `begin` or the last call; on a CUDA device, wait for it."""
-        self._fold()
+        self._fold(wait=True)
         found = {part: self._seconds.get(part, 0.0) for part in PARTS}
         self._seconds = {}
         return found

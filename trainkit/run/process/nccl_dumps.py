@@ -7,6 +7,7 @@ them have begun and ended on the device.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from trainkit.run.folder.run_folder import RunFolder
 
 _ENTRIES: Final = 2000
 """Collectives that are kept for a rank, which bounds its dump; the default of torch 2.13."""
+_RANK: Final = re.compile("[0-9]{1,9}")
+"""The end of a dump's name; another file there is not named."""
 _RENAMED_IN: Final = (2, 10)
 """The version of torch since which the variables begin with TORCH_FR; it warns of their older names."""
 
@@ -53,9 +56,10 @@ def nccl_dumps_to(folder: RunFolder, environ: MutableMapping[str, str] = os.envi
 def dumps_note(folder: RunFolder) -> str:
     """Return a line that names the dumps of a failed run, and the command that compares them; empty without any."""
     start = folder.nccl_dumps
-    found = sorted(path.name for path in start.parent.glob(f"{start.name}*"))
+    matches = (_RANK.fullmatch(path.name.removeprefix(start.name)) for path in start.parent.glob(f"{start.name}*"))
+    found = sorted(int(rank[0]) for rank in matches if rank is not None)
     if not found:
         return ""
-    names = f"{found[0]} to {found[-1]}" if len(found) > 1 else found[0]
+    names = f"{start.name}{found[0]}" + (f" to {start.name}{found[-1]}" if len(found) > 1 else "")
     compare = shlex.join(["torchfrtrace", "--prefix", start.name, str(start.parent)])
     return f"NCCL's last collectives are in {start.parent}: {names}. To compare them: {compare}"
