@@ -20,6 +20,7 @@ def test_the_wheel_carries_configs_recipes_data_and_type_marker(wheel: Path) -> 
     }
     assert not shipped - names
     assert {"trainkit/py.typed", "trainkit/data/digits.npz", "trainkit/data/digits.LICENSE"} <= names
+    assert {f"trainkit/report/web/static/{name}" for name in ("uPlot.iife.min.js", "uPlot.LICENSE", "run.js")} <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 

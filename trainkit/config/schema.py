@@ -102,6 +102,8 @@ class RunConfig:
     """Cross-validation."""
     log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10
     """Steps between two rows of the log."""
+    report_page: Annotated[bool, cosmetic] = True
+    """Write report.html, the page of the run: each minute, after evaluations, and at the end."""
     observer_errors: Annotated[Literal["continue", "stop"], cosmetic] = "continue"
     """For an error in a callback that only observes: continue without that callback, or end the run."""
     quiet: Annotated[bool, cosmetic] = False

@@ -28,6 +28,7 @@ from trainkit.redaction import mask, redacted_argument
 from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.folder.run_folder import RunFolder, write_atomically, write_json_atomically
 from trainkit.run.folder.status import StatusFile, read_status
+from trainkit.run.page import PageWriter
 from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
@@ -268,6 +269,7 @@ class RunRecord:
     folder: RunFolder
     log: TrainLog
     status: StatusFile
+    page: PageWriter
 
     def follow_heartbeat(self) -> None:
         """Read the step from the heartbeat of rank 0, which another process writes."""
@@ -283,9 +285,13 @@ class RunRecord:
 def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> Iterator[RunRecord]:
     """Record the output of a run, its status, and the error that ends it, for the duration of the block."""
     folder.take()  # renames a log or status file of the user before one is written
-    with recorded_output(folder.log, separated=True) as log, StatusFile(folder, confirm=confirm) as status:
+    with (
+        recorded_output(folder.log, separated=True) as log,
+        PageWriter(folder, confirm=confirm) as page,  # its last page needs the last status
+        StatusFile(folder, confirm=confirm) as status,
+    ):
         try:
-            yield RunRecord(folder=folder, log=log, status=status)
+            yield RunRecord(folder=folder, log=log, status=status, page=page)
         except BaseException as error:
             log.write_error(error)
             raise

@@ -27,6 +27,7 @@ from trainkit.run.begin import (
 )
 from trainkit.run.ended import ended_hooks
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.settings_record import record_settings
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
@@ -84,8 +85,10 @@ def train_composition(
 def _hydra_job(composition: Composition, kept_in: Callable[[Path], AbstractContextManager[Any]]) -> Job:
     """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
     from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
+    from trainkit.config.described.changed_keys import changed_keys  # noqa: PLC0415 - imports the targets
 
     def job(folder: Path, task: Callable[[], Result]) -> Result:
+        record_settings(folder, changed_keys(composition))
         with kept_in(folder):
             return run_job(composition, folder, task)
 
@@ -226,6 +229,8 @@ def _begun(
     with folder.lock() as lock, ended_hooks(plan.cfg, folder), recorded_run(folder) as record:
         record.status.aim_at(plan.last_step)
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
+        if not plan.is_measurement:
+            record.page.follow(resolved)
         try:
             yield _BegunRun(plan=plan, folder=folder, resolved=resolved, secrets=secrets, record=record, lock=lock)
         finally:

@@ -43,6 +43,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "environment": Document(
         about="RUN/environment.json", kind="trainkit.report.schemas.files.Environment", is_open=True
     ),
+    "settings": Document(about="RUN/settings.json", kind="trainkit.report.schemas.files.Settings"),
     "evaluation": Document(
         about="RUN/evaluations/NAME/evaluation.json", kind="trainkit.report.schemas.files.Evaluation"
     ),

@@ -111,6 +111,30 @@ class Environment(TypedDict):
     """Notes of the summary."""
 
 
+class SettingKey(TypedDict):
+    """A key of a run that differs from its recipe."""
+
+    key: str
+    """The key, or a group for its choice."""
+    value: Any
+    """The value of the run; secrets are redacted."""
+    recipe: Any
+    """The value of the recipe, or of the files below it; null where they do not set the key."""
+    set_by: str
+    """`command line`, or the file and line."""
+    tag: str
+    """What the key can affect: maths, placement, speed or cosmetic."""
+
+
+class Settings(TypedDict):
+    """`RUN/settings.json`: the keys of a run that differ from its recipe."""
+
+    version: Literal[1]
+    """Version of this document."""
+    settings: list[SettingKey]
+    """The choices of groups, then the keys."""
+
+
 class Evaluation(TypedDict):
     """`evaluation.json` of `trainkit evaluate`, which `--json` prints with `folder`."""
 

@@ -128,6 +128,8 @@ def _owner(path: Path) -> str:
 _FILES: Final = (
     "environment.json",
     "plan.json",
+    "report.html",
+    "settings.json",
     "result.json",
     "status.json",
     "metrics.jsonl",

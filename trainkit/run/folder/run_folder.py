@@ -320,10 +320,11 @@ def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
     """Write a text file so that a reader, even after a crash, sees either the old file or the new one.
 
-    The folder must exist: a removed run folder is not created again. On return the file is on the disk.
+    The folder must exist: a removed run folder is not created again. On return the file is on the disk; without `sync`,
+    for a file that can be made again, a crash of the whole machine may lose it.
 
     Raises:
         OSError: it cannot be written; the error names the file.
@@ -333,9 +334,11 @@ def write_atomically(path: Path, text: str) -> None:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
     except OSError as error:
         if error.errno is None:
             raise

@@ -137,6 +137,7 @@ class JoinedGroup:
             record.status.aim_at(self.plan.last_step)
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
+            record.page.follow(self.resolved)
             yield
 
     def run_here(self, report: Reporter) -> Result:

@@ -149,13 +149,10 @@ class Leaderboard:
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
             return []
-        again = [text for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
-        again = [_runnable(text) for text in _applicable(again, best.folder / "resolved.yaml")]
         given = [*config_dir_arguments(), *package_arguments()]
         then = ["trainkit", "top", *given, str(folder), "--k", "1", "--then", ALL_DEVICES]
-        anew = shlex.join(["trainkit", *given])
         return [
-            ("the best once more", " ".join([anew, *again])),
+            ("the best once more", command_of(best)),
             ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
         ]
 
@@ -189,6 +186,15 @@ class Leaderboard:
             figures += [_blank(entry.steps), _blank(entry.seconds)]
             table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
         return text.getvalue()
+
+
+def command_of(entry: JobResult) -> str:
+    """Return the command that trains a job once more; empty if its arguments are not known."""
+    if not entry.arguments:
+        return ""
+    again = [text for text in entry.arguments if not text.lstrip("+").startswith("sweep.")]
+    again = [_runnable(text) for text in _applicable(again, entry.folder / "resolved.yaml")]
+    return " ".join([shlex.join(["trainkit", *config_dir_arguments(), *package_arguments()]), *again])
 
 
 def _applicable(arguments: Sequence[str], resolved: Path) -> list[str]:

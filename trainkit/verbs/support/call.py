@@ -20,6 +20,7 @@ VERBS: Final[Mapping[str, str]] = {
     "resume": "continue a run: resume RUN [strategy=... and other placement]",
     "explain": "a key's value, where it was set, and what changing it may change: explain KEY",
     "diff": "which differences of two runs can matter: diff RUN RUN",
+    "report": "the page of a run, of several beside each other, or of a sweep: report RUN",
     "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
     "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
     "evaluate": "score a trained model on a split, each sample once: evaluate RUN --split val",
@@ -41,7 +42,7 @@ MODULES: Final[Mapping[str, str]] = {
     verb: f"trainkit.verbs.{room}.{verb}"
     for room, verbs in {
         "running": ("train", "resume", "prove"),
-        "looking": ("plan", "explain", "diff", "schema", "top", "ls", "calibrate", "watch"),
+        "looking": ("plan", "explain", "diff", "schema", "report", "top", "ls", "calibrate", "watch"),
         "using": ("ensemble", "evaluate", "export", "generate", "predict", "quantize"),
         "starting": ("emit", "init"),
         "measuring": ("advise", "bench", "scale"),

@@ -1,0 +1,228 @@
+"""The curves of a run: every point up to a limit; above it the minimum, the maximum and the last of each bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded import parse_json
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_lines, size_of
+
+MAX_POINTS: Final = 2_000
+"""Points of a curve up to which every point is kept."""
+_BUCKETS: Final = 500
+"""Buckets of a longer curve: each gives up to 4 points."""
+_MAX_CURVES: Final = 200
+_MAX_NAME: Final = 300
+_MAX_MARKS: Final = 2_000
+_POSITION: Final = frozenset({"step", "epoch", "samples", "seconds"})
+"""Keys of a row that say where it stands; they are no metrics."""
+
+Point = tuple[int, float | None]
+"""Step and value; None: the value was not finite."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Consecutive points, of which up to four are kept."""
+
+    low: Point | None = None
+    high: Point | None = None
+    last: Point | None = None
+    gap: Point | None = None
+    """The first point that is not finite."""
+
+    def add(self, other: _Bucket) -> None:
+        """Add the bucket that follows this one."""
+        if other.low is not None and (self.low is None or _value(other.low) < _value(self.low)):
+            self.low = other.low
+        if other.high is not None and (self.high is None or _value(other.high) > _value(self.high)):
+            self.high = other.high
+        self.last, self.gap = other.last or self.last, self.gap or other.gap
+
+    def points(self) -> list[Point]:
+        """Return the points that are kept, in the order of their steps."""
+        found = {point for point in (self.low, self.high, self.last, self.gap) if point is not None}
+        return sorted(found, key=lambda point: (point[0], point[1] is None))
+
+
+def _bucket_of(point: Point) -> _Bucket:
+    return _Bucket(gap=point, last=point) if point[1] is None else _Bucket(low=point, high=point, last=point)
+
+
+def _value(point: Point) -> float:
+    assert point[1] is not None
+    return point[1]
+
+
+@dataclass
+class Curve:
+    """One metric over the steps, in bounded memory: two buckets become one whenever there are too many.
+
+    Example:
+        >>> curve = Curve()
+        >>> for step in range(5):
+        ...     curve.add(step, step / 2)
+        >>> curve.points()[-1], curve.seen
+        ((4, 2.0), 5)
+    """
+
+    seen: int = 0
+    """Points that were added."""
+    last: float | None = None
+    """The newest value."""
+    _plain: list[Point] = field(default_factory=list)
+    _buckets: list[_Bucket] = field(default_factory=list)
+    _width: int = 0
+    """Points of a bucket; 0: every point is kept."""
+    _filled: int = 0
+    """Points of the last bucket."""
+
+    def add(self, step: int, value: float | None) -> None:
+        """Add a point; None stands for a value that is not finite."""
+        self.seen, self.last = self.seen + 1, value
+        if self._width:
+            self._put((step, value))
+            return
+        self._plain.append((step, value))
+        if len(self._plain) > MAX_POINTS:
+            points, self._plain = self._plain, []
+            self._width = math.ceil(len(points) / _BUCKETS)
+            for point in points:
+                self._put(point)
+
+    def _put(self, point: Point) -> None:
+        one = _bucket_of(point)
+        if self._buckets and self._filled < self._width:
+            self._buckets[-1].add(one)
+            self._filled += 1
+            return
+        if len(self._buckets) == _BUCKETS:
+            pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
+            self._buckets = [_merged(pair) for pair in pairs]
+            self._width *= 2
+        self._buckets.append(one)
+        self._filled = 1
+
+    def points(self, most: int = MAX_POINTS) -> list[Point]:
+        """Return the points to show.
+
+        Args:
+            most: largest number of points; 4 or more.
+        """
+        if not self._width and len(self._plain) <= most:
+            return list(self._plain)
+        buckets = self._buckets or [_bucket_of(point) for point in self._plain]
+        size = math.ceil(len(buckets) / max(1, most // 4))
+        if size > 1:
+            buckets = [_merged(buckets[start : start + size]) for start in range(0, len(buckets), size)]
+        return [point for bucket in buckets for point in bucket.points()]
+
+
+def _merged(buckets: Sequence[_Bucket]) -> _Bucket:
+    whole = _Bucket()
+    for bucket in buckets:
+        whole.add(bucket)
+    return whole
+
+
+@dataclass
+class LoggedRows:
+    """What the rows of a `metrics.jsonl` say, in bounded memory."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Metric -> its curve; the first 200 metrics."""
+    clock: dict[str, Curve] = field(default_factory=dict)
+    """`samples` and `seconds` over the steps."""
+    evaluations: list[int] = field(default_factory=list)
+    """The steps of the first 2,000 evaluations."""
+    num_evaluations: int = 0
+    waited_s: float = 0.0
+    """Seconds of training in which the steps waited for data."""
+    malformed: int = 0
+    """Lines that are no rows."""
+    left_out: set[str] = field(default_factory=set)
+    """Names of metrics beyond the first 200, of 200 at most."""
+
+    def add(self, line: bytes) -> None:
+        """Add a line of the file."""
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        step = row.get("step") if isinstance(row, Mapping) else None
+        if not isinstance(row, Mapping) or isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            self.malformed += 1
+            return
+        if "samples" in row:
+            self._note_position(row, step)
+        else:
+            self.num_evaluations += 1
+            if len(self.evaluations) < _MAX_MARKS:
+                self.evaluations.append(step)
+        for name, value in _metrics(row):
+            if name not in self.curves and len(self.curves) >= _MAX_CURVES:
+                if len(self.left_out) < _MAX_CURVES:
+                    self.left_out.add(name)
+                continue
+            self.curves.setdefault(name, Curve()).add(step, value)
+
+    def _note_position(self, row: Mapping[str, Any], step: int) -> None:
+        before = self.seconds
+        for name in ("samples", "seconds"):
+            value = number(row.get(name))
+            if value is not None:
+                self.clock.setdefault(name, Curve()).add(step, value)
+        waited = number(row.get("data_wait"))
+        if waited is not None and 0 <= waited <= 1:
+            self.waited_s += waited * max(0.0, self.seconds - before)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training up to the newest row."""
+        newest = self.clock["seconds"].last if "seconds" in self.clock else None
+        return newest or 0.0
+
+
+class MetricsReader:
+    """Reads a `metrics.jsonl` that grows: each call of `read` goes on where the last one ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read, self._file = 0, 0
+        self.rows = LoggedRows()
+        """All rows that were read."""
+
+    def read(self) -> LoggedRows:
+        """Read the rows that were added; from the start if the file was replaced or has become shorter."""
+        try:
+            size, file = size_of(self._path), self._path.lstat().st_ino
+        except (OSError, UnreadableError):
+            return self.rows
+        if size < self._read or file != self._file:
+            self._read, self._file, self.rows = 0, file, LoggedRows()
+        if size > self._read:
+            try:
+                for line in read_lines(self._path, start=self._read):
+                    self._read += len(line)
+                    self.rows.add(line)
+            except UnreadableError:  # a line of more than a megabyte: nothing behind it is read
+                self.rows.malformed += 1
+        return self.rows
+
+
+def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    for name, value in row.items():
+        if name not in _POSITION and (value is None or number(value) is not None):
+            yield name[:_MAX_NAME], number(value)
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,321 @@
+"""What the page of a run shows, as JSON: built from the files of the run alone, so that it can be built again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.config.schema import MonitoredMetric, RunConfig
+from trainkit.redaction import mask
+from trainkit.report.numbers import count, duration, figure
+from trainkit.report.web.curves import Curve, LoggedRows, number
+from trainkit.report.web.page import RUN_PAGE_BYTES, compact_curve, fit, make_page, printable
+from trainkit.report.web.run_files import RunFiles
+from trainkit.report.web.trust import trust_strip
+
+SCRIPTS: Final = ("dom.js", "charts.js", "run.js")
+_POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12)
+_MOST_MARKS: Final = 300
+_RESULT_BYTES: Final = 60_000
+_MOST_ROWS: Final = 600
+_MOST_SETTINGS: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a run stands at the moment."""
+
+    state: str
+    """`running`, `finished`, `killed` ..."""
+    step: int | None
+    words: str
+    """The state in words: `runs as process 7 on host, at step 3`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLine:
+    """What is known of one rank."""
+
+    rank: int
+    step: int | None
+    phase: str
+    log: str
+    """Its log, relative to the run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The best metric of the runs that differ from this one in their seed alone."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of the sample."""
+    num_seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Everything that the page of a run is made of."""
+
+    files: RunFiles
+    rows: LoggedRows
+    cfg: RunConfig | None
+    """The config; None: `resolved.yaml` cannot be read."""
+    standing: Standing
+    ranks: Sequence[RankLine] = ()
+    spread: Spread | None = None
+
+
+def run_page(facts: RunFacts) -> str:
+    """Return the page of a run, of at most 300 KB: its curves have fewer points where they are many."""
+    data = run_document(facts)
+
+    def page(most: int) -> str:
+        curves = [{"name": printable(name), **_compact(curve, most)} for name, curve in _ordered(facts)]
+        shown = {**data, "curves": curves, "points": most}
+        return make_page(data["title"], shown, scripts=SCRIPTS)
+
+    return fit(page, limit=RUN_PAGE_BYTES, points=_POINTS)
+
+
+def _compact(curve: Curve, most: int) -> dict[str, Any]:
+    return compact_curve(curve.points(most), curve.seen)
+
+
+def _ordered(facts: RunFacts) -> list[tuple[str, Curve]]:
+    """Return the curves, the monitored metric and the losses first."""
+    goal = goal_of(facts)
+    return sorted(facts.rows.curves.items(), key=lambda item: (item[0] != goal.metric, "loss" not in item[0]))
+
+
+def goal_of(facts: RunFacts) -> MonitoredMetric:
+    """Return the monitored metric of a run."""
+    return MonitoredMetric(metric="val/loss", mode="min") if facts.cfg is None else MonitoredMetric.of(facts.cfg.eval)
+
+
+def run_document(facts: RunFacts) -> dict[str, Any]:
+    """Return what the page of a run shows, without its curves."""
+    files, cfg = facts.files, facts.cfg
+    name = files.folder.name if cfg is None else f"{cfg.name} {files.folder.name}"
+    return {
+        "version": 1,
+        "kind": "run",
+        "title": printable(name),
+        "folder": printable(str(files.folder)),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "state": printable(facts.standing.state, 40),
+        "verdict": printable(mask(_verdict(facts)), 600),
+        "best": _best(facts),
+        "commands": list(_commands(facts)),
+        "trust": trust_strip(files, cfg, state=facts.standing.state),
+        "marks": list(_marks(facts)),
+        "plan": list(_plan(files.result)),
+        "time": _time(facts),
+        "ranks": [vars_of(one) for one in facts.ranks[:_MOST_ROWS]],
+        "worst": _worst(files),
+        "settings": _settings(files),
+        "recipe": None if cfg is None or cfg.recipe is None else printable(cfg.recipe),
+        "environment": list(_environment(files.environment)),
+        "result": list(flattened(files.result)),
+        "notes": [printable(mask(text)) for text in _notes(facts)],
+    }
+
+
+def vars_of(rank: RankLine) -> dict[str, Any]:
+    """Return a rank as a row of a table."""
+    return {"rank": rank.rank, "step": rank.step, "phase": printable(rank.phase), "log": printable(rank.log)}
+
+
+def _verdict(facts: RunFacts) -> str:
+    """Return one line: how the run ended, or where it stands."""
+    result, state = facts.files.result, facts.standing.state
+    if not result or state in ("starting", "running", "killed", "silent"):
+        return f"This run {facts.standing.words}."
+    steps, seconds = result.get("steps"), result.get("seconds")
+    reason = str(result.get("reason") or "").strip().splitlines()
+    trained = "" if not isinstance(steps, int) else f" after {count(steps)} steps"
+    lasted = "" if seconds is None else f" and {duration(seconds)} of training"
+    why = f": {reason[0]}" if reason else ""
+    return f"{state[:1].upper()}{state[1:]}{trained}{lasted}{why}"
+
+
+def _best(facts: RunFacts) -> dict[str, Any] | None:
+    goal = goal_of(facts)
+    curve = facts.rows.curves.get(goal.metric)
+    points = [(goal.sign * value, step, value) for step, value in curve.points() if value is not None] if curve else []
+    ended = number((facts.files.result.get("metrics") or {}).get(goal.metric))
+    if not points and ended is None:
+        return None
+    _, step, value = min(points) if points else (0.0, facts.files.result.get("steps"), ended)
+    spread = facts.spread
+    return {
+        "metric": printable(goal.metric),
+        "mode": goal.mode,
+        "value": value,
+        "shown": figure(value) if value is not None else "",
+        "step": step,
+        "last": ended,
+        "spread": None
+        if spread is None
+        else f"{figure(spread.mean)} ± {figure(spread.deviation)} over {spread.num_seeds} seeds",
+    }
+
+
+def _commands(facts: RunFacts) -> Iterator[dict[str, str]]:
+    """Yield the commands that repeat and continue the run."""
+    argv = [text for text in facts.files.environment.get("argv") or [] if isinstance(text, str)]
+    if argv:
+        program = "trainkit" if Path(argv[0]).name in ("trainkit", "__main__.py") else f"python {shlex.quote(argv[0])}"
+        command = " ".join([program, *map(shlex.quote, argv[1:])])
+        yield {"what": "repeat", "command": printable(mask(command), 2_000)}
+    resume = facts.files.result.get("resume") or (
+        shlex.join(["trainkit", "resume", str(facts.files.folder)]) if facts.files.checkpoints else None
+    )
+    if isinstance(resume, str):
+        yield {"what": "continue", "command": printable(mask(resume), 2_000)}
+
+
+def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
+    """Yield the steps that are marked in the curves."""
+    files = facts.files
+    for step in files.checkpoints[-_MOST_MARKS:]:
+        yield {"kind": "checkpoint", "step": step, "text": "best" if step == files.best_step else ""}
+    evaluations = facts.rows.evaluations
+    stride = max(1, math.ceil(len(evaluations) / _MOST_MARKS))
+    for step in evaluations[::stride]:
+        yield {"kind": "evaluation", "step": step, "text": ""}
+    for one in files.restarts[:_MOST_MARKS]:
+        at = one.get("checkpoint") if one.get("step") is None else one.get("step")
+        if isinstance(at, int):
+            yield {"kind": "restart", "step": at, "text": printable(str(one.get("cause") or ""))}
+
+
+_UNITS: Final = {"memory": "bytes at the peak", "step_s": "seconds a step", "bytes_a_step": "bytes sent a step"}
+
+
+def _plan(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what was planned beside what was measured."""
+    plan, measured = result.get("plan") or {}, result.get("measured") or {}
+    at_end, differs = (_map_in(measured, key) for key in ("at_end", "per_cent"))
+    for key, unit in _UNITS.items():
+        row = {"planned": plan.get(key), "measured": measured.get(key), "at_end": at_end.get(key)}
+        found = {name: number(value) for name, value in row.items()}
+        if any(value is not None for value in found.values()):
+            yield {"what": unit, **found, "per_cent": number(differs.get(key))}
+
+
+def _map_in(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = content.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _time(facts: RunFacts) -> dict[str, Any]:
+    """Return where the time went, in seconds, and the goodput: the share of it that trained."""
+    result, rows = facts.files.result, facts.rows
+    trained = number(result.get("seconds")) if result else rows.seconds or None
+    total, exported = number(result.get("seconds_total")), number(result.get("model_seconds")) or 0.0
+    parts = []
+    if trained is not None:
+        waited = min(rows.waited_s, trained)
+        parts = [{"name": "steps", "seconds": trained - waited}, {"name": "waiting for data", "seconds": waited}]
+    note, goodput = "", None
+    if total is None or trained is None:
+        note = "The goodput is known at the end of a run."
+    elif facts.files.restarts or trained > total:
+        note = "The goodput is not known: the run was started again, and how long its earlier starts took is not kept."
+    else:
+        goodput = trained / (total + exported)
+        parts += [
+            {"name": "start, evaluation and saving", "seconds": total - trained},
+            {"name": "writing the model", "seconds": exported},
+        ]
+    return {"parts": parts, "goodput": goodput, "note": note}
+
+
+def _worst(files: RunFiles) -> dict[str, Any] | None:
+    found = files.evaluation
+    if found is None:
+        return None
+    table = found["worst"]
+    rows = [row for row in table.get("rows") or [] if isinstance(row, list)][:32]
+    return {
+        "what": printable(f"split {found['split']}, checkpoint {found['checkpoint']}"),
+        "columns": [printable(str(name), 60) for name in table["columns"][:12]],
+        "rows": [[printable(str(cell), 200) for cell in row[:12]] for row in rows],
+        "picture": files.picture,
+    }
+
+
+def _settings(files: RunFiles) -> list[dict[str, str]] | None:
+    if files.settings is None:
+        return None
+    return [
+        {
+            "key": printable(one["key"]),
+            "value": printable(mask(_text(one["value"]))),
+            "recipe": printable(mask(_text(one["recipe"]))),
+            "set_by": printable(one["set_by"]),
+            "tag": one["tag"] if one["tag"] in ("maths", "placement", "speed", "cosmetic") else "maths",
+        }
+        for one in files.settings[:_MOST_SETTINGS]
+    ]
+
+
+def _environment(content: Mapping[str, Any]) -> Iterator[list[str]]:
+    for key, value in flattened({key: content[key] for key in content if key not in ("argv", "notes")}):
+        yield [key, value.strip('"')]
+
+
+def _notes(facts: RunFacts) -> Iterator[str]:
+    yield from (text for text in (facts.files.environment.get("notes") or [])[:30] if isinstance(text, str))
+    yield from facts.files.unreadable
+    if facts.cfg is None:
+        yield "resolved.yaml cannot be read: the monitored metric is taken to be val/loss."
+    if facts.rows.malformed:
+        yield f"metrics.jsonl: {count(facts.rows.malformed)} lines are no rows and are left out."
+    if facts.rows.left_out:
+        named = ", ".join(itertools.islice(sorted(facts.rows.left_out), 3))
+        yield f"Of the metrics the first 200 are shown; left out are {named} and others."
+    if facts.files.settings and len(facts.files.settings) > _MOST_SETTINGS:
+        yield f"Of {count(len(facts.files.settings))} keys that differ the first {_MOST_SETTINGS} are shown."
+
+
+def flattened(content: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield every value of a JSON map with its key, as JSON; a list of plain values is one value.
+
+    At most 600 values and 60 KB; a last row says that there are more.
+
+    Example:
+        >>> list(flattened({"plan": {"memory": 8}, "best": None}))
+        [['plan.memory', '8'], ['best', 'null']]
+    """
+    size = 0
+    for number_of, (key, value) in enumerate(_leaves(content, "")):
+        text = _text(value)
+        size += len(key) + len(text)
+        if number_of >= _MOST_ROWS or size > _RESULT_BYTES:
+            yield ["...", "more: the file holds them all"]
+            return
+        yield [printable(key), printable(mask(text), 20_000)]
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}[{place}]")
+    else:
+        yield key, value
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

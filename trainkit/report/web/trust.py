@@ -1,0 +1,82 @@
+"""The trust strip of a run's page: what speaks for the figures of a run, and what does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from trainkit.config.schema import RunConfig
+from trainkit.report.numbers import count
+from trainkit.report.web.page import printable
+from trainkit.report.web.run_files import RunFiles
+
+
+def trust_strip(files: RunFiles, cfg: RunConfig | None, *, state: str) -> list[dict[str, Any]]:
+    """Return the items of the strip: name, value, detail, and `good` (None: neither good nor bad)."""
+    return [
+        {"name": name, "value": printable(value, 80), "detail": printable(detail), "good": good}
+        for name, value, detail, good in _items(files, cfg, state)
+    ]
+
+
+def _items(files: RunFiles, cfg: RunConfig | None, state: str) -> Iterator[tuple[str, str, str, bool | None]]:
+    result = files.result
+    fingerprint = str(result.get("fingerprint") or files.environment.get("fingerprint") or "")
+    yield "fingerprint", fingerprint[:12] or "unknown", fingerprint, None
+    weights = str(result.get("weights_sha256") or "")
+    yield "weights (SHA-256)", weights[:12] or "not yet", weights or "hashed at the end of a run", None
+    yield ("reproducible", *_reproducible(files, cfg))
+    yield ("last proof", *_proof(files))
+    yield ("restarts", *_restarts(files))
+    yield ("samples repeated or skipped", *_samples(files, ended=bool(result) and state not in ("starting", "running")))
+
+
+def _reproducible(files: RunFiles, cfg: RunConfig | None) -> tuple[str, str, bool | None]:
+    """Return whether a repetition gives the same bits, or why not."""
+    if cfg is None:
+        return "unknown", "resolved.yaml cannot be read", None
+    git = files.environment.get("git") or {}
+    if git.get("dirty"):
+        return "no", "the code had changes that no commit holds", False
+    if not cfg.numerics.reproducible:
+        detail = "numerics.reproducible=false: another number of processes, threads or devices rounds otherwise"
+        return "to rounding", detail, None
+    return "to the bit", "numerics.reproducible=true: sums have one order on any number of replicas", True
+
+
+def _proof(files: RunFiles) -> tuple[str, str, bool | None]:
+    """Return the last proof of this training on this placement."""
+    if not files.result:
+        return "not yet", "looked up at the end of a run", None
+    proved = files.result.get("proved")
+    if not isinstance(proved, dict):
+        return "none", "trainkit prove, with the arguments of this run, compares it with one device", None
+    same, numbers = proved.get("same_training"), str(proved.get("same_numbers"))
+    words = {"equal": "equal to the bit", "rounding": "equal to rounding", "different": "different numbers"}
+    detail = f"{proved.get('date')}: same training: {same or 'not asked'}; {proved.get('command')}"
+    return words.get(numbers, numbers), detail, numbers != "different" and same != "no"
+
+
+def _restarts(files: RunFiles) -> tuple[str, str, bool | None]:
+    kinds = Counter(str(one.get("kind")) for one in files.restarts)
+    more = files.result.get("restarts_not_listed")
+    number = len(files.restarts) + (more if isinstance(more, int) else 0)
+    detail = ", ".join(f"{many} {kind}" for kind, many in kinds.items())
+    return count(number), detail or "every task ran from its start to its end", None if number else True
+
+
+def _samples(files: RunFiles, *, ended: bool) -> tuple[str, str, bool | None]:
+    """Return how many samples the weights have seen otherwise than once each epoch."""
+    skipped = files.result.get("skipped_steps")
+    if not ended or not isinstance(skipped, list):
+        return "not yet", "counted at the end of a run", None
+    numbers = [one.get("num_samples") if isinstance(one, dict) else None for one in skipped]
+    more = files.result.get("skipped_steps_not_listed")
+    lost = sum(number for number in numbers if isinstance(number, int))
+    if not skipped:
+        again = "; a step that a restart trained again counts once" if files.restarts else ""
+        return "0", f"no step was left out{again}", True
+    steps = len(skipped) + (more if isinstance(more, int) else 0)
+    at_least = "at least " if isinstance(more, int) else ""
+    return f"{at_least}{count(lost)}", f"of {count(steps)} steps that were not finite (skipped_steps)", False

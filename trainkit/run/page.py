@@ -1,0 +1,210 @@
+"""`report.html`, the page of a run: written while the run goes and at its end, from the files of the run folder alone.
+
+The process with the lock of the folder writes it, as it writes `status.json`, from a thread of its own: a step costs
+nothing, and no error there ends or slows a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError, TrainkitError, UnreadableError
+from trainkit.reading import open_regular
+from trainkit.run.folder.run_folder import RunFolder, write_atomically
+from trainkit.run.folder.status import RunStatus, read_status
+from trainkit.run.process.heartbeat import read_heartbeat
+from trainkit.trainer.ownership import set_aside
+
+if TYPE_CHECKING:
+    from trainkit.report.web.curves import MetricsReader
+    from trainkit.report.web.run_document import RankLine, Spread
+
+FILE: Final = "report.html"
+_LOOK_S: Final = 2.0
+"""Seconds between two looks at the rows that were added."""
+_EVERY_S: Final = 60.0
+"""Seconds between two pages while nothing is evaluated."""
+_AFTER_EVALUATION_S: Final = 10.0
+"""Age of the page from which an evaluation has it written again."""
+_RANK: Final = re.compile(r"rank_(\d{1,6})")
+_MOST_RANKS: Final = 600
+
+_log = logging.getLogger(__name__)
+
+
+class PageWriter:
+    """Writes `report.html` for the duration of its block, from `follow` on; before, there is no run to show."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        confirm: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._confirm, self._clock = folder, confirm or (lambda: None), clock
+        self._cfg: RunConfig | None = None
+        self._metrics: MetricsReader | None = None
+        self._has_ended = threading.Event()
+        self._written_at, self._evaluations, self._has_failed = -float("inf"), 0, False
+        self._thread = threading.Thread(target=self._loop, name="report", daemon=True)
+
+    def follow(self, cfg: RunConfig) -> None:
+        """Write the page of the run with this config from now on, if the config asks for it."""
+        if cfg.report_page and self._cfg is None:
+            self._cfg, self._written_at = cfg, self._clock()
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        if self._cfg is not None:
+            self._thread.join()
+            self._guarded(self.write)
+
+    def _loop(self) -> None:
+        while not self._has_ended.wait(_LOOK_S):
+            self._guarded(self.look)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Call a function; a page that cannot be written is no reason to end a run, and is told once."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            if not self._has_failed:
+                _log.warning("%s cannot be written: %s: %s", FILE, type(error).__name__, error)
+            self._has_failed = True
+
+    def look(self) -> None:
+        """Read the rows that were added, and write the page if it is due."""
+        rows = self._reader().read()
+        age = self._clock() - self._written_at
+        if age >= _EVERY_S or (rows.num_evaluations > self._evaluations and age >= _AFTER_EVALUATION_S):
+            self.write()
+
+    def write(self) -> None:
+        """Write the page now."""
+        reader = self._reader()
+        self._evaluations = reader.read().num_evaluations
+        self._confirm()
+        write_run_page(self._folder, self._folder.path / FILE, cfg=self._cfg, metrics=reader)
+        self._written_at = self._clock()
+
+    def _reader(self) -> MetricsReader:
+        if self._metrics is None:
+            from trainkit.report.web.curves import MetricsReader  # noqa: PLC0415 - after the run has begun
+
+            self._metrics = MetricsReader(self._folder.metrics)
+        return self._metrics
+
+
+def write_run_page(
+    folder: RunFolder,
+    path: Path,
+    *,
+    cfg: RunConfig | None = None,
+    metrics: MetricsReader | None = None,
+    spread: Spread | None = None,
+) -> None:
+    """Write the page of a run; whatever else has its name is renamed.
+
+    Args:
+        folder: the run, whose files may be damaged or missing.
+        path: the file to write.
+        cfg: its config; None: that of `resolved.yaml`.
+        metrics: its metrics, as far as they were read; None: they are read now.
+        spread: the best metric of the runs that differ in their seed alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from trainkit.report.web.curves import MetricsReader  # noqa: PLC0415 - for a page only
+    from trainkit.report.web.run_document import RunFacts, Standing, run_page  # noqa: PLC0415
+    from trainkit.report.web.run_files import RunFiles  # noqa: PLC0415
+
+    status = read_status(folder)
+    facts = RunFacts(
+        files=RunFiles.read(folder.path),
+        rows=(metrics or MetricsReader(folder.metrics)).read(),
+        cfg=cfg or _config(folder),
+        standing=Standing(state=status.state, step=status.step, words=_words(status)),
+        ranks=_ranks(folder),
+        spread=spread,
+    )
+    write_page(path, run_page(facts))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page, so that a reader sees the page before or this one; what is no page of trainkit is renamed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from trainkit.report.web.page import MARK  # noqa: PLC0415 - for a page only
+
+    with contextlib.suppress(FileNotFoundError):
+        path.lstat()
+        if not _begins_with(path, MARK):
+            set_aside(path, "is no page that trainkit wrote")
+    write_atomically(path, page, sync=False)
+
+
+def _begins_with(path: Path, mark: bytes) -> bool:
+    try:
+        with open_regular(path) as file:
+            return file.read(len(mark)) == mark
+    except UnreadableError:
+        return False
+
+
+def _config(folder: RunFolder) -> RunConfig | None:
+    try:
+        return load_resolved(folder.resolved)
+    except (ConfigError, UnreadableError):
+        return None
+
+
+def _words(status: RunStatus) -> str:
+    """Return where a run stands, in words."""
+    if status.is_running:
+        at = "" if status.step is None else f" at step {status.step:,}"
+        return f"{'starts' if status.state == 'starting' else 'runs'}{at}"
+    return status.summary()
+
+
+def _ranks(folder: RunFolder) -> list[RankLine]:
+    """Return the last heartbeat of each rank."""
+    from trainkit.report.web.run_document import RankLine  # noqa: PLC0415 - for a page only
+
+    try:
+        live, logs = folder.live, folder.logs
+        names = [path.name for path in live.iterdir()]
+    except (OSError, TrainkitError):
+        return []
+    ranks = sorted(int(match[1]) for name in names if (match := _RANK.fullmatch(name)))
+    return [_rank(RankLine, folder, rank, logs) for rank in ranks[:_MOST_RANKS]]
+
+
+def _rank(kind: Any, folder: RunFolder, rank: int, logs: Path) -> RankLine:
+    heartbeat = read_heartbeat(folder.heartbeat_of(rank))
+    log = folder.log if rank == 0 else logs / f"rank_{rank}.log"
+    line: RankLine = kind(
+        rank=rank,
+        step=None if heartbeat is None else heartbeat.step,
+        phase="" if heartbeat is None else heartbeat.phase,
+        log=log.relative_to(folder.path).as_posix(),
+    )
+    return line
