@@ -20,6 +20,7 @@ from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.pipeline.schedules import most_in_flight
 
 SHORT = ("callbacks=[]", "logger=[]", "stop_at_step=3", "checkpoint.export=false", "quiet=true")
+GROUP = ("strategy=mirrored", "strategy.replicas=1", "strategy.process_group=always")
 WIDE = ("recipe=digits", "model.hidden=[1024,1024]", "batch.global_size=512")
 GPT = (
     "recipe=python_source", "model.width=64", "model.num_layers=3", "model.context=32", "data.context=32",
@@ -42,8 +43,11 @@ def planned(*arguments: str) -> DeviceMemory:
         (*GPT, "activation_checkpointing=full"),
         (*GPT, "precision=bf16_mixed"),
         (*GPT, "precision=bf16", "batch.micro_size=8"),
+        (*WIDE, *GROUP, "batch.micro_size=128", "strategy.bucket_mb=1"),
+        (*WIDE, *GROUP, "precision=bf16", "strategy.bucket_mb=1"),
+        (*WIDE, *GROUP),
     ],
-    ids=["wide", "shards", "gpt", "recomputed", "mixed", "masters"],
+    ids=["wide", "shards", "gpt", "recomputed", "mixed", "masters", "buckets", "masters in buckets", "one bucket"],
 )
 def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Path) -> None:
     found = planned(*arguments)

@@ -75,17 +75,17 @@ def events_of_two_shards(place: Place) -> list[str]:
     packing = FlatBuffer([p.shape for p in params], torch.float32, CPU)
     launch = reducer._launch
 
-    def recorded(bucket: Any) -> None:
+    def recorded(vector: Any, bucket: Any) -> None:
         events.append(f"exchange from {bucket.first}")
-        launch(bucket)
+        launch(vector, bucket)
 
     reducer._launch = recorded  # type: ignore[method-assign]
 
     def partials() -> Any:
         for shard in range(2):
-            if shard == 1:
-                reducer.arm(params)
+            reducer.begin_backward(params, is_last=shard == 1)
             model(torch.ones(2, 4)).sum().backward()
+            reducer.end_backward()
         yield 0, [p.grad for p in params]
 
     sums = reducer.reduce(partials(), num_shards=4, packing=packing)
@@ -114,7 +114,7 @@ def reentrant(place: Place) -> str:
     reducer = BackendReducer(bucket_mb=1e-6)
 
     def partials() -> Any:
-        reducer.arm(params)
+        reducer.begin_backward(params, is_last=True)
         hidden = torch.ones(2, 4, requires_grad=True)
         for _ in range(2):
             hidden = checkpoint(layer, hidden, use_reentrant=True)
@@ -140,6 +140,7 @@ def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Poo
 def test_a_reducer_that_has_not_the_step_sends_nothing() -> None:
     reducer = BackendReducer(bucket_mb=1e-6)  # no process group: an exchange would raise
     model = nn.Linear(2, 2)
-    reducer.arm(list(model.parameters()))
+    reducer.begin_backward(list(model.parameters()), is_last=True)
     model(torch.ones(1, 2)).sum().backward()
-    assert reducer._hooks == []
+    reducer.end_backward()
+    assert not model.weight._post_accumulate_grad_hooks

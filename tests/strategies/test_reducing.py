@@ -209,8 +209,8 @@ def remembered(place: Place) -> Any:
 
 
 def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients() -> None:
-    kept = {"backend": 1, "ring": 2, "shared_memory": 3}
+    kept = {"backend": 0, "ring": 0.5, "shared_memory": 0.5}
     found = {name: Mirrored(reduce=name).gradient_copies(Numerics(), 2) for name in kept}  # type: ignore[arg-type]
     assert found == kept
-    assert Mirrored(compression="powersgd").gradient_copies(Numerics(), 2) == 3
+    assert Mirrored(compression="powersgd").gradient_copies(Numerics(), 2) == 2
     assert Mirrored(reduce="shared_memory").gradient_copies(Numerics(), 1) == 0

@@ -120,9 +120,10 @@ def sums_of_many_steps(place: Place) -> list[float]:
         FlatBuffer([torch.Size([5])], torch.float64, CPU),
     )
     found = []
+    total = transport.allocate(packing)
     for step in range(300):
-        transport.vector(packing).fill_(10.0**place.rank * step)
-        total = transport.sum(packing.empty())
+        total.fill_(10.0**place.rank * step)
+        transport.sum(total)
         found.append(float(total[-1]))
         total.zero_()  # what an update does to gradients must reach no other rank
     transport.close()

@@ -21,14 +21,18 @@ class ModelMemory:
     """Elements of each parameter, by canonical name."""
     transient: int = 0
     """Elements of parameters and gradients that a device holds temporarily, in addition."""
-    gradient_copies: int = 0
+    gradient_copies: float = 0
     """Copies of all gradients at the peak of a step, in addition to the gradients themselves."""
+    bucket: int | None = None
+    """Elements of gradients that are alive beside the vector that holds all gradients and outlives the step; None:
+    there is no such vector.
+    """
 
     @classmethod
-    def whole(cls, model: nn.Module, *, gradient_copies: int = 0) -> ModelMemory:
+    def whole(cls, model: nn.Module, *, gradient_copies: float = 0, bucket: int | None = None) -> ModelMemory:
         """Return the memory of a device with a whole replica."""
         resident = {name: param.numel() for name, param in model.named_parameters()}
-        return cls(resident=resident, gradient_copies=gradient_copies)
+        return cls(resident=resident, gradient_copies=gradient_copies, bucket=bucket)
 
 
 @runtime_checkable

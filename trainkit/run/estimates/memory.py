@@ -209,9 +209,14 @@ class _Shard:
             precision=precision,
             recomputed=recomputed_names(self.plan, model),
             places={name: place for place, part in enumerate(self.parts) for name in part.modules},
-            accumulates=self.shards > 1 and precision.model_dtype is precision.master_dtype,
+            accumulates=self.shards > 1 and precision.model_dtype is precision.master_dtype and not self._has_vector,
             beside=self.beside,
         )
+
+    @property
+    def _has_vector(self) -> bool:
+        """Whether gradients outlive a step: then backward holds the most in the first shard, and in any other less."""
+        return any(part.memory.bucket is not None for part in self.parts)
 
     def _of_parts(self, phases: Sequence[tuple[float, TracedPass]]) -> list[list[_Line]]:
         found: list[list[_Line]] = [[] for _ in self.parts]
@@ -264,8 +269,10 @@ class _Step:
         """Return the memory of the device of a part."""
         precision = self.plan.components.precision
         held = memory_of(self.plan, self.model, part.memory)
-        lasting = held.total_bytes - held.gradient_bytes
-        in_model_dtype = held.gradient_bytes * precision.model_dtype.itemsize // precision.master_dtype.itemsize
+        bucket = held.bucket_bytes
+        lasting = held.total_bytes - (held.gradient_bytes if bucket is None else 0)
+        in_backward = held.gradient_bytes if bucket is None else bucket
+        in_model_dtype = in_backward * precision.model_dtype.itemsize // precision.master_dtype.itemsize
         # the other shards of the step, and those of the first step: a run keeps one, and they are views of one batch
         waiting = (2 * self.shards - 1) * _batch_bytes(self.plan)
         peaks = []
@@ -276,17 +283,17 @@ class _Step:
             more = waiting + (part.in_flight - 1) * (timeline.stored(where) - timeline.once)
             buffers = part.received * _buffered_shards(self.plan) / self.shards
             more += int(max(buffers - part.in_flight, 0) * timeline.received)
-            before = int(line.share * held.gradient_bytes) if self.shards > 1 else 0
+            before = int(line.share * held.gradient_bytes) if self.shards > 1 and bucket is None else 0
             gathered = held.gathered_bytes if line.of_rank else 0
             most = lasting - gathered + before + peak.num_bytes + more
             peaks.append(replace(peak, num_bytes=most, activations=peak.activations + more))
-        if not any(line.of_rank for line in self.lines[place]):
+        if bucket is None and not any(line.of_rank for line in self.lines[place]):
             held_sizes, params = part.memory.resident, self.model.named_parameters()
             trained = [held_sizes.get(name, 0) for name, param in params if param.requires_grad]
             cast = lasting + _cast_bytes(trained, precision, several=self.shards > 1)
             peaks.append(Peak(num_bytes=cast, moment="backward", activations=0))
         share = max(line.share for line in self.lines[place])
-        update = lasting - held.gathered_bytes + int(share * held.gradient_bytes)
+        update = lasting - held.gathered_bytes + (int(share * held.gradient_bytes) if bucket is None else 0)
         update += _update_bytes(self.plan, self.model, part.memory.resident)
         peaks.append(Peak(num_bytes=update, moment="optimizer step", activations=0))
         best = max(peaks, key=lambda one: one.num_bytes)
@@ -325,7 +332,8 @@ def _cast_bytes(sizes: Sequence[int], precision: Precision, *, several: bool) ->
 
 def _checkpoint_bytes(plan: RunPlan, held: Memory) -> int:
     """Return what the memory of a device holds while a checkpoint is written; a GPU has its copy on the host."""
-    lasting = held.total_bytes - held.gradient_bytes - held.gathered_bytes
+    freed = held.gradient_bytes if held.bucket_bytes is None else 0
+    lasting = held.total_bytes - freed - held.gathered_bytes
     if not plan.cfg.checkpoint.background or any(task.device != "cpu" for task in plan.tasks):
         return lasting
     return lasting + held.parameter_bytes + held.buffer_bytes + (held.optimizer_bytes or 0)

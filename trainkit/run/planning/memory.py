@@ -36,6 +36,8 @@ class Memory:
     """Gradients after backward."""
     exchange_bytes: int
     """Copies of the gradients that the exchange or the order of summation needs at its peak."""
+    bucket_bytes: int | None = None
+    """Gradients beside the vector that holds all of them and outlives the step; None: gradients are freed by it."""
     optimizer_bytes: int | None
     """State of the optimizer; None if it cannot be found without allocating it."""
     gathered_bytes: int = 0
@@ -137,11 +139,17 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
         parameter_bytes=count * width + apart,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, and freed
-        exchange_bytes=estimate.gradient_copies * trained * master_width,
+        exchange_bytes=round(estimate.gradient_copies * trained) * master_width,
+        bucket_bytes=None if estimate.bucket is None else _bucket(plan, estimate.bucket, trained) * master_width,
         optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
         gathered_bytes=estimate.transient * master_width,
         frozen_bytes=sum(_frozen_bytes(one, width) for _, one in frozen_models(plan.components.objective)),
     )
+
+
+def _bucket(plan: RunPlan, bucket: int, trained: int) -> int:
+    """Return the gradients beside the vector of the exchange: graphs of whole steps add all of them up apart."""
+    return trained if plan.cfg.compile.mode == "step" else min(bucket, trained)
 
 
 def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:

@@ -251,6 +251,7 @@ class Replica(LocalModel):
         if not self._update_begun == self._update_ended == step - 1:
             return False
         self.buffers.recover()
+        self.take_grads()  # drop those of the interrupted step
         return True
 
     def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
@@ -262,7 +263,7 @@ class Replica(LocalModel):
     def reduced_names(self) -> list[str]:
         """The names of the parameters whose gradients the reducer sums."""
         names = list(self.params)
-        return names if self.exchanged is None else [names[place] for place in self.exchanged]
+        return names if self.exchanged is None else [names[at] for at in self.exchanged]
 
     @cached_property
     def masters_apart(self) -> bool:

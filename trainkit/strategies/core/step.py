@@ -138,12 +138,12 @@ class ShardStep:
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
-        if self.ticket.shards[-1:] == (shard,) and not replica.masters_apart:  # masters get gradients after backward
-            replica.reducer.arm(replica.reduced)
+        replica.reducer.begin_backward(replica.reduced, is_last=self.ticket.shards[-1:] == (shard,))
         # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
         _engine_run_backward(
             (total,), (self._seed(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
+        replica.reducer.end_backward()
         if replica.buffers.names:
             replica.buffers.reset()
         if replica.masters_apart:

@@ -104,7 +104,7 @@ class ReplicaMap:
         shown = tuple(", ".join(dict.fromkeys(column)) for column in zip(*self.groups, strict=True))
         return replace(layout, group=shown).parts(model_bytes(precision_of(context)))
 
-    def held_parts(self, model: nn.Module, context: PlanContext, *, gradient_copies: int) -> tuple[ReplicaPart, ...]:
+    def held_parts(self, model: nn.Module, context: PlanContext, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
         """Return what each device holds and computes of a replica; none where the map does not fit."""
         layout = self._planned(model, context)
         return layout.held_parts(model, gradient_copies=gradient_copies) if isinstance(layout, DeviceLayout) else ()

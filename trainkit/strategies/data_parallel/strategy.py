@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from trainkit.cluster.host import host_id
 from trainkit.cluster.tasks import Task
-from trainkit.config.values import at_least
 from trainkit.errors import Problem
-from trainkit.fields import maths, placement, speed
+from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.core.graphs.steps import StepGraphs
@@ -30,19 +26,17 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.data_parallel.executor import DataParallelExecutor
+from trainkit.strategies.data_parallel.reduction import ReductionOptions
 from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, ReplicaMap, group_problems
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
 from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import (
     AutoReducer,
-    BackendReducer,
     PerDeviceReducer,
     Reducer,
 )
-from trainkit.strategies.reducers.compression import Compression, Compressor
-from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
-from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
+from trainkit.strategies.reducers.gradient_vector import largest_bucket
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import (
     StepCut,
@@ -54,92 +48,6 @@ from trainkit.strategies.traffic import (
 )
 from trainkit.strategies.traffic.reductions import Vector, in_lanes, powersgd, reduction
 from trainkit.strategies.traffic.tables import gathered_rows, lookups_of, weights_of
-
-Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
-"""The reducers that sum gradients over the ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReductionOptions:
-    """The options of summing gradients over ranks."""
-
-    reduce: Annotated[Reduce, placement] = "backend"
-    """Who sums gradients; shared_memory is for CPU processes of one host, auto times what can work here."""
-    bucket_mb: Annotated[float, at_least(0), speed] = 25.0
-    """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
-    compression: Annotated[Compression, maths(neutral="none")] = "none"
-    """Gradients as bfloat16 or float16, or as two thin matrices each (powersgd): fewer bytes, and another result."""
-    powersgd_rank: Annotated[int, at_least(1), maths(neutral=1)] = 1
-    """Width of PowerSGD's matrices: more is more exact, and more bytes."""
-    powersgd_after: Annotated[int, at_least(2), maths(neutral=1000)] = 1000
-    """Steps whose gradients PowerSGD sends whole, before it begins."""
-    allow_unused: Annotated[bool, placement] = False
-    """Whether parameters may get no gradient; they are then left out of the exchange. False names them in an error."""
-
-    def reduction_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
-        """Return problems of combined reducers, compression and modes; pure."""
-        if context.numerics.reproducible:
-            return self._beside_lanes()
-        found = [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
-        return [*found, *(self._beside_optimizers() if context.optimizers else ())]
-
-    def _beside_optimizers(self) -> list[Problem]:
-        rules = {
-            ("reduce", "auto"): "times one exchange a step, and with optimizers there may be several. Name a reducer.",
-            ("compression", "powersgd"): "is for one exchange a step, and with optimizers there may be several.",
-        }
-        return [
-            Problem(key=f"strategy.{key}", value=value, rule=rule)
-            for (key, value), rule in rules.items()
-            if getattr(self, key) == value
-        ]
-
-    def _beside_lanes(self) -> list[Problem]:
-        rule = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
-        chosen = {"reduce": (self.reduce, "backend"), "compression": (self.compression, "none")}
-        return [
-            Problem(key=f"strategy.{key}", value=value, rule=rule)
-            for key, (value, default) in chosen.items()
-            if value != default
-        ]
-
-    def _reduce_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
-        found = []
-        if self.reduce == "shared_memory":
-            hosts = context.launch.num_hosts if context.launch is not None else 1
-            if hosts > 1:
-                rule = f"reaches the processes of one host, and there are {hosts}. Use backend, hierarchical or auto."
-                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-            elif any(task.device != "cpu" for task in tasks()):
-                rule = "sums in the memory of the host, and the replicas are on GPUs. Use backend."
-                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-            elif not sys.platform.startswith("linux"):
-                rule = f"needs Linux, and this is {sys.platform}. Use backend."
-                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
-        if self.reduce not in ("backend", "auto") and self.bucket_mb != ReductionOptions.bucket_mb:
-            rule = f"has no effect with strategy.reduce={self.reduce}: only backend sends buckets."
-            found.append(Problem(key="strategy.bucket_mb", value=self.bucket_mb, rule=rule))
-        return found
-
-    def _compression_problems(self, context: PlanContext) -> list[Problem]:
-        found = []
-        if self.compression != "none" and self.reduce != "backend":
-            rule = f"is done by the backend, and strategy.reduce={self.reduce}. Use strategy.reduce=backend."
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        if self.compression != "powersgd":
-            for key in ("powersgd_rank", "powersgd_after"):
-                if getattr(self, key) != getattr(ReductionOptions, key):
-                    rule = "has no effect without strategy.compression=powersgd."
-                    found.append(Problem(key=f"strategy.{key}", value=getattr(self, key), rule=rule))
-            return found
-        kept = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
-        if context.precision == "fp16_mixed":
-            rule = f"cannot leave out a step that overflows, as precision=fp16_mixed does: {kept}"
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        if context.numerics.leaves_out:
-            rule = f"cannot leave out a step, as numerics.on_nonfinite={context.numerics.on_nonfinite} does: {kept}"
-            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +145,17 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         found = self._replica_map(context)
         return () if found is None else found.held_parts(model, context, gradient_copies=self._copies(context))
 
-    def _copies(self, context: PlanContext) -> int:
+    def _copies(self, context: PlanContext) -> float:
         return self.gradient_copies(context.numerics, self.num_replicas(context))
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the fullest device: its part of a replica, the vector of the exchange, the memory of reducers."""
         parts = self.replica_parts(model, context, num_shards=1)
-        held = [part.memory for part in parts] or [ModelMemory.whole(model, gradient_copies=self._copies(context))]
+        bucket = None
+        if self._takes_gradients(context.numerics, self.num_replicas(context)):
+            bucket = largest_bucket(model, precision_of(context).master_dtype, self.bucket_bytes)
+        whole = ModelMemory.whole(model, gradient_copies=self._copies(context), bucket=bucket)
+        held = [part.memory for part in parts] or [whole]
         return max(held, key=lambda memory: sum(memory.resident.values()))
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
@@ -259,16 +171,16 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             ),
         )
 
-    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
-        """Return the copies of all gradients at the peak of a step; pure."""
-        copies = synchronous_gradient_copies(numerics, num_replicas)
+    def _takes_gradients(self, numerics: Numerics, num_replicas: int) -> bool:
+        """Return whether the vector of the exchange is the memory of the gradients."""
+        return not numerics.reproducible and (num_replicas > 1 or self.is_grouped) and self.map is None
+
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> float:
+        """Return the copies of all gradients at the peak of a step, beside the gradients; pure."""
         if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
-            return copies
-        # shared_memory: a slot, a result, and a part of the total; ring: a receive buffer.
-        beside = {"backend": 0, "to_one_device": 0, "hierarchical": 0, "ring": 1, "shared_memory": 2, "auto": 2}
-        # Two bytes instead of four; PowerSGD: the error, and the gradients to compare with.
-        compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
-        return copies + beside[self.reduce] + compressed[self.compression]
+            return synchronous_gradient_copies(numerics, num_replicas)
+        vectors = 0 if self._takes_gradients(numerics, num_replicas) else 1
+        return vectors + self.exchange_copies(num_replicas)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""
@@ -315,41 +227,12 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the lanes of a reproducible run, none for one replica, else the reducer of `reduce`; collective."""
         if numerics.reproducible or (collective.num_ranks == 1 and not self.is_grouped):
             return backend_or_lanes(collective, numerics)
-        makers = self._makers(collective)
+        makers = self.reducer_makers(collective, timeout_s=self.timeout_s)
         if self.map is not None:
             makers = {name: partial(PerDeviceReducer, make) for name, make in makers.items()}
         if self.reduce == "auto":
             return AutoReducer(makers, collective)
         return makers[self.reduce]()
-
-    def _makers(self, collective: Collective) -> dict[str, Callable[[], Reducer]]:
-        """Return a factory for each reducer; with auto, only for distinct ones that work here; collective."""
-        hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
-        rank, timeout_s = collective.rank, self.timeout_s
-        makers: dict[str, Callable[[], Reducer]] = {
-            "backend": self._backend,
-            "shared_memory": lambda: SharedMemoryReducer(collective, timeout_s=timeout_s),
-            "ring": lambda: RingReducer(collective),
-            "hierarchical": lambda: HierarchicalReducer(hosts, rank=rank, timeout_s=timeout_s),
-            "to_one_device": ReduceThenBroadcastReducer,
-        }
-        if self.reduce == "auto":
-            num_hosts = len(set(hosts))
-            alone = collective.num_ranks == 1
-            on_gpus = "nccl" in dist.get_backend()
-            if alone or num_hosts > 1 or on_gpus or not sys.platform.startswith("linux"):
-                del makers["shared_memory"]
-            if num_hosts in (1, len(hosts)):
-                del makers["hierarchical"]
-        return makers
-
-    def _backend(self) -> BackendReducer:
-        compressor = None
-        if self.compression != "none":
-            compressor = Compressor(
-                self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after
-            )
-        return BackendReducer(bucket_mb=self.bucket_mb, compressor=compressor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ class DeviceLayout:
             for stage, (place, members) in enumerate(runs)
         )
 
-    def held_parts(self, model: nn.Module, *, gradient_copies: int) -> tuple[ReplicaPart, ...]:
+    def held_parts(self, model: nn.Module, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
         """Return what each device holds and computes of a replica.
 
         Args:

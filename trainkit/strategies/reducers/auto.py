@@ -71,9 +71,13 @@ class AutoReducer(Reducer):
         """Return the sums over all ranks, by the reducer in use."""
         return self._reducer.reduce(partials, num_shards=num_shards, packing=packing)
 
-    def arm(self, params: Sequence[Tensor]) -> None:
-        """Forward the call to a reducer that overlaps with backward."""
-        self._reducer.arm(params)
+    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
+        """Forward the call to the reducer in use."""
+        self._reducer.begin_backward(params, is_last=is_last)
+
+    def end_backward(self) -> None:
+        """Forward the call to the reducer in use."""
+        self._reducer.end_backward()
 
     @property
     def _reducer(self) -> Reducer:

@@ -33,8 +33,19 @@ class Reducer(ABC):
             One tensor per shape of the packing; valid until the next call.
         """
 
-    def arm(self, params: Sequence[Tensor]) -> None:  # noqa: B027 - most do not overlap with backward
-        """Announce this rank's last backward pass of the step: every gradient that it computes is final."""
+    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:  # noqa: B027 - most keep no gradients
+        """Announce a backward pass of this rank inside `reduce`.
+
+        A reducer may take the gradients as they are computed, and exchange those of the last pass, which are final. It
+        leaves `param.grad` of what it has taken a view of its own memory, or None; in `partials`, None stands for it.
+
+        Args:
+            params: those whose gradients it sums, in the order of the packing; the same in every pass.
+            is_last: whether it is this rank's last pass of the step.
+        """
+
+    def end_backward(self) -> None:  # noqa: B027
+        """Announce that the pass has ended."""
 
     def close(self) -> None:  # noqa: B027 - most hold none
         """Release resources other than tensors; not collective."""

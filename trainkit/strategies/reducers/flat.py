@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -13,48 +14,59 @@ from torch import Tensor
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
 from trainkit.strategies.reducers.base import Partials, Reducer
+from trainkit.strategies.reducers.gradient_vector import GradientVector, cut_into_buckets
 from trainkit.strategies.tensors.layouts import FlatBuffer
+
+_BUCKET_BYTES: Final = 25 * 2**20
+"""Gradients that are copied into the vector together."""
 
 
 class FlatReducer(Reducer):
-    """Packs the exchange of a step into one vector, sums that over the ranks, and unpacks it; subclasses sum."""
+    """Sums the vector that holds the gradients of a step over the ranks, in one exchange; subclasses sum."""
 
-    _flat: Tensor | None = None
-
-    def __init__(self) -> None:
-        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    _vector: GradientVector | None = None
+    _reducing: bool = False
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
         """Return the sums over all ranks. A rank without shards adds zeros."""
-        flat = self.vector(packing)
+        vector = self._vector
+        if vector is None:
+            buckets = cut_into_buckets(packing, bucket_bytes=_BUCKET_BYTES, part_tail=True)
+            vector = self._vector = GradientVector(packing, self.allocate(packing), buckets)
+        vector.begin_step()
+        self._reducing = True
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
         for _, sums in partials:  # noqa: B007 - without lanes there is at most one
             pass
-        packing.fill(self._views_of(flat, packing), sums)
-        note_exchange(flat)
-        return self._views_of(self.sum(flat), packing)
+        self._reducing = False
+        vector.fill_rest(sums)
+        note_exchange(vector.flat)
+        self.sum(vector.flat)
+        return vector.views
 
-    def vector(self, packing: FlatBuffer) -> Tensor:
+    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:  # noqa: ARG002 - exchanged afterwards
+        """Take the gradients of the next backward pass."""
+        if self._reducing and self._vector is not None:
+            self._vector.begin_backward(params)
+
+    def end_backward(self) -> None:
+        """Take gradients that filled no bucket."""
+        if self._reducing and self._vector is not None:
+            self._vector.end_backward()
+
+    def allocate(self, packing: FlatBuffer) -> Tensor:
         """Return the vector for this rank's part, (numel,); one for all steps, since new memory costs page faults."""
-        if self._flat is None:
-            self._flat = packing.empty()
-        return self._flat
+        return packing.empty()
 
     @abstractmethod
-    def sum(self, flat: Tensor) -> Tensor:
-        """Return the sum of every rank's vector, equal bits on all ranks, valid until the next `vector`; collective."""
-
-    def _views_of(self, flat: Tensor, packing: FlatBuffer) -> list[Tensor]:
-        """Return the tensors inside a vector; vectors are reused, so the views are cached."""
-        known = self._views.get(flat.data_ptr())
-        if known is None or known[0] is not flat:
-            known = self._views[flat.data_ptr()] = (flat, packing.views(flat))
-        return known[1]
+    def sum(self, flat: Tensor) -> None:
+        """Replace every rank's vector by the sum of all, equal bits on all ranks; collective."""
 
     def close(self) -> None:
-        """Release the vector."""
-        self._views.clear()
-        self._flat = None
+        """Remove the hooks from the parameters, and release the vector."""
+        if self._vector is not None:
+            self._vector.close()
+            self._vector = None
 
 
 class ReduceThenBroadcastReducer(FlatReducer):
@@ -63,11 +75,10 @@ class ReduceThenBroadcastReducer(FlatReducer):
     Source: tf.distribute.ReductionToOneDevice.
     """
 
-    def sum(self, flat: Tensor) -> Tensor:
+    def sum(self, flat: Tensor) -> None:
         """Sum over all ranks, in place; collective."""
         dist.reduce(flat, dst=0, op=dist.ReduceOp.SUM)
         dist.broadcast(flat, src=0)
-        return flat
 
 
 class HierarchicalReducer(FlatReducer):
@@ -90,13 +101,12 @@ class HierarchicalReducer(FlatReducer):
         self._leader = members[hosts[rank]][0]
         self._host = groups[hosts[rank]]
 
-    def sum(self, flat: Tensor) -> Tensor:
+    def sum(self, flat: Tensor) -> None:
         """Sum over all ranks, in place; collective."""
         dist.reduce(flat, dst=self._leader, op=dist.ReduceOp.SUM, group=self._host)
         if self._leads:
             dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._leaders)
         dist.broadcast(flat, src=self._leader, group=self._host)
-        return flat
 
 
 class RingReducer(FlatReducer):
@@ -111,14 +121,14 @@ class RingReducer(FlatReducer):
         super().__init__()
         self._rank, self._num_ranks = collective.rank, collective.num_ranks
 
-    def vector(self, packing: FlatBuffer) -> Tensor:
-        """Return the vector for this rank's part."""
-        flat = super().vector(packing)
+    def allocate(self, packing: FlatBuffer) -> Tensor:
+        """Return the vector for this rank's part, and allocate a slice that receives."""
+        flat = super().allocate(packing)
         self._slices = flat.tensor_split(self._num_ranks)
         self._received = torch.empty_like(self._slices[0])  # the first slice is the longest
         return flat
 
-    def sum(self, flat: Tensor) -> Tensor:
+    def sum(self, flat: Tensor) -> None:  # noqa: ARG002 - the slices are of `flat`
         """Sum over all ranks, in place; collective."""
         count, slices = self._num_ranks, self._slices
         for turn in range(count - 1):
@@ -128,7 +138,6 @@ class RingReducer(FlatReducer):
             incoming.add_(received)
         for turn in range(count - 1):
             self._shift(slices[(self._rank - turn + 1) % count], slices[(self._rank - turn) % count])
-        return flat
 
     def _shift(self, sent: Tensor, received: Tensor) -> None:
         """Send one slice to the right and receive one from the left; an empty one is not sent."""

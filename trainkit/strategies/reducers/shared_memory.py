@@ -1,7 +1,7 @@
 """All-reduce through shared memory: for CPU processes of one host, at the speed of a copy.
 
-Every rank packs its gradients into its own slot; each sums one slice of all slots, in the order of the ranks; each
-copies the whole result. There are two barriers per step: all slots are written, all slices are summed.
+The gradients of a rank lie in its own slot. Each rank sums one slice of all slots, in the order of the ranks, and
+copies the whole result over its slot. There are two barriers per step: all slots are written, all slices are summed.
 """
 
 from __future__ import annotations
@@ -191,20 +191,18 @@ class SharedMemoryReducer(FlatReducer):
         self._collective, self._timeout_s = collective, timeout_s
         self._segment: SharedMemorySegment | None = None
 
-    def vector(self, packing: FlatBuffer) -> Tensor:
-        """Return the slot of this rank; collective at the first call, which allocates the memory."""
-        if self._segment is None:
-            self._segment = SharedMemorySegment(self._collective, numel=packing.numel, dtype=packing.dtype)
-            self._own = torch.empty(packing.numel, dtype=packing.dtype)
-            size = -(-packing.numel // self._collective.num_ranks)
-            start = min(self._collective.rank * size, packing.numel)
-            length = min(size, packing.numel - start)
-            self._parts = [slot.narrow(0, start, length) for slot in self._segment.slots]
-            self._total = self._segment.total.narrow(0, start, length)
+    def allocate(self, packing: FlatBuffer) -> Tensor:
+        """Return the slot of this rank; collective."""
+        self._segment = SharedMemorySegment(self._collective, numel=packing.numel, dtype=packing.dtype)
+        size = -(-packing.numel // self._collective.num_ranks)
+        start = min(self._collective.rank * size, packing.numel)
+        length = min(size, packing.numel - start)
+        self._parts = [slot.narrow(0, start, length) for slot in self._segment.slots]
+        self._total = self._segment.total.narrow(0, start, length)
         return self._segment.slots[self._collective.rank]
 
-    def sum(self, flat: Tensor) -> Tensor:  # noqa: ARG002 - `flat` is the slot
-        """Return the sum over all ranks, in this rank's own memory; collective.
+    def sum(self, flat: Tensor) -> None:
+        """Replace this rank's slot by the sum of all slots; collective.
 
         Raises:
             TrainingError: a rank has ended or does not arrive; names it.
@@ -215,10 +213,10 @@ class SharedMemoryReducer(FlatReducer):
         torch.add(self._parts[0], self._parts[1], out=self._total)
         for part in self._parts[2:]:
             self._total.add_(part)
-        segment.barrier(self._timeout_s)  # all slices are summed; no slot is read from here on
+        segment.barrier(self._timeout_s)  # all slices are summed; no other rank reads this slot until its next exchange
         # The next exchange overwrites the total only after its first barrier, when all have copied this one. It is
         # copied because clipping and unscaling write into gradients.
-        return self._own.copy_(segment.total)
+        flat.copy_(segment.total)
 
     def close(self) -> None:
         """Mark this rank as gone for the others, and release the memory."""
