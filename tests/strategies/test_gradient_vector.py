@@ -98,10 +98,10 @@ def test_a_parameter_that_a_shard_does_not_use_keeps_its_sum_and_one_without_any
     vector = vector_of(params)
     vector.flat.fill_(7.0)  # of an earlier step
     vector.begin_step()
-    shard(vector, params, model[0].weight.sum())
-    shard(vector, params, model[1].weight.sum())
+    shard(vector, params, params[0].sum())
+    shard(vector, params, params[1].sum())
     vector.fill_rest([None] * 3)
-    assert [view.unique().tolist() for view in vector.views] == [[1.0], [1.0], [0.0]]
+    assert [sorted(set(view.flatten().tolist())) for view in vector.views] == [[1.0], [1.0], [0.0]]
     vector.close()
 
 
@@ -154,7 +154,7 @@ def test_an_interrupted_step_leaves_nothing_for_the_next() -> None:
         reducer.reduce(partials(fails=True), num_shards=2, packing=packing)
     model.zero_grad()  # as `Replica.recover` does
     found = reducer.reduce(partials(fails=False), num_shards=2, packing=packing)
-    assert [one.unique().tolist() for one in found if one is not None] == [[4.0], [4.0]]
+    assert [sorted(set(one.flatten().tolist())) for one in found if one is not None] == [[4.0], [4.0]]
 
 
 SIGNS = {"exchange": "x", "first layer": "0", "layer": ".", "end": "|"}
@@ -190,9 +190,13 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
         events.append("first layer" if place == 0 else "layer")
         arrive(self, place, param)
 
+    def ended(self: Any) -> None:
+        end(self)
+        events.append("end")
+
     monkeypatch.setattr(BackendReducer, "_launch", launched)
     monkeypatch.setattr(GradientVector, "_on_gradient", arrived)
-    monkeypatch.setattr(BackendReducer, "end_backward", lambda self: (end(self), events.append("end"))[0])
+    monkeypatch.setattr(BackendReducer, "end_backward", ended)
     run(tmp_path, *DEEP, *more)
     last = "".join(map(SIGNS.__getitem__, events)).rstrip("|").rpartition("|")[2]  # the last pass of the last step
     assert last.count("x") == 14

@@ -63,8 +63,16 @@ def test_powersgd_sends_whole_gradients_first_and_thin_ones_later() -> None:
     assert [traffic.at(step).network_bytes() for step in (6, 7)] == [2 * SIZE, 2 * 150 * 4]
 
 
-def test_fsdp_gathers_twice_a_shard_and_gloo_sums_whole_vectors() -> None:
-    assert sent(Fsdp(replicas=2)) == [("all-gather", 2 * 2 * SIZE), ("reduce-scatter", 2 * 2 * SIZE)]
+def test_fsdp_gathers_all_but_the_last_block_twice_a_shard() -> None:
+    layers = nn.Sequential(*(nn.Linear(100, 50, bias=False) for _ in range(3)))
+    found = traffic_of(Fsdp(replicas=2), layers, PlanContext(), CUT) or ()
+    assert (found[0].num_bytes, found[0].messages) == (2 * 5 * SIZE, 2 * 5)
+    kept = traffic_of(Fsdp(replicas=2, reshard_after_forward=False), layers, PlanContext(), CUT) or ()
+    assert (kept[0].num_bytes, kept[0].messages) == (2 * 3 * SIZE, 2 * 3)
+
+
+def test_fsdp_gathers_a_model_of_one_block_once_and_gloo_sums_whole_vectors() -> None:
+    assert sent(Fsdp(replicas=2)) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * 2 * SIZE)]
     once = Fsdp(replicas=2, reshard_after_forward=False, sync="last")
     assert sent(once) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * SIZE)]
 

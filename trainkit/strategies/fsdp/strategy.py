@@ -73,7 +73,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
     wrap_mb: Annotated[float, above(0), placement] = 25.0
     """MiB of parameters from which on a module is gathered by itself, with `wrap=size`."""
     reshard_after_forward: Annotated[bool, speed] = True
-    """Whether a block lets go between forward and backward; false gathers once, and keeps the whole model meanwhile."""
+    """Whether a block but the last lets go between forward and backward; false keeps the whole model meanwhile."""
     sync: Annotated[Literal["each", "last"], speed] = "each"
     """Whether gradients are summed after each shard, or after a rank's last, which holds them whole until then."""
     offload: Annotated[bool, placement] = False
@@ -180,7 +180,8 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
                 device_type=self.tasks(context)[0].device.partition(":")[0],
                 gathered_bytes=precision.model_dtype.itemsize,
                 summed_bytes=precision.master_dtype.itemsize,
-                gathers=cut.shards_a_replica * (2 if self.reshard_after_forward else 1),
+                gathers=cut.shards_a_replica,
+                again=self.reshard_after_forward,
                 sums=cut.shards_a_replica if self.sync == "each" else 1,
             ),
         )

@@ -205,7 +205,7 @@ def gradient_transfers(
         device_type=where.device_type,
         gathered_bytes=where.model_width,
         summed_bytes=where.master_width,
-        gathers=2 * cut.shards_a_replica,
+        gathers=cut.shards_a_replica,
         sums=cut.shards_a_replica,
     )
     units = list(without_shared(part, blocks_of_model(part)).values())

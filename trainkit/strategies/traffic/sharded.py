@@ -23,9 +23,11 @@ class Gathers:
     summed_bytes: int
     """Bytes of an element of a gradient."""
     gathers: int
-    """Gathers of each unit."""
+    """Forward passes, each of which gathers each unit."""
     sums: int
     """Sums of the gradients of each unit."""
+    again: bool = True
+    """Whether backward gathers the units again, but for the last one and the rest of the model, which stay gathered."""
 
 
 def sharded_traffic(
@@ -44,7 +46,9 @@ def sharded_traffic(
     whole = sum(numel for unit in padded for numel, _ in unit)
     trained = sum(numel for unit in padded for numel, trains in unit if trains)
     each, rounds = len(padded), size - 1
-    gathered = joined(*(all_gather(group, whole * how.gathered_bytes) for group in groups))
+    again = [list(_padded(unit, size)) for unit in _gathered_again(model, units)] if how.again else []
+    elements = whole + sum(numel for unit in again for numel, _ in unit)
+    gathered = joined(*(all_gather(group, elements * how.gathered_bytes) for group in groups))
     summed = joined(
         *(reduce_scatter(group, trained * how.summed_bytes, device_type=how.device_type) for group in groups)
     )
@@ -56,7 +60,7 @@ def sharded_traffic(
             what="parameters",
             how="all-gather",
             flows=times(gathered, how.gathers),
-            messages=how.gathers * each * rounds,
+            messages=how.gathers * (each + len(again)) * rounds,
             overlaps=True,
         ),
         Transfer(
@@ -77,6 +81,16 @@ def _unit_params(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[list[
         taken.update(map(id, found))
         if found:
             yield found
+
+
+def _gathered_again(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each unit but the last one in the order of the model."""
+    chosen = set(units)
+    *_, last = [model, *(module for module in model.modules() if module in chosen)]
+    kept = {id(param) for param in last.parameters()}
+    inside = {id(param) for unit in units for param in unit.parameters()}
+    found = [[p for p in params if id(p) in inside and id(p) not in kept] for params in _unit_params(model, units)]
+    return [params for params in found if params]
 
 
 def _padded(params: Sequence[nn.Parameter], size: int) -> Iterator[tuple[int, bool]]:

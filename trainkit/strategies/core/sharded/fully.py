@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -166,12 +167,14 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         fully_shard(
             module,
             mesh=sharding.mesh,
-            reshard_after_forward=sharding.reshard_after_forward,
+            reshard_after_forward=sharding.reshard_after_forward and module is not model,  # backward begins with it
             mp_policy=policy,
             offload_policy=offload,
         )
         if module is not model:
             watch_first_call(module, names[module], "and FSDP gives each block copies of lists, dicts and dataclasses")
+    if sharding.reshard_after_forward:
+        gather_in_order(model, prefetches=sharding.device.type != "cpu")
     if values is not None:
         _fill(model, values, sharding)
     for module in _sharded(model):
@@ -179,6 +182,45 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         module.set_force_sum_reduction_for_comms(True)  # the only one that gloo supports
     precision.accept_floats(model)
     return model
+
+
+def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
+    """Gather each module once in forward and once in backward, as the first forward pass calls them.
+
+    The last module that is called stays gathered between forward and backward, as the rest of the model does, because
+    backward begins with both.
+
+    Args:
+        model: sharded; its modules that are gathered separately have been, too.
+        prefetches: whether each module begins the gather of the next one, in either direction. Gathers of gloo run
+            before the next operation, and would only hold memory earlier.
+    """
+    called: list[Any] = []
+
+    def before(module: nn.Module, _args: object) -> None:
+        called.append(module)
+
+    def after(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        if called and len(set(called)) == len(called):  # a module that is called twice has no place in an order
+            called[-1].set_reshard_after_forward(False, recurse=False)
+            if prefetches:
+                _prefetch(model, called)
+
+    modules = [module for module in _sharded(model) if module is not model]
+    handles = [module.register_forward_pre_hook(before) for module in modules]
+    handles.append(model.register_forward_hook(after, always_call=True))
+
+
+def _prefetch(model: Any, order: list[Any]) -> None:
+    """Let each module begin the gather of the one after it in forward, and of the one before it in backward."""
+    for module, after in pairwise([model, *order]):
+        module.set_modules_to_forward_prefetch([after])
+    for module, before in pairwise([model, *reversed(order[:-1])]):
+        module.set_modules_to_backward_prefetch([before])
+    if order[1:]:
+        order[-1].set_modules_to_backward_prefetch([order[-2]])
 
 
 def reduces_when(model: nn.Module, is_last: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Gathering:
     by_gloo: bool
     """Whether gloo is the backend: that of ranks on the CPU."""
     reshard_after_forward: bool = True
-    """Whether a module frees its gathered parameters between forward and backward."""
+    """Whether a module frees its gathered parameters between forward and backward; the model and the last do not."""
     sums_each: bool = True
     """Whether gradients are summed after each shard, or only after the last one, and kept whole until then."""
 
@@ -62,6 +63,10 @@ class _Group:
         self._earlier: list[Tensor] = []
         self._turns: list[int] = []
         self.in_backward = self.ended = False
+        self.is_kept = not how.reshard_after_forward
+        """Whether it stays gathered between forward and backward."""
+        self.next: _Group | None = None
+        """The group whose gather it begins in forward."""
         self.adds = False
         """Whether an earlier shard has left a part of the summed gradients."""
         self.part: Tensor | None = None
@@ -81,10 +86,12 @@ class _Group:
         """Gather the parameters."""
         self._begin_gather()
         self._end_gather(in_forward=True)
+        if self.next is not None:
+            self.next._begin_gather()  # noqa: SLF001 - of its own class
 
     def end_forward(self) -> None:
         """Free the gathered parameters, unless they are kept for backward."""
-        if self._how.reshard_after_forward:
+        if not self.is_kept:
             self._whole = []
         self._turns.append(len(self._buffers.order))
         self._buffers.order.append(self)
@@ -97,6 +104,8 @@ class _Group:
         self._begin_gather()
         self._end_gather(in_forward=False)
         turn = self._turns.pop() if self._turns else 0
+        if turn > 1 and self._buffers.order[turn - 1].is_kept and not self._how.by_gloo:
+            turn -= 1
         if turn:
             self._buffers.order[turn - 1]._begin_gather()  # noqa: SLF001 - of its own class
 
@@ -180,9 +189,19 @@ class GatheredPass(RankPass):
             if params:
                 found[module] = _Group(params, self._how, self._buffers)
         self._groups = {module: found[module] for module in model.modules() if module in found}
+        self._link([group for module, group in self._groups.items() if module is not model], found.get(model))
         for module, group in found.items():
             _follow(module, group)
         model.register_forward_hook(self._after_forward)
+
+    def _link(self, groups: Sequence[_Group], root: _Group | None) -> None:
+        """Let the model and its last module stay gathered, and with streams let each begin the gather of the next."""
+        for one in (root, *groups[-1:]):
+            if one is not None:
+                one.is_kept = True
+        if self._how.reshard_after_forward and not self._how.by_gloo:
+            for one, after in pairwise([root, *groups] if root is not None else groups):
+                one.next = after
 
     def _after_forward(self, *_: object) -> None:
         self._buffers.gathered = None
