@@ -37,7 +37,7 @@ def test_a_rank_killed_in_an_exchange_is_named_and_leaves_no_memory_behind(reduc
 
 @pytest.mark.long  # the plain form is tests/strategies/test_reducing.py
 def test_a_resumed_run_reduces_as_it_did_before(cwd: Path) -> None:
-    first = trainkit(*FIXED, "strategy.reduce=auto", "stop_at_step=10")
+    first = trainkit(*FIXED, "strategy.reduce=auto", "stop_at_step=10", XDG_CACHE_HOME=str(cwd / "cache"))
     (chosen,) = [line for line in first.stdout.splitlines() if "strategy.reduce=auto:" in line]
     name = chosen.partition("auto: ")[2].partition(".")[0]
     assert "Summing 0.0" in chosen

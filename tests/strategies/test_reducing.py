@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from trainkit.strategies.capabilities import load_state_extra, state_dict_extra,
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.process_group import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, LocalReducer
+from trainkit.strategies.reducers import auto as auto_module
+from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.flat import HierarchicalReducer
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
 
 CPU = torch.device("cpu")
 TWO_HOSTS = LaunchEnvironment(
@@ -186,6 +189,105 @@ def test_the_fastest_on_the_slowest_rank_is_chosen_and_kept(pool: Pool) -> None:
     assert resumed == "strategy.reduce=auto: first, as this run has chosen before."
     assert elsewhere.startswith("strategy.reduce=auto: second. Summing")
     assert chosen == ["second", "first", "second"]
+
+
+class Alone:
+    """A single rank."""
+
+    rank, num_ranks = 0, 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+
+MEBIBYTE = FlatBuffer([torch.Size([1 << 18])], torch.float32, CPU)
+
+
+def chosen(cache: ChoiceCache | None, packing: FlatBuffer = MEBIBYTE, **seconds: float) -> tuple[str, bool]:
+    """The choice among reducers that take these times, and whether any was timed."""
+    made: list[str] = []
+
+    def maker(name: str) -> Any:
+        return lambda: (made.append(name), Slow(seconds[name]))[1]  # type: ignore[func-returns-value]
+
+    reducer = AutoReducer({name: maker(name) for name in seconds}, Alone(), cache)
+    reducer.choose(packing)
+    assert reducer.chosen is not None
+    return reducer.chosen, len(made) > 1
+
+
+def test_of_reducers_that_are_alike_the_first_is_chosen() -> None:
+    assert chosen(None, backend=0.011, ring=0.01) == ("backend", True)
+    assert chosen(None, backend=0.02, ring=0.01) == ("ring", True)
+
+
+def test_large_gradients_are_timed_by_a_part_of_them() -> None:
+    large = FlatBuffer([torch.Size([1 << 28])], torch.float32, torch.device("meta"))
+    sample = auto_module._sample(large)
+    assert sample.numel * 4 == 4 << 20
+    placed = TensorPlaces(places=(0, 2, 0), devices=(CPU, CPU, CPU))
+    spread = FlatBuffer([torch.Size([3])] * 3, torch.float64, CPU, places=placed)
+    assert [part.packing.numel for part in auto_module._sample(spread).parts] == [6, 3]
+
+
+def test_a_machine_times_a_shape_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert chosen(ChoiceCache(), backend=0.02, ring=0.002) == ("ring", True)
+    assert chosen(ChoiceCache(), backend=0.002, ring=0.02) == ("ring", False)
+    other = FlatBuffer([torch.Size([5])], torch.float32, CPU)
+    assert chosen(ChoiceCache(), other, backend=0.002, ring=0.02) == ("backend", True)
+    assert [path.name for path in (tmp_path / "trainkit").iterdir()] == [ChoiceCache().path.name]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b'{"version": 2, "choices": {}}', b'{"version": 1, "choices": {"SHAPE": ["ring"]}}',
+     b'{"version": 1, "choices": {"SHAPE": "evil"}}', b"x" * (1 << 20)],
+)  # fmt: skip
+def test_a_hostile_cache_is_timed_over(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = ChoiceCache()
+    cache.path.parent.mkdir()
+    shape = AutoReducer({"ring": LocalReducer, "backend": LocalReducer}, Alone())._shape(MEBIBYTE)
+    cache.path.write_bytes(content.replace(b"SHAPE", shape.encode()))
+    assert chosen(cache, ring=0.002, backend=0.02) == ("ring", True)
+    assert chosen(cache, ring=0.02, backend=0.002) == ("ring", False)
+
+
+def test_a_link_in_place_of_the_cache_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache, own = ChoiceCache(), tmp_path / "own.json"
+    own.write_text("mine")
+    cache.path.parent.mkdir()
+    cache.path.symlink_to(own)
+    assert chosen(cache, ring=0.002, backend=0.02) == ("ring", True)
+    assert own.read_text() == "mine"
+    assert not cache.path.is_symlink()
+
+
+def test_the_cache_is_bounded_and_may_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in range(70):
+        ChoiceCache().keep(str(number), "ring")
+    assert [ChoiceCache().find(shape, ["ring"]) for shape in ("5", "6", "69")] == [None, "ring", "ring"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "trainkit" / ChoiceCache().path.name))  # a file, no folder
+    ChoiceCache().keep("0", "ring")
+    assert ChoiceCache().find("0", ["ring"]) is None
+
+
+@pytest.mark.parametrize("compression", ["bf16", "powersgd"])
+def test_auto_takes_the_reducer_that_can_compress(compression: Any, pool: Pool) -> None:
+    assert Mirrored(reduce="auto", compression=compression).validate(PlanContext()) == []
+    found = pool.run("tests.strategies.test_reducing.made", compression, num_ranks=2, group=True)
+    assert found == ["BackendReducer"] * 2
+
+
+def made(place: Place, compression: Any) -> str:
+    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+    return type(Mirrored(reduce="auto", compression=compression).make_reducer(collective, Numerics())).__name__
 
 
 def test_the_choice_is_remembered_for_a_checkpoint(pool: Pool) -> None:

@@ -90,7 +90,7 @@ class ReductionOptions:
 
     def _compression_problems(self, context: PlanContext) -> list[Problem]:
         found = []
-        if self.compression != "none" and self.reduce != "backend":
+        if self.compression != "none" and self.reduce not in ("backend", "auto"):
             rule = f"is done by the backend, and strategy.reduce={self.reduce}. Use strategy.reduce=backend."
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
         if self.compression != "powersgd":
@@ -122,7 +122,10 @@ class ReductionOptions:
         return beside + compressed[self.compression]
 
     def reducer_makers(self, collective: Collective, *, timeout_s: float) -> dict[str, Callable[[], Reducer]]:
-        """Return a factory for each reducer; with auto, only for distinct ones that work here; collective."""
+        """Return a factory for each reducer; with auto, only for distinct ones that work here; collective.
+
+        With auto and a compression that is `backend` alone, which compresses.
+        """
         hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
         rank = collective.rank
         makers: dict[str, Callable[[], Reducer]] = {
@@ -140,6 +143,8 @@ class ReductionOptions:
                 del makers["shared_memory"]
             if num_hosts in (1, len(hosts)):
                 del makers["hierarchical"]
+            if self.compression != "none":
+                return {"backend": self._backend}
         return makers
 
     def _backend(self) -> BackendReducer:

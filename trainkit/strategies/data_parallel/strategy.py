@@ -36,6 +36,7 @@ from trainkit.strategies.reducers import (
     PerDeviceReducer,
     Reducer,
 )
+from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.gradient_vector import largest_bucket
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import (
@@ -230,9 +231,9 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         makers = self.reducer_makers(collective, timeout_s=self.timeout_s)
         if self.map is not None:
             makers = {name: partial(PerDeviceReducer, make) for name, make in makers.items()}
-        if self.reduce == "auto":
-            return AutoReducer(makers, collective)
-        return makers[self.reduce]()
+        if self.reduce == "auto" and len(makers) > 1:
+            return AutoReducer(makers, collective, ChoiceCache())
+        return makers["backend" if self.reduce == "auto" else self.reduce]()
 
 
 @dataclass(frozen=True, kw_only=True)

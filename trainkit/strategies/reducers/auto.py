@@ -12,17 +12,33 @@ from torch import Tensor
 
 from trainkit.objectives.base import Collective
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.reducers.choices import ChoiceCache
+from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
 
-_ROUNDS: Final = 5
-"""Timed exchanges per candidate, after one that allocates its memory and connections."""
+_LIMIT_S: Final = 0.08
+"""The longest time of all timed exchanges together; one that has begun is ended."""
+_MOST_ROUNDS: Final = 5
+_MOST_BYTES: Final = 4 << 20
+"""Bytes of a timed exchange: the order of the reducers is found in a part of the gradients of a large model."""
+_ALIKE: Final = 1.2
+"""A reducer that is slower than the fastest by less than this factor counts as equally fast."""
 
 
 class AutoReducer(Reducer):
-    """The fastest of several reducers, the first before `choose` has timed them; in one order on all ranks."""
+    """The fastest of several reducers, the first before `choose` has timed them; in one order on all ranks.
 
-    def __init__(self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective) -> None:
-        self._candidates, self._collective = dict(candidates), collective
+    Of those that are alike within 20 %, the first is chosen, so that a small disturbance decides nothing.
+
+    Args:
+        candidates: the reducers by name, the preferred one first.
+        collective: sums small tensors over the ranks.
+        cache: what was chosen on this machine before; that of rank 0 counts.
+    """
+
+    def __init__(
+        self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective, cache: ChoiceCache | None = None
+    ) -> None:
+        self._candidates, self._collective, self._cache = dict(candidates), collective, cache
         self._current: Reducer | None = None
         self.chosen: str | None = None
         """The name of the reducer in use; None until `choose`."""
@@ -33,7 +49,7 @@ class AutoReducer(Reducer):
         self._recalled = name
 
     def choose(self, packing: FlatBuffer) -> str:
-        """Choose the fastest reducer; collective.
+        """Choose a reducer: that of the continued run, else that of this machine, else the fastest; collective.
 
         Returns:
             A line about the choice and the reason.
@@ -41,31 +57,60 @@ class AutoReducer(Reducer):
         if isinstance(self._recalled, str) and self._recalled in self._candidates:
             self._use(self._recalled)
             return f"strategy.reduce=auto: {self._recalled}, as this run has chosen before."
-        times_s = {name: self._time(make(), packing) for name, make in self._candidates.items()}
-        fastest = min(times_s, key=lambda name: times_s[name])
-        self._use(fastest)
-        size = packing.numel * packing.dtype.itemsize / 2**20
+        names = list(self._candidates)
+        shape = self._shape(packing)
+        if (known := self._known(shape, names)) is not None:
+            self._use(known)
+            return f"strategy.reduce=auto: {known}, as this machine has chosen before."
+        sample = _sample(packing)
+        times_s = {name: self._time(make(), sample) for name, make in self._candidates.items()}
+        limit = min(times_s.values()) * _ALIKE
+        chosen = next(name for name in names if times_s[name] <= limit)
+        self._use(chosen)
+        if self._cache is not None and self._collective.rank == 0:
+            self._cache.keep(shape, chosen)
+        size = sample.numel * sample.dtype.itemsize / 2**20
         others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times_s.items())
-        return f"strategy.reduce=auto: {fastest}. Summing {size:.3g} MiB takes {others}."
+        return f"strategy.reduce=auto: {chosen}. Summing {size:.3g} MiB takes {others}."
+
+    def _shape(self, packing: FlatBuffer) -> str:
+        """Return the words for what is exchanged, and between how many ranks."""
+        places = "" if packing.places is None else f" at {len(packing.parts)} places"
+        kind = f"{packing.numel} {str(packing.dtype).removeprefix('torch.')} on {packing.device.type}{places}"
+        return f"{kind}, {self._collective.num_ranks} ranks, {' '.join(self._candidates)}"
+
+    def _known(self, shape: str, names: Sequence[str]) -> str | None:
+        """Return what rank 0's machine has chosen for a shape before; collective."""
+        found = None
+        if self._cache is not None and self._collective.rank == 0:
+            found = self._cache.find(shape, names)
+        place = torch.tensor([-1 if found is None else names.index(found)])
+        first = int(self._collective.gather(place)[0])
+        return None if first < 0 else names[first]
 
     def _use(self, name: str) -> None:
         self.close()
         self.chosen, self._current = name, self._candidates[name]()
 
     def _time(self, reducer: Reducer, packing: FlatBuffer) -> float:
-        """Return the seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree."""
-        seconds = []
-        for _ in range(_ROUNDS + 1):
-            self._collective.gather(torch.zeros(1))  # begin together
+        """Return the seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree.
+
+        The first round, which allocates memory and connections, does not count.
+        """
+        rounds: list[float] = []
+        spent_s = 0.0
+        limit_s = _LIMIT_S / len(self._candidates)
+        while len(rounds) < 2 or (len(rounds) <= _MOST_ROUNDS and spent_s < limit_s):
             begun = time.perf_counter()
             reducer.reduce(_zeros(packing), num_shards=self._collective.num_ranks, packing=packing)
             for part in packing.parts:
                 if part.packing.device.type == "cuda":
                     torch.cuda.synchronize(part.packing.device)
-            seconds.append(time.perf_counter() - begun)
+            own = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+            rounds.append(float(torch.cat(self._collective.gather(own)).max()))  # they begin the next one together
+            spent_s += rounds[-1]
         reducer.close()
-        slowest = torch.cat(self._collective.gather(torch.tensor([median(seconds[1:])], dtype=torch.float64)))
-        return float(slowest.max())
+        return median(rounds[1:])
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
         """Return the sums over all ranks, by the reducer in use."""
@@ -90,6 +135,21 @@ class AutoReducer(Reducer):
         if self._current is not None:
             self._current.close()
         self._current = None
+
+
+def _sample(packing: FlatBuffer) -> FlatBuffer:
+    """Return a layout of one tensor for each place of another one, of a limited size."""
+    parts, most = packing.parts, _MOST_BYTES // packing.dtype.itemsize
+    shapes = [torch.Size([min(part.packing.numel, most)]) for part in parts]
+    if packing.places is None:
+        return FlatBuffer(shapes, packing.dtype, packing.device)
+    places = sorted(set(packing.places.places))
+    return FlatBuffer(
+        shapes,
+        packing.dtype,
+        packing.device,
+        places=TensorPlaces(places=tuple(places), devices=packing.places.devices),
+    )
 
 
 def _zeros(packing: FlatBuffer) -> Iterator[tuple[int, Sequence[Tensor | None]]]:

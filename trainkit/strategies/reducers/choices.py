@@ -1,0 +1,61 @@
+"""The reducers that `strategy.reduce=auto` chose on a machine, in a file of the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
+
+VERSION: Final = 1
+"""The version of the file."""
+_MOST: Final = 64
+"""Choices that are kept; the oldest ones are left out."""
+_MOST_BYTES: Final = 64 << 10
+
+
+class ChoiceCache:
+    """What was chosen on this machine for an exchange of a shape.
+
+    A file that is damaged, or that another program wrote, counts as empty and is replaced.
+    """
+
+    def __init__(self) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        mark = hashlib.sha256(f"{socket.gethostname()} {cores} {torch.__version__}".encode()).hexdigest()[:8]
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        self.path = Path(cache).expanduser() / "trainkit" / f"reduce-{mark}.json"
+
+    def find(self, shape: str, names: Sequence[str]) -> str | None:
+        """Return what was chosen for a shape, if it is one of these names."""
+        found = self._read().get(shape)
+        return found if found in names else None
+
+    def keep(self, shape: str, name: str) -> None:
+        """Store a choice; a cache that cannot be written is left as it is."""
+        choices = {**{key: one for key, one in self._read().items() if key != shape}, shape: name}
+        kept = dict(list(choices.items())[-_MOST:])
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
+                json.dump({"version": VERSION, "choices": kept}, file)
+            Path(file.name).replace(self.path)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            content = read_map(self.path, {"version": int, "choices": dict}, limit=_MOST_BYTES)
+        except UnreadableError:
+            return {}
+        if content["version"] != VERSION:
+            return {}
+        return {key: one for key, one in content["choices"].items() if isinstance(one, str)}
