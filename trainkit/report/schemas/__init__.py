@@ -28,6 +28,7 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "explain": Document(about="trainkit explain KEY --json", kind="trainkit.report.schemas.looking.Explanation"),
     "plan": Document(about="trainkit plan --json", kind="trainkit.report.schemas.planning.Plan"),
     "ls": Document(about="trainkit ls --json", kind="trainkit.report.schemas.looking.Listing"),
+    "model": Document(about="trainkit ls --model --json", kind="trainkit.report.schemas.looking.ListedModel"),
     "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
     "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.documents.BenchDocument"),

@@ -156,3 +156,41 @@ class Comparison(TypedDict):
     """The differences; differences that can change the result come first."""
     can_change_result: int
     """How many of them can change the result."""
+
+
+class ListedLayer(TypedDict):
+    """One layer of a model."""
+
+    name: str
+    """Its name in the model."""
+    kind: str
+    """The name of its class."""
+    output: list[int] | None
+    """Shape of the first tensor that it returns; null if unknown."""
+    parameters: int
+    """Elements of its own parameters."""
+    trained: int
+    """Those of them that the training changes."""
+    calls: int
+    """Calls in one forward pass."""
+    flops: int | None
+    """Floating-point operations of these calls; null if unknown."""
+
+
+class ListedModel(TypedDict):
+    """What `trainkit ls --model --json` writes."""
+
+    version: Literal[1]
+    """Version of this document."""
+    batch: int
+    """Samples of the batch that the shapes and operations are of."""
+    parameters: int
+    """Elements of all parameters, a shared one once."""
+    trained: int
+    """Those of them that the training changes."""
+    flops: int | None
+    """Floating-point operations of a forward pass; null if it cannot run without data."""
+    note: str
+    """Why there are no shapes and operations; empty if there are."""
+    layers: list[ListedLayer]
+    """The layers, in the order of their definition."""

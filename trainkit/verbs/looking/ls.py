@@ -23,12 +23,23 @@ from trainkit.watching.board import runs_below
 if TYPE_CHECKING:
     from trainkit.report.schemas.looking import ListedChoice, ListedRun, Listing
 
-USAGE: Final = "[GROUP [CHOICE] | RUNS]"
-FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
+USAGE: Final = "[GROUP [CHOICE] | RUNS] | --model OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "model": Flag(help="the layers of the model: what each returns, parameters, FLOPs; takes key=value"),
+    "json": JSON_FLAG,
+}
 
 
 def run(call: Call) -> int:
-    """Print groups, the choices of a group, a choice, or the runs below a folder; import no torch."""
+    """Print groups, the choices of a group, a choice, the runs below a folder, or the layers of a model.
+
+    Only the last imports torch.
+    """
+    if "model" in call.flags:
+        from trainkit.verbs.support.model_summary import list_layers  # noqa: PLC0415 - for --model only
+
+        call.check_arity()
+        return list_layers(call, as_json="json" in call.flags)
     call.check_arity(arguments=min(len(call.arguments), 2), overrides=False)
     groups, as_json = _groups(call), "json" in call.flags
     if not call.arguments:

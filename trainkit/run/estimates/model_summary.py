@@ -1,0 +1,138 @@
+"""The layers of a model: what each returns, its parameters, and its floating-point operations; run without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trainkit.objectives.base import Loss, Model
+from trainkit.run.estimates.activations import TracedPass
+from trainkit.run.estimates.memory import example_batch, own_copy
+from trainkit.run.estimates.work import WorkCounter
+from trainkit.run.planning.plan import RunPlan
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """One module without modules inside it."""
+
+    name: str
+    """Its name in the model."""
+    kind: str
+    """The name of its class."""
+    parameters: int
+    """Elements of its own parameters."""
+    trained: int
+    """Those of them that the training changes."""
+    output: tuple[int, ...] | None = None
+    """Shape of the first tensor that its first call returns; None if it is not called, or returns none."""
+    calls: int = 0
+    """Calls in one forward pass."""
+    flops: int = 0
+    """Floating-point operations of these calls; a multiplication with an addition counts as two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSummary:
+    """The layers of a model, in the order of their definition."""
+
+    layers: Sequence[Layer]
+    """The modules that hold no others, and those with parameters of their own."""
+    batch: int
+    """Samples of the batch that the shapes and operations are of."""
+    flops: int | None
+    """Floating-point operations of the whole forward pass; None if it cannot run without data."""
+    parameters: int
+    """Elements of all parameters, a shared one once."""
+    trained: int
+    """Those of them that the training changes."""
+    note: str = ""
+    """Why there are no shapes and operations; empty if there are."""
+
+
+def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
+    """Return the layers of a model, for the batch of the largest shard.
+
+    Args:
+        plan: the run.
+        model: its model, without data or with it; it is not changed.
+    """
+    watched = _Watched(counter=WorkCounter(), layers={})
+    objective, note, flops = own_copy(plan.components.objective), "", None
+
+    def loss(model: Model, batch: Any) -> Loss:
+        with watched.counter:
+            return objective.loss(model, batch)
+
+    try:
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if not [*module.children()] or [*module.parameters(recurse=False)]:
+                    watched.watch(name, module, stack)
+            TracedPass(
+                model=model, batch=example_batch(plan), loss=loss, precision=plan.components.precision,
+                recomputed=(), accumulates=True,
+            ).run()  # fmt: skip
+        flops = watched.counter.work().flops
+    except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
+        note = f"it cannot run without data ({type(error).__name__}: {error}): no shapes and operations".splitlines()[0]
+    params = [*model.parameters()]
+    return ModelSummary(
+        layers=[*watched.layers.values()],
+        batch=plan.batch.shard_size(0, 0),
+        flops=flops,
+        parameters=sum(one.numel() for one in params),
+        trained=sum(one.numel() for one in params if one.requires_grad),
+        note=note,
+    )
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    counter: WorkCounter
+    layers: dict[str, Layer]
+    _open: list[int] = field(default_factory=list)
+
+    def watch(self, name: str, module: nn.Module, stack: ExitStack) -> None:
+        """Record the calls of a module, also of its copies, until the stack closes."""
+        own = [*module.parameters(recurse=False)]
+        layer = self.layers[name] = Layer(
+            name=name or "(model)",
+            kind=type(module).__name__,
+            parameters=sum(one.numel() for one in own),
+            trained=sum(one.numel() for one in own if one.requires_grad),
+        )
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            self._open.append(self.counter.work().flops)
+
+        def end(_module: nn.Module, _args: Any, outputs: Any) -> None:
+            layer.flops += self.counter.work().flops - self._open.pop()
+            layer.calls += 1
+            found = next((one for one in tree_leaves(outputs) if isinstance(one, Tensor)), None)
+            if layer.output is None and found is not None:
+                layer.output = tuple(found.shape)
+
+        stack.callback(module.register_forward_pre_hook(begin).remove)
+        stack.callback(module.register_forward_hook(end).remove)
+
+
+def layer_rows(summary: ModelSummary) -> list[Mapping[str, Any]]:
+    """Return the layers as they are written into JSON."""
+    return [
+        {
+            "name": one.name,
+            "kind": one.kind,
+            "output": None if one.output is None else list(one.output),
+            "parameters": one.parameters,
+            "trained": one.trained,
+            "calls": one.calls,
+            "flops": one.flops if summary.flops is not None else None,
+        }
+        for one in summary.layers
+    ]
