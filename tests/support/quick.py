@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -37,6 +38,7 @@ if sys.platform != "win32":
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FORK_SERVERS: Final = ("trainkit.run.fork_server_main", "trainkit.sweeps.loop.fork_server_main")
+DRAWING: Final = "trainkit.report.drawing"
 NOTE: Final = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir()), "quick")
 """The file in the session's cache that names the folder of the scripts."""
 SCRIPT: Final = """#!{python} -SE
@@ -62,7 +64,7 @@ class _Quick:
         self.folder = Path(tempfile.mkdtemp())
         self._address = str(self.folder / "socket")
         for name in ("trainkit", *_QUICKENED[imports]):
-            self.script(name)
+            self.script(name, None if name != DRAWING else _quick("drawing", python))
         environ, itself = dict(os.environ), ["-m", "tests.support.quick"]
         if python == sys.executable:
             environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -84,11 +86,12 @@ class _Quick:
         if (imports, python) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ:
             NOTE.write_text(str(self.folder))
 
-    def script(self, module: str) -> Path:
-        """Return the script that stands for `python -m MODULE`."""
+    def script(self, module: str, other: _Quick | None = None) -> Path:
+        """Return the script that stands for `python -m MODULE`, which this process forks or another."""
         script = self.folder / module
         if not script.exists():
-            script.write_text(SCRIPT.format(python=sys.executable, address=self._address, module=module))
+            address = (other or self)._address
+            script.write_text(SCRIPT.format(python=sys.executable, address=address, module=module))
             script.chmod(0o755)
         return script
 
@@ -132,9 +135,10 @@ def path() -> str:
 
 
 def quicken_launches(
-    folder: Callable[[], Path | None] = lambda: _quick("trainkit").folder, modules: Sequence[str] = FORK_SERVERS[:1]
+    folder: Callable[[], Path | None] = lambda: _quick("trainkit").folder,
+    modules: Sequence[str] = (*FORK_SERVERS[:1], DRAWING),
 ) -> None:
-    """Let a process that forks ranks, where this one launches it, be a fork, too.
+    """Let a process that forks ranks or draws a plot, where this one launches it, be a fork, too.
 
     Args:
         folder: where the scripts are; None: what is launched starts as it is.
@@ -145,7 +149,8 @@ def quicken_launches(
     start = subprocess.Popen.__init__
 
     def init(self: subprocess.Popen[bytes], args: Any, *rest: Any, **options: Any) -> None:
-        if isinstance(args, list | tuple) and tuple(args[:2]) == (sys.executable, "-m") and args[2] in modules:
+        launched = isinstance(args, list | tuple) and tuple(args[:2]) == (sys.executable, "-m") and args[2] in modules
+        if launched and (args[2] != DRAWING or args[3] == str(os.getpid())):  # a plot's first argument is its parent
             scripts = folder()
             args = args if scripts is None else (str(scripts / args[2]), *args[3:])
         start(self, args, *rest, **options)
@@ -170,7 +175,12 @@ def serve(imports: str, address: str, reader: str) -> int:
     _end_with(int(reader))
     for name in _IMPORTED[imports]:
         importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
+    if imports == "drawing":
+        figure = importlib.import_module("matplotlib.figure").Figure()
+        figure.text(0, 0, "1")
+        figure.savefig(io.BytesIO())  # imports what draws, and reads the fonts
+    else:
+        importlib.import_module("torch").set_num_threads(1)
     gc.collect()
     gc.freeze()
     listening = socket.socket(socket.AF_UNIX)
@@ -213,6 +223,8 @@ def _answer(link: socket.socket, imports: str) -> int:
     os.environ.update(environ)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environ
     answering = os.getpid()
+    if module == DRAWING:
+        arguments = [str(os.getppid())]  # with which a plot ends
     try:
         if imports == "trainkit" and module in FORK_SERVERS:
             code = _run_fork_server(module, arguments)
@@ -279,10 +291,12 @@ _IMPORTED: Final = {
         "trainkit.run.supervisor.supervisor",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),
+    "drawing": ("trainkit.report.curves", "trainkit.report.bench_plot", "trainkit.report.sweep_plot"),
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
 _QUICKENED: Final = {
-    "trainkit": FORK_SERVERS,
+    "trainkit": (*FORK_SERVERS, DRAWING),
+    "drawing": (),
     "torch": (*FORK_SERVERS, "tests.support.pool_worker", "tests.support.quick"),
 }
 """What a command starts that is a fork, too."""
