@@ -29,7 +29,7 @@ from trainkit.config.compose.hydra_adapter import (
     ConfigLoaderImpl,
     ConfigRepository,
     ConfigSearchPathImpl,
-    lean_defaults_lists,
+    defaults_list,
 )
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, unreadable
@@ -46,6 +46,8 @@ _NO_SOURCES: Final = ConfigRepository(ConfigSearchPathImpl())
 _NO_CONTENT: Final = OmegaConf.create({})
 _SOME_CONTENT: Final = OmegaConf.create({"content": True})
 """Of a file's values, Hydra asks only whether there are any."""
+_MAP: Final = "_create_interpolation_map"
+"""Hydra's function that builds, for each file, a mapping of all choices for the interpolations in its defaults list."""
 
 
 @contextlib.contextmanager
@@ -58,7 +60,7 @@ def hydra_state() -> Iterator[None]:
         setup_globals()
         hydra_version.setbase("1.3")
         Plugins.instance()
-        with lean_defaults_lists():
+        with _lean_defaults_lists():
             yield
     finally:
         BaseContainer._resolvers = resolvers  # noqa: SLF001
@@ -66,6 +68,25 @@ def hydra_state() -> Iterator[None]:
             Singleton._instances.pop(hydra_version.VersionBase, None)  # noqa: SLF001
         else:
             base.version_base = previous  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _lean_defaults_lists() -> Iterator[None]:
+    """Let Hydra build no mapping of choices for files without an interpolation while the block runs.
+
+    Building these mappings takes a third of the time of a composition.
+    """
+    built = getattr(defaults_list, _MAP)
+
+    def needed(overrides: Any, items: Sequence[Any], self_added: bool) -> Any:
+        refers = any(not item.is_self() and item.is_interpolation() for item in items)
+        return built(overrides, items, self_added) if refers else None
+
+    setattr(defaults_list, _MAP, needed)
+    try:
+        yield
+    finally:
+        setattr(defaults_list, _MAP, built)
 
 
 class Repository(CachingConfigRepository):

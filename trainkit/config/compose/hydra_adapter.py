@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from hydra._internal import defaults_list
 from hydra._internal.callbacks import Callbacks
@@ -23,34 +21,12 @@ __all__ = [
     "DefaultsList",
     "completions",
     "create_defaults_list",
+    "defaults_list",
     "get_overrides_dirname",
-    "lean_defaults_lists",
 ]
 
 CORE_PLUGINS: Final = "hydra._internal.core_plugins"
 """The package of Hydra's own sweepers and launchers."""
-
-_MAP: Final = "_create_interpolation_map"
-"""Hydra's function that builds, for each file, a mapping of all choices for the interpolations in its defaults list."""
-
-
-@contextmanager
-def lean_defaults_lists() -> Iterator[None]:
-    """Let Hydra build no mapping of choices for files without an interpolation while the block runs.
-
-    Building these mappings takes a third of the time of a composition.
-    """
-    built = getattr(defaults_list, _MAP)
-
-    def needed(overrides: Any, items: Sequence[Any], self_added: bool) -> Any:
-        refers = any(not item.is_self() and item.is_interpolation() for item in items)
-        return built(overrides, items, self_added) if refers else None
-
-    setattr(defaults_list, _MAP, needed)
-    try:
-        yield
-    finally:
-        setattr(defaults_list, _MAP, built)
 
 
 def completions(loader: ConfigLoaderImpl, *, config_name: str, line: str) -> list[str]:
