@@ -1,6 +1,7 @@
 """Tables and metrics of torchmetrics: the same on every placement, with short last batches."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tests.contract.running import run
 from trainkit.errors import ConfigError
 
-pytest.importorskip("torchmetrics")
+pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 
 SAME = (
     "model=net", "data=points", "objective=classification", "optimizer=sgd", "batch.global_size=16",
