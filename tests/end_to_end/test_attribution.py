@@ -53,16 +53,23 @@ def test_of_two_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None
     assert train(cwd, f"{kind}:1:{STEP}", *mirrored(2, hang_timeout_s=_limit(kind))).problems(kind, 1) == []
 
 
+# of more than two ranks, the others fail of what one did or wait for it; every kind is named among two
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["stopped", "exited 0", "killed", "raised 'peer'", "missing collective", "loader hang"]
+)
 def test_of_four_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None:
     assert train(cwd, f"{kind}:2:{STEP}", *mirrored(4, hang_timeout_s=_limit(kind))).problems(kind, 2) == []
 
 
+# each kind under two strategies, and two kinds under each strategy
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["raised 'peer'", "exited 0", "killed", "stopped"])
-def test_under_every_strategy_with_processes_that_rank_is_named(cwd: Path, strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "strategy"), [
+    ("raised 'peer'", "fsdp"), ("raised 'peer'", "tensor_parallel"), ("exited 0", "tensor_parallel"),
+    ("exited 0", "pipeline"), ("killed", "pipeline"), ("killed", "local_sgd"), ("stopped", "local_sgd"),
+    ("stopped", "fsdp"),
+])  # fmt: skip
+def test_under_every_strategy_with_processes_that_rank_is_named(cwd: Path, kind: str, strategy: str) -> None:
     overrides = (*STRATEGIES[strategy], f"supervisor.hang_timeout_s={_limit(kind):g}")
     assert train(cwd, f"{kind}:1:{STEP}", *overrides).problems(kind, 1) == []
 

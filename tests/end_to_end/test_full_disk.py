@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,17 +84,18 @@ def spoilt(mount: Mount, conf: Path, fault: str, arguments: list[str]) -> None:
         assert (result["status"], result["reason"]) == ("failed", line)
 
 
-@pytest.mark.parametrize(("fault", "strategy"), [("full", "one_device"), ("removed", "mirrored")])
+def faults() -> Iterator[Any]:
+    """Each fault under one strategy, and two under both; two cases by default, the rest in the long form."""
+    for place, fault in enumerate(FAULTS):
+        for strategy in STRATEGIES if fault in ("full", "read-only") else [list(STRATEGIES)[(place + 1) % 2]]:
+            short = (fault, strategy) in (("full", "one_device"), ("removed", "mirrored"))
+            yield pytest.param(fault, strategy, marks=[] if short else [pytest.mark.long])
+
+
+@pytest.mark.parametrize(("fault", "strategy"), list(faults()))
 def test_a_disk_that_is_spoilt_during_the_run_ends_it_with_4(
     mount: Mount, tmp_path: Path, fault: str, strategy: str
 ) -> None:
-    spoilt(mount, tmp_path / "conf", fault, STRATEGIES[strategy])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_fault_ends_a_run_with_4(mount: Mount, tmp_path: Path, fault: str, strategy: str) -> None:
     spoilt(mount, tmp_path / "conf", fault, STRATEGIES[strategy])
 
 
