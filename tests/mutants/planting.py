@@ -89,10 +89,12 @@ def plant(mutant: Mutant, copy: Path) -> Iterator[None]:
 def run_tests(copy: Path, tests: Sequence[str], *, timeout_s: float, **more: str) -> tuple[int, str]:
     """Run pytest on a copy, to the first failure; (exit code, output).
 
-    Every process it starts imports the copy: it stands first on PYTHONPATH, before an editable install. No bytecode is
-    written: that of the copy is what `copy_sources` made of it, and a planted file is compiled each time.
+    Every process it starts imports the copy: it stands first on PYTHONPATH, before an editable install. The bytecode of
+    its tests is written, by the first that imports them; that of the library is `copy_sources`'s, and Python compiles a
+    file anew that is not the one whose content it holds.
     """
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"} | more
+    environment = os.environ | {"PYTHONPATH": str(copy)} | more
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--numprocesses", "0", "-m", "not engine"]
     command = quick.command(*options, *tests, module="pytest", imports="torch")
     process = subprocess.run(
