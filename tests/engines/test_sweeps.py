@@ -43,7 +43,7 @@ def below(cwd: Path) -> list[str]:
     return found
 
 
-def none_is_left(cwd: Path, within_s: float = 10) -> None:
+def none_is_left(cwd: Path, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while below(cwd) and time.monotonic() < deadline:
         time.sleep(0.1)

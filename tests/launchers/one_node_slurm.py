@@ -98,7 +98,7 @@ def end_steps(folder: Path) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], object], folder: Path, within_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], folder: Path, within_s: float = 120.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

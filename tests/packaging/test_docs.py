@@ -60,7 +60,7 @@ def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
         (cwd / name).write_text(content)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.commands],
-        cwd=cwd, env=os.environ | {"PATH": quick.path()}, capture_output=True, text=True, timeout=150, check=False,
+        cwd=cwd, env=os.environ | {"PATH": quick.path()}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == block.code, done.stdout + done.stderr
     if block.prints:

@@ -144,7 +144,7 @@ def test_sparse_adam_cannot_be_reproducible(pool: Pool) -> None:
 
 def grouped(place: Place, hosts: list[int]) -> list[float]:
     packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
-    reducer = HierarchicalReducer(hosts, rank=place.rank, timeout_s=30)
+    reducer = HierarchicalReducer(hosts, rank=place.rank, timeout_s=60)
     parts = iter([(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])])
     found: list[float] = reducer.reduce(parts, num_shards=4, packing=packing)[0].tolist()  # type: ignore[union-attr]
     return found

@@ -116,7 +116,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
 def sums_of_many_steps(place: Place) -> list[float]:
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
     transport, packing = (
-        SharedMemoryReducer(collective, timeout_s=30),
+        SharedMemoryReducer(collective, timeout_s=60),
         FlatBuffer([torch.Size([5])], torch.float64, CPU),
     )
     found = []

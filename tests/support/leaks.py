@@ -63,7 +63,7 @@ def look() -> Footprint:
     )
 
 
-def settled_leaks(before: Footprint, *, patience_s: float = 2.0) -> list[str]:
+def settled_leaks(before: Footprint, *, patience_s: float) -> list[str]:
     """The leaks that are still there after a moment: threads and children need one to end."""
     deadline = time.monotonic() + patience_s
     while (leaks := look().leaks_since(before)) and time.monotonic() < deadline:

@@ -30,6 +30,8 @@ SLOW: Final = "slow: left out of the fast lane"
 class FastLane:
     """The plugin of `--fast`."""
 
+    NAME: Final = "fast lane"
+
     def __init__(self, config: pytest.Config) -> None:
         for left_behind in ("Unraisable", "UnhandledThread"):  # files left open, threads that wait for a process
             config.addinivalue_line("filterwarnings", f"ignore::pytest.Pytest{left_behind}ExceptionWarning")
@@ -50,6 +52,10 @@ class FastLane:
         if threading.current_thread() is not main and main.ident is not None:
             signal.pthread_kill(main.ident, signal.SIGPROF)
         pytest.skip(REASON)
+
+    def skips(self, item: pytest.Item) -> bool:
+        """Return whether a test was refused a process, so that its result is a skip."""
+        return item.nodeid in self._refused
 
     def _skip_what_waits(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: skip a test of which another thread was refused a process."""

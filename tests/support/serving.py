@@ -37,7 +37,7 @@ class Farm:
             self.shares,
             token=TOKEN,
             name=name,
-            timeout_s=30,
+            timeout_s=60,
             **settings,  # type: ignore[arg-type]
         )
 

@@ -89,7 +89,7 @@ def started(folder: Path, code: str, *words: object, loses: bool = False) -> Ite
         job = remote(
             JobCommand(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put)
         )
-        yield job, lambda: ends.get(timeout=30)
+        yield job, lambda: ends.get(timeout=60)
     for thread in engine.threads:
         thread.join()
     assert engine.requested == [2]
@@ -110,7 +110,7 @@ def test_a_secret_reaches_a_job_and_no_file(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code]
         remote(JobCommand(number=1, command=command, environ={}, log=log, report=ends.put, secrets={"PIN": "canary"}))
         described_as = [file.read_text() for file in tmp_path.glob(".jobs/*.json")]
-        assert ends.get(timeout=30).code == len("canary")
+        assert ends.get(timeout=60).code == len("canary")
     assert "canary" not in described_as[0]
 
 
