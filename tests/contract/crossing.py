@@ -28,7 +28,7 @@ def cross(pool: Pool, case: Case, *, source: Path | None, target: Path, saves_at
     if num_ranks == 1:
         return [cross_rank(None, case, source, target, saves_at)]
     crossed: list[Crossed] = pool.run(
-        "tests.contract.crossing.cross_rank", case, source, target, saves_at, num_ranks=num_ranks, timeout_s=150
+        "tests.contract.crossing.cross_rank", case, source, target, saves_at, num_ranks=num_ranks
     )
     return crossed
 

@@ -234,7 +234,7 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     tasks = strategy.tasks(PlanContext())
     if len(tasks) == 1:
         return [run_rank(None, case)]
-    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks), timeout_s=120)
+    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks))
     found = [rank for rank, task in zip(trained, tasks, strict=True) if runs_loop(strategy, task)]
     if len(found) < len(tasks):
         _share_samples(found, trained)

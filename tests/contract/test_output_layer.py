@@ -87,6 +87,6 @@ def test_where_the_vocabulary_is_cut_no_rank_gathers_scores(pool: Pool) -> None:
     case = HiddenCase(
         strategy="tensor_parallel", settings=PLACES["tensor_parallel"], num_steps=1, model={"vocab_size": 14}
     )
-    for widths in pool.run("tests.support.scores.widths_of_rank", case, num_ranks=2, timeout_s=120):
+    for widths in pool.run("tests.support.scores.widths_of_rank", case, num_ranks=2):
         assert 7 in widths
         assert 14 not in widths

@@ -82,7 +82,7 @@ class Pool:
         self._workers.clear()
         self._store = None
 
-    def run(self, function: str, *args: Any, num_ranks: int, group: bool = False, timeout_s: float = 120) -> list[Any]:
+    def run(self, function: str, *args: Any, num_ranks: int, group: bool = False, timeout_s: float = 240) -> list[Any]:
         """Call a function on every rank of a task and wait for all of them.
 
         Args:

@@ -65,7 +65,7 @@ def _call(request: Request) -> Any:
 def _join(place: Place) -> None:
     store = PrefixStore(place.prefix, TCPStore(*place.store, is_master=False))
     dist.init_process_group(
-        "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=timedelta(seconds=240)
     )
 
 
