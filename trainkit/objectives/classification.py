@@ -12,6 +12,7 @@ from torch.nn import functional
 from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths, unit
+from trainkit.numerics.from_host import tensor_on
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import class_details
 from trainkit.objectives.fields import Field, scores_of
@@ -105,9 +106,7 @@ class Classification(Supervised):
         if self.class_weights is None:
             loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
             return Loss(loss_sum, float(targets.shape[0]), None, outputs, targets)
-        on_gpu = scores.device.type == "cuda"  # copied from pinned memory, for which the host does not wait
-        weights = torch.tensor(self.class_weights, dtype=scores.dtype, pin_memory=on_gpu)
-        weights = weights.to(scores.device, non_blocking=on_gpu)
+        weights = tensor_on(self.class_weights, scores.dtype, scores.device)
         loss_sum = functional.cross_entropy(
             scores, targets, weight=weights, reduction="sum", label_smoothing=self.label_smoothing
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainkit.numerics.from_host import tensor_on
 from trainkit.strategies.base import UpdateParams
 from trainkit.strategies.core.graphs.formulas import Formula, formula_of
 from trainkit.strategies.core.optimizer import OptimizerStepper, joined_counts
@@ -89,7 +90,7 @@ class Updates:
         for one in self._classes:
             numbers += one.formula.values(one.base_lr * update.lr_factor, one.count + 1)
         replica = self._replica
-        return torch.tensor(numbers, dtype=replica.precision.master_dtype, device=replica.device)
+        return tensor_on(numbers, replica.precision.master_dtype, replica.device)
 
     def apply(
         self, grads: Sequence[Tensor | None], values: Tensor, slots: Sequence[Sequence[Tensor]], *, clips: bool
