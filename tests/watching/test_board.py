@@ -39,7 +39,7 @@ def test_a_run_shows_its_step_pace_and_newest_metrics(tmp_path: Path) -> None:
         folder,
         {"step": 10, "seconds": 1.0, "train/loss": 0.9, "samples_per_s": 640.0, "lr": 0.1},
         {"step": 10, "epoch": 1.0, "val/loss": 0.8},
-        {"step": 20, "seconds": 2.0, "train/loss": 0.7, "samples_per_s": 650.0, "lr": 0.1},
+        {"step": 20, "seconds": 2.0, "train/loss": 0.7, "samples_per_s": 650.0, "lr": 0.1, "memory": 1e9},
     )
     (run,) = Board(tmp_path).read()["runs"]
     assert (run["folder"], run["state"], run["step"], run["last_step"]) == ("digits/1", "running", 20, 100)

@@ -26,7 +26,6 @@ _MOST_METRICS: Final = 20
 _LONGEST: Final = 200
 _SEARCH_S: Final = 10.0
 """Seconds between two walks through the folders."""
-_COUNTERS: Final = frozenset({"step", "epoch", "samples", "seconds", "samples_per_s", "data_wait", "lr"})
 
 
 def runs_below(root: Path) -> Iterator[Path]:
@@ -112,7 +111,7 @@ def _last_rows(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
     for line in text.splitlines():
         row = _numbers(line)
         last = row if "train/loss" in row else last
-        metrics |= {_plain(name): value for name, value in row.items() if name not in _COUNTERS}
+        metrics |= {_plain(name): value for name, value in row.items() if "/" in name}
     return last, dict(list(metrics.items())[:_MOST_METRICS])
 
 
