@@ -129,6 +129,22 @@ def test_a_gradient_has_the_strides_of_its_parameter(make: Any) -> None:
     assert torch.equal(weight.grad, torch.arange(weight.numel()).view(weight.shape).float())
 
 
+def test_new_gradients_of_the_last_pass_are_copied_together_with_the_buffers() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    packing = FlatBuffer([torch.Size([4]), torch.Size([1])], torch.float32, CPU, num_grads=1)
+    vector = GradientVector(packing, packing.empty(), cut_into_buckets(packing, bucket_bytes=0, part_tail=False))
+    for shards in (1, 2):
+        vector.begin_step()
+        for number in range(shards):
+            vector.begin_backward([weight], is_last=number == shards - 1)
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+            vector.end_backward()
+        assert (weight.grad is vector.views[0]) == (shards == 2), "the gradient of a single pass is copied once, later"
+        vector.fill_rest([weight.grad, torch.full((1,), 9.0)])
+        assert vector.flat.tolist() == [float(shards)] * 4 + [9.0]
+        weight.grad = None
+
+
 class InPlace(FlatReducer):
     """A reducer of one rank."""
 

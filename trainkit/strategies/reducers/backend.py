@@ -79,7 +79,7 @@ class BackendReducer(Reducer):
         if not self._reducing or self._vector is None:
             return  # another reducer has this step
         self._full.clear()
-        self._vector.begin_backward(params, self._on_full if is_last else None)
+        self._vector.begin_backward(params, self._on_full if is_last else None, is_last=is_last)
 
     def end_backward(self) -> None:
         """Take gradients that filled no bucket."""

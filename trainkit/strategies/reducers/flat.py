@@ -44,10 +44,10 @@ class FlatReducer(Reducer):
         self.sum(vector.flat)
         return vector.views
 
-    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:  # noqa: ARG002 - exchanged afterwards
+    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
         """Take the gradients of the next backward pass."""
         if self._reducing and self._vector is not None:
-            self._vector.begin_backward(params)
+            self._vector.begin_backward(params, is_last=is_last)
 
     def end_backward(self) -> None:
         """Take gradients that filled no bucket."""

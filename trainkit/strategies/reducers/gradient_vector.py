@@ -98,18 +98,22 @@ class GradientVector:
         self._params: Sequence[Tensor] | None = None
         self._on_full: Callable[[int], None] | None = None
         self._held: list[bool] = []
+        self._is_last = False
 
     def begin_step(self) -> None:
         """Begin a new sum: what the vector holds is of an earlier step."""
         self._held, self._params = [False] * len(self.packing.shapes), None
 
-    def begin_backward(self, params: Sequence[Tensor], on_full: Callable[[int], None] | None = None) -> None:
+    def begin_backward(
+        self, params: Sequence[Tensor], on_full: Callable[[int], None] | None = None, *, is_last: bool = False
+    ) -> None:
         """Take the gradients of the next backward pass.
 
         Args:
             params: one a gradient of the packing; the same in every pass.
             on_full: called with the number of a bucket when the vector holds all of its final gradients. None: more
                 passes follow, or nothing is exchanged meanwhile.
+            is_last: whether no pass of the step follows.
         """
         if len(self._ranges) > 1:
             if not self._hooks:
@@ -118,12 +122,15 @@ class GradientVector:
                     for place, param in enumerate(params)
                 ]
             self._missing = [set(range(first, last)) for first, last in self._ranges]
-        self._params, self._on_full = params, on_full
+        self._params, self._on_full, self._is_last = params, on_full, is_last
 
     def end_backward(self) -> None:
-        """Take the gradients of buckets that did not become full, because this shard uses some parameters only."""
+        """Take the gradients of buckets that did not become full: of the only one, or because some are not used.
+
+        After the last pass new ones stay where they are: `fill_rest` copies them together with the buffers.
+        """
         for first, last in self._ranges:
-            self._take(first, last)
+            self._take(first, last, leaves_new=self._is_last)
         self._params = self._on_full = None
 
     def fill_rest(self, sums: Sequence[Tensor | None]) -> None:
@@ -155,7 +162,7 @@ class GradientVector:
                 self._on_full(number)
 
     @torch.no_grad()
-    def _take(self, first: int, last: int) -> None:
+    def _take(self, first: int, last: int, *, leaves_new: bool = False) -> None:
         """Copy the gradients of a bucket into the vector, or add them to it, and free their own memory."""
         assert self._params is not None
         views: list[Tensor] = []
@@ -166,6 +173,8 @@ class GradientVector:
             if grad is None or grad is view:
                 continue
             is_cast = grad.dtype is not view.dtype
+            if leaves_new and not is_cast and not self._held[place]:
+                continue
             param.grad = None if is_cast else view
             if is_cast and self._held[place]:
                 view.add_(grad)
