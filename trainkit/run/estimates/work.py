@@ -103,7 +103,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation and count it; a view and an allocation count nothing."""
         named = kwargs or {}
         found = func(*args, **named)
-        if not _is_free(func):
+        if not is_free(func):
             formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - as torch does
             flops = 0 if formula is None else int(formula(*args, **named, out_val=found))
             self._operations[flops, _bytes_of((args, named, found))] += 1
@@ -114,7 +114,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Work(operations=dict(self._operations))
 
 
-def _is_free(func: Any) -> bool:
+def is_free(func: Any) -> bool:
     """Return whether an operation neither reads nor writes the elements of a tensor."""
     name: str = func._schema.name  # noqa: SLF001 - torch has no public name for the schema
     returns = func._schema.returns  # noqa: SLF001

@@ -15,19 +15,23 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.errors import TrainingError
+from trainkit.strategies.core.buffer_groups import BufferGroup
+
+_T = TypeVar("_T")
 
 
 class StepBuffers:
     """The buffers of a model through the shards of a step.
 
     Buffers that no forward pass updates cost nothing. `watch` finds the updated ones in a forward pass, by torch's
-    version counters; the ranks agree on them and pass them to `settle`.
+    version counters; the ranks agree on them and pass them to `settle`. A ResNet-50 updates 159 buffers, most of a few
+    hundred elements: they are read and written as one vector a dtype, in a few launches a shard.
 
     Args:
         dtype: of their sums.
@@ -38,8 +42,10 @@ class StepBuffers:
         self._all = [_owner(model, name) for name in self.names]
         self._chosen = self._all
         self._dtype = dtype
-        self._start: list[Tensor] = []
+        self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._groups: list[BufferGroup] = []
         self._sums: list[Tensor] | None = None
+        """A vector a group."""
         self._in_step = False
 
     @contextmanager
@@ -62,18 +68,21 @@ class StepBuffers:
     def changed_since(self, before: Sequence[tuple[int, int]]) -> list[float]:
         """Return 1.0 for each buffer that a forward pass has updated since `versions` and the start of the step."""
         # Values too: torch's batch normalisation updates its statistics without counting a version.
-        differs = [not torch.equal(tensor, start) for tensor, start in zip(self.tensors(), self._start, strict=True)]
+        pairs = zip(self.tensors(), self._starts(), strict=True)
+        differs = [not torch.equal(tensor, start) for tensor, start in pairs]
         after = self.versions()
         return [float(old != new or moved) for old, new, moved in zip(before, after, differs, strict=True)]
 
     def settle(self, changed: Sequence[float]) -> None:
         """Keep only the buffers that a forward pass updates, on any rank; also in the middle of a step."""
         kept = [place for place, flag in enumerate(changed) if flag]
-        if self._start:
-            self._start = [self._start[place] for place in kept]
-        if self._sums is not None:
-            self._sums = [self._sums[place] for place in kept]
         self._chosen = [self._all[place] for place in kept]
+        if not self._groups:
+            return
+        starts, sums = self._starts(), None if self._sums is None else self._unjoined(self._sums)
+        self._lay_out([starts[place] for place in kept])
+        if sums is not None:
+            self._sums = [group.joined(own) for group, own in self._split([sums[place] for place in kept])]
 
     def settle_like(self, other: StepBuffers) -> None:
         """Keep the same buffers as those of another copy of the model."""
@@ -96,10 +105,16 @@ class StepBuffers:
 
     def begin_step(self) -> None:
         """Store the values that every shard of the step starts from."""
-        self._start = [tensor.detach().clone() for tensor in self.tensors()]
+        tensors = self.tensors()
+        if [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] == self._layout:
+            for group, own in self._split(tensors):
+                group.begin_step(own)
+        else:
+            self._lay_out(tensors)
         self._sums = None
         self._in_step = True
 
+    @torch.no_grad()
     def end_forward(self, share: float, within: Container[nn.Module] | None = None) -> None:
         """Read the buffers after a forward pass; before backward, which may recompute it.
 
@@ -109,12 +124,13 @@ class StepBuffers:
         """
         if not self._chosen:
             return
-        # Integers (counters) are summed as shares of what they advanced by; those add up to the advance.
-        parts = [
-            (tensor.detach() if start.is_floating_point() else tensor - start).to(self._dtype)
-            * (share if within is None or owner in within else 0.0)
-            for tensor, start, (owner, _) in zip(self.tensors(), self._start, self._chosen, strict=True)
-        ]
+        parts = [group.advanced(own).to(self._dtype) for group, own in self._split(self.tensors())]
+        if within is None:
+            torch._foreach_mul_(parts, share)
+        else:
+            shares = [share if owner in within else 0.0 for owner, _ in self._chosen]
+            for part, (group, own) in zip(parts, self._split(shares), strict=True):
+                torch._foreach_mul_(group.views(part), own)
         if self._sums is None:
             self._sums = parts
         else:
@@ -122,8 +138,8 @@ class StepBuffers:
 
     def reset(self) -> None:
         """Restore the values of the start of the step; by `.data`, so that a later backward pass still works."""
-        for tensor, start in zip(self.tensors(), self._start, strict=True):
-            tensor.data.copy_(start)
+        for group, own in self._split(self.tensors()):
+            torch._foreach_copy_([tensor.data for tensor in own], group.starts)
 
     def recover(self) -> None:
         """Undo the changes of an interrupted step; does nothing between steps."""
@@ -135,12 +151,12 @@ class StepBuffers:
         """Return the sums over the shards since the last call; zeros if there was none."""
         sums, self._sums = self._sums, None
         if sums is None:
-            return [torch.zeros_like(start, dtype=self._dtype) for start in self._start]
-        return sums
+            sums = [torch.zeros_like(group.start, dtype=self._dtype) for group in self._groups]
+        return self._unjoined(sums)
 
     def became_nonfinite(self, sums: Sequence[Tensor | None]) -> list[Tensor]:
         """Return () flags, one a device: whether a buffer that was finite is not finite in the sums over all shards."""
-        pairs = zip(self._start, sums, strict=True)
+        pairs = zip(self._starts(), sums, strict=True)
         both = [(start, total) for start, total in pairs if total is not None and start.is_floating_point()]
         both = [(start, total) for start, total in both if total.numel()]
         flags = []
@@ -151,18 +167,40 @@ class StepBuffers:
             flags.append((torch.isfinite(before) & ~torch.isfinite(after)).any())
         return flags
 
+    @torch.no_grad()
     def finish(self, sums: Sequence[Tensor | None]) -> None:
         """Set the buffers to the sums over all shards and ranks, for the next step."""
-        for tensor, start, total in zip(self.tensors(), self._start, sums, strict=True):
-            if total is None:
-                continue
-            tensor.data.copy_(total if start.is_floating_point() else start + total.round().to(start.dtype))
+        for group, own in self._split(list(zip(self.tensors(), sums, strict=True))):
+            group.write([tensor.data for tensor, _ in own], [total for _, total in own])
         self._in_step = False
 
     def tensors(self) -> list[Tensor]:
         """Return the current values of the buffers that a forward pass updates."""
         # Looked up each time: a module may put a new tensor in a buffer's place.
         return [tensor for owner, name in self._chosen if (tensor := owner._buffers[name]) is not None]  # noqa: SLF001
+
+    def _lay_out(self, starts: Sequence[Tensor]) -> None:
+        """Group buffers by device and dtype, and store their values at the start of the step."""
+        self._layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in starts]
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, (_, dtype, device) in enumerate(self._layout):
+            places.setdefault((device, dtype), []).append(place)
+        self._groups = [BufferGroup(own, [starts[place] for place in own]) for own in places.values()]
+
+    def _split(self, values: Sequence[_T]) -> list[tuple[BufferGroup, list[_T]]]:
+        """Return each group with its own of some values, one a buffer."""
+        return [(group, [values[place] for place in group.places]) for group in self._groups]
+
+    def _unjoined(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors inside of the groups' vectors, in the order of the buffers."""
+        found: dict[int, Tensor] = {}
+        for group, flat in zip(self._groups, flats, strict=True):
+            found.update(zip(group.places, group.views(flat), strict=True))
+        return [found[place] for place in range(len(found))]
+
+    def _starts(self) -> list[Tensor]:
+        """Return the values at the start of the step, in the order of the buffers."""
+        return self._unjoined([group.start for group in self._groups])
 
 
 def _largest(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, LossWeighting, StepContext, UpdateParams
 from trainkit.strategies.core.buffers import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.small_grads import SmallGrads
 from trainkit.strategies.core.sparse import scatter_to_all_params
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, find_sparse, layout_mark
 
@@ -139,11 +140,14 @@ class ShardStep:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
         replica.reducer.begin_backward(replica.reduced, is_last=self.ticket.shards[-1:] == (shard,))
+        earlier = None if replica.exchanges or len(self.ticket.shards) == 1 else SmallGrads(replica.trained)
         # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
         _engine_run_backward(
             (total,), (self._seed(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
         replica.reducer.end_backward()
+        if earlier is not None:
+            earlier.add_up()
         if replica.buffers.names:
             replica.buffers.reset()
         if replica.masters_apart:

@@ -1,0 +1,59 @@
+"""Add up the gradients of a step's shards in few launches.
+
+Autograd adds the gradient of a later shard to the sum of those before it parameter by parameter, a launch each: 161 a
+shard for a ResNet-50, of which 127 move less than 256 KiB. Such sums are put aside during a backward pass, and all are
+added to its gradients at once. Both are alive at the same time, which is why large gradients stay autograd's: those of
+a ResNet-50 that are put aside are a thirtieth of all. The order of every sum, and so its bits, stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+MOST_ELEMENTS: Final = 2**16
+"""Elements of the largest gradient that is put aside."""
+
+
+class SmallGrads:
+    """The sums over earlier shards of a step's small gradients, put aside during a backward pass.
+
+    Args:
+        params: of the model.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.ones(2)
+        >>> earlier = SmallGrads([weight])
+        >>> (2.0 * weight).sum().backward()
+        >>> weight.grad.tolist(), earlier.add_up(), weight.grad.tolist()
+        ([2.0, 2.0], None, [3.0, 3.0])
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._sums: list[tuple[nn.Parameter, Tensor]] = []
+        for param in params:
+            grad = param.grad
+            if grad is not None and grad.numel() <= MOST_ELEMENTS and grad.layout is torch.strided:
+                self._sums.append((param, grad))
+                param.grad = None
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add the gradients of the backward pass to the sums, which become the gradients again."""
+        totals: list[Tensor] = []
+        grads: list[Tensor] = []
+        for param, total in self._sums:
+            grad, param.grad = param.grad, total
+            if grad is None:
+                continue  # this shard does not use it
+            if grad.layout is torch.strided:
+                totals.append(total)
+                grads.append(grad)
+            else:
+                total.add_(grad)
+        if grads:
+            torch._foreach_add_(totals, grads)
