@@ -43,7 +43,7 @@ def direct() -> Callable[[Any], InProcessReader]:
             positions,
             shards_at=lambda _: (0,),
             num_steps=NUM_STEPS,
-            device=torch.device("cpu"),
+            move=lambda batch: batch,
         )
 
     return make

@@ -80,6 +80,8 @@ class RunConfig:
     """Bounds on the gradient."""
     activation_checkpointing: Annotated[Literal["none", "full"] | int | list[str], speed, at_least(1)] = "none"
     """What backward recomputes instead of storing: nothing, every block, every n-th, or modules by class."""
+    memory_format: Annotated[Literal["auto", "contiguous", "channels_last"], speed] = "auto"
+    """Where a convnet's weights have their channels; auto: last on CUDA with 16-bit convolutions, else contiguous."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """What torch.compile does with the model."""
     numerics: NumericsConfig = field(default_factory=NumericsConfig)

@@ -114,7 +114,7 @@ class LoaderConfig:
     prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Batches that each worker prefetches."""
     pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
-    """Page-locked host memory for faster copies; auto: if the device is CUDA."""
+    """Copy batches to a CUDA device through page-locked memory, beside its kernels; auto: if the device is CUDA."""
 
     @property
     def num_processes(self) -> int:

@@ -11,9 +11,10 @@ import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks
-from trainkit.data.reading.collate import narrow, to_device
+from trainkit.data.reading.collate import narrow
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import collated, whole_arrays
+from trainkit.data.reading.pinned_ring import batch_mover
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
@@ -66,7 +67,7 @@ class EvalBatches:
         starts: Sequence[int] | None = None,
     ) -> None:
         self._dataset, self._hooks = dataset, hooks
-        self._device = device
+        self._device, self._move = device, batch_mover(device, settings)
         self._settings = settings
         count = size_of(dataset)
         given = starts is not None
@@ -106,7 +107,7 @@ class EvalBatches:
             reader = Reader(self._dataset, seed=0, collate=self._hooks.collate)
             host = (_read(reader, start, stop) for start, stop in self._ranges)
         for batch in host:
-            yield to_device(batch, self._device)
+            yield self._move(batch)
 
     def _streamed(self, stream: Stream) -> Iterator[Any]:
         items, position = stream.from_begin(0), 0

@@ -89,9 +89,14 @@ class Precision:
 
             model.register_forward_pre_hook(cast, with_kwargs=True)
 
-    def apply_globally(self, device_type: str) -> None:
-        """Set the process-wide switch of float32 matrix products on CUDA."""
+    def apply_globally(self, device_type: str, *, reproducible: bool = False) -> None:
+        """Set the process-wide switches of CUDA: float32 matrix products, and the choice of convolution kernels.
+
+        cuDNN times its kernels for each shape of a convolution and takes the fastest, which rounds otherwise from one
+        process to the next; a reproducible run takes the kernel that cuDNN's heuristic names.
+        """
         if device_type == "cuda":
+            torch.backends.cudnn.benchmark = not reproducible
             torch.set_float32_matmul_precision("high" if self.value == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = self.value == "tf32"
 

@@ -180,6 +180,8 @@ class Traits:
     """Whether a run may have several optimizers, and its objective several phases."""
     compiles_step: bool = False
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
+    keeps_memory_format: bool = True
+    """Whether parameters keep the memory format of the model; parts of sharded ones are contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -292,6 +292,7 @@ _ADDED: Final[Mapping[str, object]] = {
     "data.distribute": "samples",
     "objective.cross_entropy": "chunked",
     "strategy.process_group": "auto",
+    "memory_format": "auto",
 }
 """Key that earlier versions do not have -> its value that does not count."""
 

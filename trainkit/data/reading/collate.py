@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Protocol
 
@@ -142,19 +142,33 @@ def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return shards
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors that `to_device` moves, in its order; objects with a method `to` move what they hold."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif not callable(getattr(batch, "to", None)) and isinstance(batch, tuple | dict | list):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_in(part)
+
+
+def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
     """Return the batch on a device. A copy from pinned memory is asynchronous to the host.
 
     Objects that are neither tensors nor containers stay as they are, unless they have a method `to`.
+
+    Args:
+        batch: of any structure.
+        device: where it goes.
+        move: moves each tensor of `tensors_in`; None: torch does.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=True) if move is None else move(batch)
     if callable(getattr(batch, "to", None)):  # a packed sequence, a batch of transformers
         return batch.to(device)
     if isinstance(batch, tuple):
-        return tuple(to_device(part, device) for part in batch)
+        return tuple(to_device(part, device, move) for part in batch)
     if isinstance(batch, dict):
-        return {key: to_device(part, device) for key, part in batch.items()}
+        return {key: to_device(part, device, move) for key, part in batch.items()}
     if isinstance(batch, list):
-        return [to_device(part, device) for part in batch]
+        return [to_device(part, device, move) for part in batch]
     return batch

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard
 
-import torch
-
-from trainkit.data.reading.collate import CollateFunction, to_device
+from trainkit.data.reading.collate import CollateFunction
+from trainkit.data.reading.pinned_ring import MoveBatch
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.generators import Untouched, seed_host
@@ -104,9 +103,9 @@ class DealtReader:
     """
 
     def __init__(
-        self, source: FileSource, plan: BatchPlan, *, device: torch.device, seed: int, collate: CollateFunction
+        self, source: FileSource, plan: BatchPlan, *, move: MoveBatch, seed: int, collate: CollateFunction
     ) -> None:
-        self._source, self._plan, self._device, self._seed, self._collate = source, plan, device, seed, collate
+        self._source, self._plan, self._move, self._seed, self._collate = source, plan, move, seed, collate
         self._order = DealtOrder(plan=plan)
         self._starts = [0, *itertools.accumulate(source.sizes)]
         self._parts: dict[int, _OpenFile] = {}
@@ -160,7 +159,7 @@ class DealtReader:
         first = self._order.first(step, shard)
         samples = [self._sample(shard, epoch, index) for index in range(first, first + stop - start)]
         seed_host(shard_key(self._seed, epoch, start))
-        return to_device(self._collate(samples, range(first, first + stop - start)), self._device)
+        return self._move(self._collate(samples, range(first, first + stop - start)))
 
     def _sample(self, shard: int, epoch: int, index: int) -> Any:
         number = bisect_right(self._starts, index) - 1

@@ -8,11 +8,10 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from trainkit.data.reading.collate import to_device
+from trainkit.data.reading.pinned_ring import MoveBatch
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Positions, Ticket
@@ -41,13 +40,13 @@ class InProcessReader:
         *,
         shards_at: Callable[[int], Sequence[int]],
         num_steps: int,
-        device: torch.device,
+        move: MoveBatch,
     ) -> None:
         self._reader = reader
         self._positions = positions
         self._shards_at = shards_at
         self._num_steps = num_steps
-        self._device = device
+        self._move = move
         self._read: deque[tuple[Ticket, Any]] = deque()
 
     def read(self, ticket: Ticket) -> list[Any]:
@@ -62,9 +61,7 @@ class InProcessReader:
         _, batch = self._read.popleft()
         if isinstance(batch, DataError):
             raise batch
-        if self._device.type != "cpu":
-            batch = to_device(batch, self._device)
-        return self._reader.cut(batch, self._positions.sizes(ticket))
+        return self._reader.cut(self._move(batch), self._positions.sizes(ticket))
 
     def close(self) -> None:
         """Drop the prefetched batches."""

@@ -15,8 +15,9 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
 from trainkit.config.values import at_least
 from trainkit.data.declaration import Declared
-from trainkit.data.reading.collate import CollateFunction, collate, to_device
+from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.data.reading.dealt import DealtReader, FileSource, has_files
+from trainkit.data.reading.pinned_ring import MoveBatch, batch_mover
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan, Ticket
@@ -165,10 +166,10 @@ def stream_reader(
     if settings.cache is True:
         rule = "an iterable dataset cannot be cached. Use auto."
         raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
-    files = stream.files_for(plan.num_shards(0))
+    move, files = batch_mover(device, settings), stream.files_for(plan.num_shards(0))
     if files is not None:
-        return DealtReader(files, plan, device=device, seed=seed, collate=collate)
-    return StreamReader(stream, plan, device=device, seed=seed, collate=collate)
+        return DealtReader(files, plan, move=move, seed=seed, collate=collate)
+    return StreamReader(stream, plan, move=move, seed=seed, collate=collate)
 
 
 class StreamReader:
@@ -182,13 +183,13 @@ class StreamReader:
         stream: Stream,
         plan: BatchPlan,
         *,
-        device: torch.device,
+        move: MoveBatch,
         seed: int,
         collate: CollateFunction = collate,
     ) -> None:
         self._stream = stream
         self._plan = plan
-        self._device = device
+        self._move = move
         self._seed = seed
         self._collate = collate
         self._epoch = -1
@@ -234,7 +235,7 @@ class StreamReader:
         samples = [self._next() for _ in range(stop - start)]
         seed_host(shard_key(self._seed, epoch, start))
         batch = self._collate(samples, range(start, stop))
-        return to_device(batch, self._device)
+        return self._move(batch)
 
     def _next(self) -> Any:
         seed_host(sample_key(self._seed, self._epoch, self._position))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, UserTransform
-from trainkit.data.reading.collate import shards_of, to_device
+from trainkit.data.reading.collate import shards_of
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
+from trainkit.data.reading.pinned_ring import MoveBatch, batch_mover
 from trainkit.data.reading.reader import Reader, result_without_draws
 from trainkit.data.reading.workers import Workers
 from trainkit.data.splits import size_of
@@ -42,10 +43,12 @@ class BatchSource(Protocol):
 class Memory:
     """Gathers shards from tensors with one `index_select` per tensor, on the device if they fit there."""
 
-    def __init__(self, arrays: Arrays, positions: Positions, *, device: torch.device) -> None:
+    def __init__(self, arrays: Arrays, positions: Positions, *, device: torch.device, move: MoveBatch) -> None:
         self._positions = positions
-        self._device = device
+        self._move = move
         self._home = device if _fits(arrays, device) else torch.device("cpu")
+        self.is_on_device = self._home == device
+        """Whether batches are gathered where they are used."""
         self._keys = tuple(arrays) if isinstance(arrays, dict) else None
         values = arrays.values() if isinstance(arrays, dict) else arrays
         self._tensors = [tensor.to(self._home) for tensor in values]
@@ -56,8 +59,8 @@ class Memory:
         """Gather; several shards are views of one gathered batch."""
         index = self._index(ticket)
         gathered = tuple([tensor.index_select(0, index) for tensor in self._tensors])
-        if self._home != self._device:
-            gathered = to_device(gathered, self._device)
+        if not self.is_on_device:
+            gathered = self._move(gathered)
         batch: Any = gathered if self._keys is None else dict(zip(self._keys, gathered, strict=True))
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
@@ -78,16 +81,16 @@ class Memory:
 class Gatherer:
     """Reads many samples at once from an in-memory dataset that has `gather(indices)`."""
 
-    def __init__(self, gather: Callable[[Tensor], Any], positions: Positions, *, device: torch.device) -> None:
+    def __init__(self, gather: Callable[[Tensor], Any], positions: Positions, *, move: MoveBatch) -> None:
         self._gather = gather
         self._positions = positions
-        self._device = device
+        self._move = move
         self._is_known = False
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Gather on the host and move to the device; several shards are views of one gathered batch."""
         indices = torch.from_numpy(self._positions.indices(ticket))
-        batch = to_device(self._gather(indices) if self._is_known else self._first(indices), self._device)
+        batch = self._move(self._gather(indices) if self._is_known else self._first(indices))
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
     def _first(self, indices: Tensor) -> Any:
@@ -285,13 +288,14 @@ def _choose(
     if isinstance(dataset, Stream):
         return stream_reader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
     positions = Positions(plan, hooks.order(dataset, seed=seed, shuffle=settings.shuffle))
+    move = batch_mover(device, settings)
     if hooks.collate is None:
-        in_memory = _in_memory(dataset, positions, device=device, settings=settings)
+        in_memory = _in_memory(dataset, positions, device=device, settings=settings, move=move)
         if in_memory is not None:
             return in_memory
     if settings.num_processes == 0:
         reader = Reader(dataset, seed=seed, collate=hooks.collate)
-        return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, device=device)
+        return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, move=move)
     return Workers(
         dataset,
         positions,
@@ -305,13 +309,19 @@ def _choose(
 
 
 def _in_memory(
-    dataset: Any, positions: Positions, *, device: torch.device, settings: LoaderSettings
+    dataset: Any, positions: Positions, *, device: torch.device, settings: LoaderSettings, move: MoveBatch
 ) -> BatchSource | None:
     """Return the source of a dataset that gives many samples at once; None for any other."""
     gather = getattr(dataset, "gather", None)
     if gather is not None and settings.cache is not False:
-        return Gatherer(gather, positions, device=device)
+        return Gatherer(gather, positions, move=move)
     arrays = None if settings.cache is False else whole_arrays(dataset)
     if arrays is None and settings.cache is True:
         arrays = collated(dataset)
-    return None if arrays is None else Memory(arrays, positions, device=device)
+    if arrays is None:
+        return None
+    source = Memory(arrays, positions, device=device, move=move)
+    if source.is_on_device and settings.pin_memory is True:
+        rule = "has no effect: the dataset lies on the device, and no batch is copied there. Use auto."
+        raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
+    return source

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.reading.collate import CollateFunction, to_device
+from trainkit.data.reading.collate import CollateFunction
+from trainkit.data.reading.pinned_ring import batch_mover
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Positions, Request, Ticket
@@ -48,7 +49,7 @@ class Workers:
         self._seed = seed
         self._shards_at = shards_at
         self._num_steps = num_steps
-        self._device = device
+        self._device, self._move = device, batch_mover(device, settings)
         self._settings = settings
         self._ahead: Iterator[Any] | None = None
         self._next_step = -1
@@ -64,7 +65,7 @@ class Workers:
                 self._start(ticket.step)
             batch = unwrap_worker_result(next(self._ahead))  # type: ignore[arg-type]
             self._next_step = self._after(ticket.step)
-        return self._reader.cut(to_device(batch, self._device), self._positions.sizes(ticket))
+        return self._reader.cut(self._move(batch), self._positions.sizes(ticket))
 
     def close(self) -> None:
         """Stop the workers and wait for them."""

@@ -30,13 +30,14 @@ class PlainLoop:
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        model = transformed_model(plan.cfg, plan.components.strategy)  # compiled code draws other random numbers
+        device = plan.tasks[0].device
+        model = transformed_model(plan.cfg, plan.components.strategy, device)  # compiled code draws other numbers
         self._replica = (
             OneDevice()
             .setup(
                 SetupRequest(
                     model=model,
-                    identity=Identity.solo(plan.tasks[0].device),
+                    identity=Identity.solo(device),
                     precision=plan.components.precision,
                     numerics=plan.components.numerics,
                     make_optimizer=make_optimizer(plan.cfg, model),

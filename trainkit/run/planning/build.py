@@ -31,7 +31,7 @@ from trainkit.reading import read_map
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.core.replica import refuse_mismatch
-from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms
+from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
 from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback
 from trainkit.trainer.manifest import is_checkpoint
@@ -153,10 +153,17 @@ def numerics_of(cfg: RunConfig) -> Numerics:
     )
 
 
-def model_transforms_of(cfg: RunConfig) -> ModelTransforms:
-    """Return which parts of the model are recomputed, and which are compiled."""
+def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bool = True) -> ModelTransforms:
+    """Return which parts of the model are recomputed or compiled, and its memory format on a device.
+
+    Raises:
+        ConfigError: a memory format is asked for that the strategy does not keep.
+    """
     return ModelTransforms(
-        recompute=cfg.activation_checkpointing, compile_mode=cfg.compile.mode, backend=cfg.compile.backend
+        recompute=cfg.activation_checkpointing,
+        compile_mode=cfg.compile.mode,
+        backend=cfg.compile.backend,
+        memory_format=format_for(cfg.memory_format, build(cfg.precision, "precision"), device, is_kept=keeps_format),
     )
 
 
@@ -183,10 +190,11 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     return model
 
 
-def transformed_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
-    """Return the model for the executor, with recomputed or compiled forward passes in place."""
-    model = build_model(cfg, deferred=strategy.traits.supports_meta_init)
-    if (transforms := model_transforms_of(cfg)) != NO_TRANSFORMS:
+def transformed_model(cfg: RunConfig, strategy: Strategy, device: str) -> nn.Module:
+    """Return the model for the executor on a device, with recomputed or compiled forward passes in place."""
+    traits = strategy.traits
+    model = build_model(cfg, deferred=traits.supports_meta_init)
+    if (transforms := model_transforms_of(cfg, device, keeps_format=traits.keeps_memory_format)) != NO_TRANSFORMS:
         apply_transforms(model, transforms, compiles=traits_here(strategy).compiles)
     return model
 

@@ -59,7 +59,8 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
         ConfigError: the strategy cannot place this model as configured, batch statistics would be computed over a
             single sample, or a key that the user set has no effect.
     """
-    strategy, shaping = plan.components.strategy, model_transforms_of(plan.cfg)
+    strategy, device = plan.components.strategy, plan.tasks[0].device
+    shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.traits.keeps_memory_format)
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
     if shaping != NO_TRANSFORMS:

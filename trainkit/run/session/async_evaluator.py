@@ -112,7 +112,7 @@ class CheckpointEvaluator:
         self._folder, self._on_phase = folder, on_phase
         cfg, parts = self._plan.cfg, self._plan.components
         self._strategy = OneDevice(device=device)
-        model = transformed_model(cfg, self._strategy)
+        model = transformed_model(cfg, self._strategy, device)
         self._executor = self._strategy.setup(
             SetupRequest(
                 model=model,

@@ -36,7 +36,7 @@ def run_auxiliary(
             opened.callback(loader.close)
             return loader
 
-        model = transformed_model(cfg, strategy)
+        model = transformed_model(cfg, strategy, identity.task.device)
         context = TaskContext(
             identity=identity,
             model=model,

@@ -81,7 +81,7 @@ class TaskSession:
         training = make_step_context(self.plan)
         self._training = training if given_loss is None else given_loss.context_of(training)
         self._given_loss, self.logged = given_loss, LoggedFigures()
-        model = transformed_model(self.cfg, strategy)
+        model = transformed_model(self.cfg, strategy, identity.task.device)
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)

@@ -128,7 +128,7 @@ class CentralStorage(Strategy):
         variables = Replica(build_parts(request))
         devices = [torch.device(name) for name in self._computing(torch.cuda.device_count())]
         for device in devices:
-            request.precision.apply_globally(device.type)
+            request.precision.apply_globally(device.type, reproducible=request.numerics.reproducible)
         is_async = self.mode == "async"
         phases = [ignore_phase if is_async or place else request.on_phase for place in range(len(devices))]
         copies = [

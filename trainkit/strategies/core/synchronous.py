@@ -109,7 +109,7 @@ def build_parts(
     use_device(placement.device)
     precision, numerics = request.precision, request.numerics
     for device in placement.devices:
-        precision.apply_globally(device.type)
+        precision.apply_globally(device.type, reproducible=numerics.reproducible)
     drawing = Drawing.of(request.model)  # sharding changes the classes of modules
     held = move(request.model, precision, placement)
     masters = held.masters

@@ -63,7 +63,11 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
 
     alone_as_one_device: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
-        supports_meta_init=True, is_sharded=True, forward_is_collective=True, several_optimizers=True
+        supports_meta_init=True,
+        is_sharded=True,
+        forward_is_collective=True,
+        several_optimizers=True,
+        keeps_memory_format=False,
     )
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1

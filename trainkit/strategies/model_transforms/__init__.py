@@ -1,5 +1,6 @@
-"""Transform a model before it is placed: recompute modules in backward, and compile them."""
+"""Transform a model before it is placed: its memory format, what backward recomputes, and what is compiled."""
 
+from trainkit.strategies.model_transforms.memory_format import format_for
 from trainkit.strategies.model_transforms.shape import (
     NO_TRANSFORMS,
     Compiles,
@@ -15,6 +16,7 @@ __all__ = [
     "Compiles",
     "ModelTransforms",
     "apply_transforms",
+    "format_for",
     "recomputed_modules",
     "shaping_notes",
     "shaping_problems",

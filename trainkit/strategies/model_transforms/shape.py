@@ -1,4 +1,4 @@
-"""Apply recomputation and compilation to a model, and validate them for a model and a strategy."""
+"""Apply memory format, recomputation and compilation to a model, and validate them for a model and a strategy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from trainkit.errors import Problem
 from trainkit.numerics.randomness import draws_at_random, draws_nothing, sets_key
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.strategies.model_transforms.memory_format import (
+    MemoryFormat,
+    apply_format,
+    format_notes,
+    format_problems,
+)
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -149,6 +155,8 @@ class ModelTransforms:
     """The optimisation mode of torch.compile; `step`: an executor compiles whole steps, and no module."""
     backend: str = _INDUCTOR
     """The backend of torch.compile."""
+    memory_format: MemoryFormat = "contiguous"
+    """Where the channels of a convnet's weights are; `auto`: last, if it has convolutions."""
 
     @property
     def recomputes(self) -> bool:
@@ -170,7 +178,7 @@ NO_TRANSFORMS: Final = ModelTransforms()
 
 
 def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles = "blocks") -> nn.Module:
-    """Apply the requested recomputation and compilation to a model, once, before it is placed.
+    """Apply the requested format, recomputation and compilation to a model, once, before it is placed.
 
     No module is wrapped and no name changes: modules get another `forward`. Hooks (random keys, moves between devices,
     gathering of shards) stay outside of what is recomputed or compiled, so that a strategy can add its own to any
@@ -185,6 +193,7 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
         >>> type(shaped[0].forward).__name__, list(shaped.state_dict()) == list(model.state_dict())
         ('Recomputed', True)
     """
+    apply_format(model, shaping.memory_format)
     recomputed = recomputed_modules(model, shaping)
     if shaping.compiles_modules:
         mode = _MODES[shaping.compile_mode] if shaping.backend == _INDUCTOR else None
@@ -198,15 +207,19 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
 
 
 def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles, strategy: str) -> list[Problem]:
-    """Return config problems of `activation_checkpointing` and `compile` for this model, strategy and machine."""
-    return [*_recompute_problems(model, shaping.recompute), *_compile_problems(model, shaping, compiles, strategy)]
+    """Return config problems of the keys behind the transforms for this model, strategy and machine."""
+    return [
+        *format_problems(model, shaping.memory_format),
+        *_recompute_problems(model, shaping.recompute),
+        *_compile_problems(model, shaping, compiles, strategy),
+    ]
 
 
 def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]:
     """Return notes about the transforms for the plan and the startup summary."""
     drawing = shaping.compiles_modules and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
     note = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
-    return (note,) if drawing else ()
+    return (*format_notes(model, shaping.memory_format), *((note,) if drawing else ()))
 
 
 def recomputed_modules(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:

@@ -148,7 +148,9 @@ class TensorParallel(ProcessGroupOptions, Strategy):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    traits: ClassVar[Traits] = Traits(compiles="nothing", is_sharded=True, forward_is_collective=True)
+    traits: ClassVar[Traits] = Traits(
+        compiles="nothing", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
+    )
 
     degree: Annotated[int, placement, at_most(MOST_PROCESSES)] = 1
     """Ranks that each layer of the plan is cut over; 1 cuts nothing."""

@@ -1,0 +1,109 @@
+"""Batches travel to a CUDA device through page-locked buffers; a double of the device tells the order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.data.samples import CPU, InMemorySquares
+from trainkit.config.sections import LoaderConfig
+from trainkit.data.reading.loader import _in_memory
+from trainkit.data.reading.pinned_ring import Event, PinnedRing, batch_mover
+from trainkit.errors import ConfigError
+from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder
+
+
+class Device:
+    """A device whose copies end when the host waits for them, and not before."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.pinned: set[int] = set()
+        self._copies = 0
+
+    def buffer(self, size: int) -> Tensor:
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.pinned
+
+    def copy(self, host: Tensor) -> tuple[Tensor, Event]:
+        moved, number, log = torch.empty_like(host), self._copies, self.log
+        self._copies += 1
+        log.append(f"copy {number}")
+
+        class Ended:
+            done = False
+
+            def synchronize(self) -> None:
+                if not self.done:
+                    moved.copy_(host)  # as late as possible: a buffer that was filled again would show
+                    log.append(f"host waits for {number}")
+                self.done = True
+
+        return moved, Ended()
+
+    def join(self, moved: Sequence[Tensor], event: Event) -> None:
+        del moved
+        self.log.append("kernels wait")
+        self.last = event
+
+
+def test_copies_begin_at_once_and_a_buffer_is_filled_again_when_its_copy_has_ended() -> None:
+    device = Device()
+    ring = PinnedRing(device, CPU, depth=2)
+    batches = [ring.move(torch.full((3,), float(step))) for step in range(4)]
+    assert device.log == [
+        "copy 0", "kernels wait", "copy 1", "kernels wait",
+        "host waits for 0", "copy 2", "kernels wait", "host waits for 1", "copy 3", "kernels wait",
+    ]  # fmt: skip
+    assert [batch.tolist() for batch in batches[:2]] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_a_batch_of_any_structure_is_one_copy_with_equal_bits() -> None:
+    device = Device()
+    batch = {
+        "image": torch.arange(10, dtype=torch.uint8).reshape(5, 2).t(),
+        "rest": [torch.arange(3), (torch.tensor(True), torch.zeros(0), "text")],
+    }
+    moved = PinnedRing(device, CPU).move(batch)
+    device.last.synchronize()
+    assert device.log[0] == "copy 0"
+    assert device.log.count("kernels wait") == 1
+    assert torch.equal(moved["image"], batch["image"])  # type: ignore[arg-type]
+    assert torch.equal(moved["rest"][0], torch.arange(3))
+    flag, empty, text = moved["rest"][1]
+    assert (bool(flag), empty.shape, text) == (True, (0,), "text")
+
+
+def test_what_workers_have_pinned_is_copied_from_where_it_is() -> None:
+    device, batch = Device(), torch.ones(4)
+    device.pinned.add(id(batch))
+    moved = PinnedRing(device, CPU).move((batch, torch.zeros(2)))
+    assert device.log == ["copy 0", "kernels wait", "copy 1", "kernels wait"]
+    assert moved[0] is not batch
+
+
+def test_objects_with_a_method_of_their_own_are_moved_by_it() -> None:
+    class Packed:
+        def to(self, device: torch.device) -> str:
+            return f"on {device}"
+
+    assert PinnedRing(Device(), CPU).move([Packed(), None]) == ["on cpu", None]
+
+
+@pytest.mark.parametrize("pin_memory", ["auto", False])
+def test_on_the_cpu_a_batch_stays_where_it_is(pin_memory: Any) -> None:
+    batch = (torch.ones(2), "text")
+    moved = batch_mover(CPU, LoaderConfig(pin_memory=pin_memory))(batch)
+    assert moved[0] is batch[0]
+
+
+def test_pinning_is_refused_where_the_dataset_lies_on_the_device() -> None:
+    plan = BatchPlan(num_samples=9, global_size=4, micro_size=4)
+    positions = Positions(plan, SampleOrder(num_samples=9, seed=0))
+    settings = LoaderConfig(pin_memory=True)
+    with pytest.raises(ConfigError, match=r"loader\.pin_memory=true: has no effect: the dataset lies on the device"):
+        _in_memory(InMemorySquares(9), positions, device=CPU, settings=settings, move=lambda batch: batch)

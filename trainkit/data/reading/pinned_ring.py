@@ -1,0 +1,168 @@
+"""Copies of batches to a CUDA device through a ring of page-locked buffers, on a stream of their own.
+
+A copy from ordinary memory waits for the kernels that are queued on the device, and one on the stream of the kernels
+waits for them as well. From a page-locked buffer, on another stream, the batch of a step travels while the device still
+computes the step before: the host is ahead of the device as long as no step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.reading.collate import tensors_in, to_device
+
+_ALIGNMENT: Final = 512
+"""Bytes that the start of each tensor in a buffer is a multiple of, as those that torch allocates on CUDA."""
+_DEPTH: Final = 3
+"""Buffers of a ring: the host fills one while another travels, and the third waits for its turn on the device."""
+
+
+class Event(Protocol):
+    """A moment on the stream of the copies."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the device has reached it."""
+
+
+class CopyStream(Protocol):
+    """What a ring needs of a device."""
+
+    def buffer(self, size: int) -> Tensor:
+        """Return (size,) uint8 page-locked memory of the host."""
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of the host is page-locked already."""
+
+    def copy(self, host: Tensor) -> tuple[Tensor, Event]:
+        """Begin a copy to the device; return the tensor there, and the event of its end."""
+
+    def join(self, moved: Sequence[Tensor], event: Event) -> None:
+        """Let the stream of the kernels wait for an event; it uses these tensors from then on."""
+
+
+class CudaCopies:
+    """A stream of a CUDA device for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def buffer(self, size: int) -> Tensor:
+        """Return page-locked memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is page-locked."""
+        return tensor.is_pinned()
+
+    def copy(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Begin a copy on the stream."""
+        event = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            moved = host.to(self._device, non_blocking=True)
+            event.record(self._stream)
+        return moved, event
+
+    def join(self, moved: Sequence[Tensor], event: Event) -> None:
+        """Let the current stream wait, and keep the memory of the tensors until it has used them."""
+        assert isinstance(event, torch.cuda.Event)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in moved:
+            tensor.record_stream(current)
+
+
+@dataclass(kw_only=True)
+class _Slot:
+    """A page-locked buffer, and the end of the last copy from it."""
+
+    buffer: Tensor
+    copied: Event | None = None
+
+
+class PinnedRing:
+    """Moves the tensors of a step's batches to the device: one copy, whatever their number and structure.
+
+    A buffer is filled again only when the copy from it has ended. Tensors that are page-locked already (those of worker
+    processes) are copied from where they are.
+
+    Args:
+        copies: of the device.
+        device: where batches go.
+        depth: number of buffers.
+    """
+
+    def __init__(self, copies: CopyStream, device: torch.device, *, depth: int = _DEPTH) -> None:
+        self._copies, self._device = copies, device
+        self._slots = [_Slot(buffer=copies.buffer(0)) for _ in range(depth)]
+        self._turn = 0
+
+    def move(self, batch: Any) -> Any:
+        """Return the batch, of any structure, on the device."""
+        tensors = [one for one in tensors_in(batch) if one.layout is torch.strided and one.device.type == "cpu"]
+        joint = [one for one in tensors if not self._copies.is_pinned(one)]
+        moved = dict(zip(map(id, joint), self._moved(joint), strict=True))
+        return to_device(
+            batch, self._device, lambda tensor: self._alone(tensor) if id(tensor) not in moved else moved[id(tensor)]
+        )
+
+    def _alone(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device that is not in a buffer: page-locked already, sparse, or there already."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return tensor.to(self._device, non_blocking=True)
+        found, event = self._copies.copy(tensor)
+        self._copies.join([found], event)
+        return found
+
+    def _moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Pack tensors into the next buffer, copy it, and return the tensors inside of the copy."""
+        if not tensors:
+            return []
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        slot = self._next_slot(end)
+        for tensor, start in zip(tensors, starts, strict=True):
+            _view(slot.buffer, start, tensor).copy_(tensor)
+        moved, slot.copied = self._copies.copy(slot.buffer[:end])
+        self._copies.join([moved], slot.copied)
+        return [_view(moved, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]
+
+    def _next_slot(self, size: int) -> _Slot:
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % len(self._slots)
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        if slot.buffer.numel() < size:
+            slot.buffer = self._copies.buffer(size)
+        return slot
+
+
+MoveBatch = Callable[[Any], Any]
+"""Returns a batch, of any structure, on the device of a loader."""
+
+
+def batch_mover(device: torch.device, settings: LoaderSettings) -> MoveBatch:
+    """Return the function that moves the batches of a source: through a ring of page-locked buffers to CUDA.
+
+    Example:
+        >>> batch = torch.ones(2)
+        >>> batch_mover(torch.device("cpu"), LoaderSettings())(batch) is batch
+        True
+    """
+    if device.type == "cuda" and settings.pin_memory is not False:
+        return PinnedRing(CudaCopies(device), device).move
+    return partial(to_device, device=device)
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a part of a buffer of bytes as a contiguous tensor with the dtype and shape of another."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
