@@ -24,6 +24,6 @@ def test_a_gradient_that_a_shard_does_not_use_stays_as_it_is() -> None:
     used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     used.grad, idle.grad = torch.ones(2), torch.full((2,), 5.0)
     earlier = SmallGrads([used, idle])
-    (3.0 * used).sum().backward()
+    (3.0 * used).sum().backward()  # type: ignore[no-untyped-call]
     earlier.add_up()
     assert (used.grad.tolist(), idle.grad.tolist()) == ([4.0, 4.0], [5.0, 5.0])

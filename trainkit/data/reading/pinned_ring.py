@@ -52,7 +52,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def buffer(self, size: int) -> Tensor:
         """Return page-locked memory."""
@@ -64,7 +64,7 @@ class CudaCopies:
 
     def copy(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """Begin a copy on the stream."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             moved = host.to(self._device, non_blocking=True)
             event.record(self._stream)

@@ -27,7 +27,7 @@ class BufferGroup:
         self.places = places
         self.start = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         """(elements,) the values at the start of the step."""
-        parts = self.start.split([tensor.numel() for tensor in tensors])
+        parts = self.start.split_with_sizes([tensor.numel() for tensor in tensors])
         self.starts = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         """The same, a tensor a buffer: views."""
 
@@ -37,7 +37,9 @@ class BufferGroup:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the tensors inside of a vector, without a copy."""
-        return list(torch._utils._unflatten_dense_tensors(flat, self.starts))  # noqa: SLF001 - as DDP does
+        unflatten = torch._utils._unflatten_dense_tensors  # noqa: SLF001 - as DDP does
+        views: tuple[Tensor, ...] = unflatten(flat, self.starts)  # type: ignore[no-untyped-call]
+        return list(views)
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return tensors of one dtype, one a buffer, as one vector: a copy."""
