@@ -90,6 +90,25 @@ def test_a_layer_that_is_not_plain_keeps_its_scores_and_the_summary_says_why(
     torch.testing.assert_close(grads(INSIDE, model, BATCH), grads(PLAIN, model, BATCH), rtol=0, atol=0)
 
 
+def test_a_hook_that_comes_later_is_called_with_scores_and_its_removal_gives_the_loss_back() -> None:
+    model, seen = gpt(), []
+    assert INSIDE.loss(model, BATCH).outputs is None
+    handle = model.head.register_forward_hook(lambda _module, _args, scores: seen.append(type(scores)))
+    INSIDE.loss(model, BATCH)
+    assert seen == [torch.Tensor]
+    handle.remove()
+    assert INSIDE.loss(model, BATCH).outputs is None
+
+
+def test_a_hook_of_all_modules_that_comes_later_is_called_with_scores() -> None:
+    model, seen = gpt(), []
+    INSIDE.loss(model, BATCH)
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: seen.append(type(given[2])))
+    INSIDE.loss(model, BATCH)
+    handle.remove()
+    assert set(seen) == {torch.Tensor}
+
+
 class Doubled(LanguageModelling):
     """A loss of one's own, of scores."""
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
@@ -114,7 +114,7 @@ def output_layer_of(model: object) -> OutputLayer | None:
     if not isinstance(model, nn.Module) or not model.training or not torch.is_grad_enabled() or _KEEPS.get():
         return None
     found = _FOUND.get(model)
-    if found is None:
+    if found is None or found.marks != _marks(found.around):
         found = _FOUND[model] = _Found.of(model)
     offered = found.offered
     return None if offered is None or _in_float16(offered.layer.weight) else offered
@@ -180,9 +180,21 @@ class _Found:
 
     offered: OutputLayer | None = None
     reason: str | None = None
+    around: tuple[nn.Module, ...] = ()
+    """The output layer and the modules that hold it."""
+    marks: tuple[object, ...] = ()
+    """Their hooks and forward passes when this was found."""
 
     @classmethod
     def of(cls, model: nn.Module) -> _Found:
+        """Return what a model offers now."""
+        layer = offered_by(model)
+        holding = [one for one in model.modules() if any(inner is layer for inner in one.modules())]
+        around = tuple(holding) if isinstance(layer, nn.Module) else ()
+        return replace(cls._of(model), around=around, marks=_marks(around))
+
+    @classmethod
+    def _of(cls, model: nn.Module) -> _Found:
         layer = offered_by(model)
         if layer is None or isinstance(layer, str):
             return cls(reason=layer)
@@ -214,8 +226,27 @@ def offered_by(model: nn.Module) -> nn.Module | str | None:
 
 
 def _hooks_of(module: nn.Module) -> Iterator[object]:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
+    """Yield the hooks that a call of a module runs, those of all modules included."""
+    of_all = nn.modules.module
+    for hooks in (
+        module._forward_pre_hooks,  # noqa: SLF001 - has no public name
+        module._forward_hooks,  # noqa: SLF001 - as above
+        of_all._global_forward_pre_hooks,  # noqa: SLF001 - as above
+        of_all._global_forward_hooks,  # noqa: SLF001 - as above
+    ):
         yield from hooks.values()
+
+
+def _marks(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Return what tells the hooks and forward passes of modules from those of another moment.
+
+    The number of a hook is used once in a process.
+    """
+    of_all = nn.modules.module
+    found: list[object] = [*of_all._global_forward_pre_hooks, *of_all._global_forward_hooks]  # noqa: SLF001 - as above
+    for module in modules:
+        found += (vars(module).get("forward"), *module._forward_pre_hooks, *module._forward_hooks)  # noqa: SLF001
+    return tuple(found)
 
 
 def _is_known(hook: object) -> bool:
