@@ -19,6 +19,7 @@ PLACES: Final[dict[str, dict[str, Any]]] = {
     "mirrored": {"replicas": 2},
     "fsdp": {"replicas": 2},
     "tensor_parallel": {"degree": 2, "replicas": 1},
+    "pipeline": {"stages": 2},
     "device_map": {},
     "central_storage": {},
     "parameter_server": {},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
-from trainkit.objectives.base import Supervised
+from trainkit.objectives.base import Loss, Supervised
+from trainkit.objectives.from_hidden.output_layer import output_layer_of, scored_inside
 from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.core.buffers import StepBuffers
@@ -39,6 +41,9 @@ class StagedForward:
     For evaluation and sampling: one batch at a time, without gradients. Collective over the ranks of a replica; all
     pass the same inputs, and receive the outputs. A trace, whose tensors have no data, runs the model's own forward.
     """
+
+    runs_once: ClassVar[bool] = True
+    """Whether a forward pass is computed once: a loss may be computed inside."""
 
     def __init__(self, replica: PipelineReplica) -> None:
         self._replica, self._whole = replica, replica.model.forward
@@ -126,11 +131,13 @@ class PipelineWork(ShardStep):
         super().__init__(replica, ticket, batches, training)
         self._now: Sequence[Chunk] = ()
         self._inputs: dict[int, Any] = {}
+        self._scored: dict[int, Loss] = {}
+        """Losses that the last stage has computed in its output layer, by the number of the microbatch."""
 
     def run(self) -> list[Tensor | None]:
         """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
         replica = self.replica
-        replica.begin_step(self.ticket.step, self.score)
+        replica.begin_step(self.ticket.step, self.score, self.scoring)
         if replica.buffers.names:
             replica.buffers.begin_step()
         self._enter("forward")
@@ -196,14 +203,37 @@ class PipelineWork(ShardStep):
         _forget(stages, traced)
         return count
 
+    def scoring(self, number: int) -> AbstractContextManager[None]:
+        """Return the context in which the last stage computes the loss of a microbatch in its output layer, if it can.
+
+        A zero-bubble schedule runs the backward pass of the layer in two parts, which the loss in chunks has not.
+        """
+        chunk, replica, objective = self._now[number], self.replica, self.training.objective
+        assert isinstance(objective, Supervised)
+        offered = output_layer_of(replica.model) if objective.takes_hidden else None
+        if offered is None or replica.schedule == "zero_bubble":
+            return nullcontext()
+        last = self._program.last_block()
+        blocks = (module for unit in replica.cut.units if unit.name == last for module in unit.entries)
+        if all(one is not offered.layer for block in blocks for one in block.modules()):
+            return nullcontext()
+
+        def keep(hidden: Tensor) -> Loss:
+            self._scored[number] = found = objective.loss_from_hidden(hidden, offered, chunk.targets)
+            return found
+
+        return scored_inside(offered.layer, keep)
+
     def score(self, outputs: Sequence[Tensor], number: int) -> Tensor:
         """Return the start value of backward for one microbatch on the last stage: its loss scaled for the step."""
         chunk, replica, objective = self._now[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
-        leaves = dict(zip(self._program.finals(), outputs, strict=True))
         replica.keys.enter(step=self.ticket.step, shard=chunk.shard, objective=objective, calls=1)
         with replica.clock.running(), replica.precision.autocast(replica.device_types):
-            loss = objective.score(filled(self._program.outputs, leaves, {}), chunk.targets)
+            loss = self._scored.pop(number, None)
+            if loss is None:
+                leaves = dict(zip(self._program.finals(), outputs, strict=True))
+                loss = objective.score(filled(self._program.outputs, leaves, {}), chunk.targets)
             total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
             if not chunk.counts:
                 return total * 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class ChunkStage(PipelineStage):
         with self._around.clock.running(), _unwrapped():
             self._around.before_forward(chunk)
             self._segment.set_inputs(chunk.inputs)
-            with self._autocast():
+            with self._autocast(), self._around.scoring(fwd_chunk_id, self.stage_index):
                 outputs = super().forward_one_chunk(fwd_chunk_id, chunk.inputs, kwargs, save_forward_output=False)
             self._around.after_forward(chunk, self.stage_index)
         return outputs
@@ -159,6 +159,10 @@ ShapeKey = tuple[Any, ...]
 
 Score = Callable[[Sequence[Tensor], int], Tensor]
 """(outputs, number of the microbatch) -> the start value of its backward pass."""
+
+
+Scoring = Callable[[int], AbstractContextManager[None]]
+"""Number of a microbatch -> the context of its forward pass on the last stage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -225,11 +229,24 @@ class PipelineReplica(Replica):
         """The attributes of the model's own code when the traces were made."""
         self._score: Score | None = None
         self._homes: _Homes | None = None
+        self._scoring: Scoring | None = None
         self._step = 0
 
-    def begin_step(self, step: int, score: Score) -> None:
-        """Begin a step; `score` maps (outputs of a microbatch, its number) to the start value of backward."""
-        self._step, self._score = step, score
+    def begin_step(self, step: int, score: Score, scoring: Scoring) -> None:
+        """Begin a step.
+
+        Args:
+            step: its number.
+            score: maps (outputs of a microbatch, its number) to the start value of backward.
+            scoring: the context of the forward pass of a microbatch on the last stage.
+        """
+        self._step, self._score, self._scoring = step, score, scoring
+
+    def scoring(self, number: int, stage: int) -> AbstractContextManager[None]:
+        """Return the context of the forward pass of a microbatch: on the last stage its loss may be computed inside."""
+        if stage < self.cut.num_stages - 1 or self._scoring is None:
+            return nullcontext()
+        return self._scoring(number)
 
     def settle(self, *, used: Sequence[bool], buffers: Sequence[float]) -> None:
         """Store which parameters get gradients and which buffers are updated, as agreed by all ranks."""

@@ -134,6 +134,15 @@ class Program:
         """Return the numbers of the output tensors, each once."""
         return tuple(dict.fromkeys(one.number for one in _tensors(self.outputs) if isinstance(one, Value)))
 
+    def last_block(self) -> str | None:
+        """Return the block whose result is the only output tensor of the model, which nothing else reads; else None."""
+        finals = self.finals()
+        makers = [call for call in self.calls if any(one.number in finals for one in call.makes())]
+        read = {one.number for call in self.calls for one in call.reads() if isinstance(one, Value)}
+        if len(finals) != 1 or len(makers) != 1 or finals[0] in read or not isinstance(makers[0].outputs, Value):
+            return None
+        return makers[0].block
+
     def shared_memory(self) -> Iterator[list[int]]:
         """Yield the indices of calls that must be on one stage because they share memory: a sent tensor is a copy.
 

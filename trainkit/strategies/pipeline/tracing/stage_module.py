@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from trainkit.objectives.from_hidden.output_layer import Scored, found_loss
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import ParamRef, StageProgram, TensorMeta, Value
 
@@ -61,8 +62,8 @@ class StageModule(nn.Module):
         self.inputs = inputs
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
-        """Compute the values for the next stage from those of the previous stage."""
-        values = dict(enumerate(self.inputs))
+        """Compute the values for the next stage from those of the previous one; a loss if the last block gives it."""
+        values: dict[int, Any] = dict(enumerate(self.inputs))
         if self.stretch.received:
             copied = self.stretch.copied
             arrived = zip(self.stretch.received, received, strict=True)
@@ -74,6 +75,8 @@ class StageModule(nn.Module):
             with nullcontext() if call.modes is None else call.modes.entered():
                 made = run(*args, **kwargs)
             tree_map(_keeper(values), call.outputs, made)
+        if any(isinstance(values[number], Scored) for number in self.stretch.sent):
+            return (found_loss([values[number] for number in self.stretch.sent]).loss_sum,)
         for number in self.stretch.sent:
             self.shapes[number].check(values[number])
         # Sent tensors are received as contiguous ones.
