@@ -393,7 +393,7 @@ class _Rank:
                 open_data=lambda _device: self,
                 folder=self.case.folder,
                 on_phase=self.on_phase,
-                step_backend=self.case.shaping.backend if self.case.shaping.compile_mode == "step" else None,
+                graphs=self.case.shaping.graph_settings,
             )
         )
 

@@ -74,13 +74,28 @@ class BlockKeys:
         self.silent = False
         """Whether no key is set: nothing draws, and a graph that contains the hooks does without them."""
         self.names = tuple(name for name, _ in blocks_of(model) if name in self.drawing.keyed)
-        for name, block in blocks_of(model):
-            if name in self.drawing.keyed:
-                block.register_forward_pre_hook(_hook(self, self._key_setter(name_id(name))))
-            if name in self.drawing.returned:
-                block.register_forward_hook(_hook(self, self._key_setter(name_id(f"{name}()"))))
+        self._register(model, lambda hook: hook)
         for module in model.modules():
             _KEYS[module] = self
+
+    def _register(self, model: nn.Module, adapted: Callable[[Any], Any]) -> None:
+        for name, block in blocks_of(model):
+            if name in self.drawing.keyed:
+                block.register_forward_pre_hook(adapted(_hook(self, self._key_setter(name_id(name)))))
+            if name in self.drawing.returned:
+                block.register_forward_hook(adapted(_hook(self, self._key_setter(name_id(f"{name}()")))))
+
+    def retire(self) -> None:
+        """Remove the hooks: the model draws nothing, and compiled code checks each hook in each call."""
+        if (model := self._model()) is not None:
+            forget_keys(model)
+            self._watches_model = False
+
+    def resume(self) -> None:
+        """Register the hooks again, outside of compiled code."""
+        if (model := self._model()) is not None:
+            self.retire()
+            self._register(model, torch.compiler.disable)
 
     def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0, part: int = 0) -> None:
         """Key the computation of a shard, by an objective or the model alone, after `calls` calls of the model.

@@ -27,6 +27,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.step_values import (
+    GraphSettings,
     LeftOut,
     LocalModel,
     LoopCall,
@@ -44,6 +45,7 @@ __all__ = [
     "Batch",
     "Data",
     "Executor",
+    "GraphSettings",
     "LeftOut",
     "LocalModel",
     "LoopCall",
@@ -208,8 +210,8 @@ class SetupRequest:
     """Opens training data for tickets that are not known in advance; closed when the task ends."""
     folder: Path | None = None
     """The run folder, for a strategy that keeps a record of its own; None where there is no run."""
-    step_backend: str | None = None
-    """The backend of torch.compile that makes graphs of a step (`Traits.compiles_step`); None: steps are eager."""
+    graphs: GraphSettings | None = None
+    """What the executor compiles as a whole (`Traits.compiles_step`); None: nothing."""
     on_phase: PhaseListener = ignore_phase
     """Receives (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
 

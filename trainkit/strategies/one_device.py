@@ -11,7 +11,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
-from trainkit.strategies.core.graphs.steps import StepGraphs
+from trainkit.strategies.core.graphs.whole_shards import makers_of
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
@@ -72,5 +72,5 @@ class OneDevice(Strategy):
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move the model to the device."""
         replica = Replica(build_parts(request))
-        graphs = None if request.step_backend is None else StepGraphs.of(request, replica, self.shard_step)
-        return SynchronousExecutor(replica, request.training, make_step=self.shard_step, graphs=graphs)
+        make_step, graphs = makers_of(request, replica, self.shard_step)
+        return SynchronousExecutor(replica, request.training, make_step=make_step, graphs=graphs)

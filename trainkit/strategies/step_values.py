@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,23 @@ class LoopCall(Enum):
     """A step with a loss that the loop gives."""
     apart = "forward_backward() and update()"
     """The gradients of a step before its update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSettings:
+    """What an executor compiles as a whole, beside the modules that are compiled already."""
+
+    covers: Literal["step", "shard"]
+    """Whole steps; or loss and gradients of a shard, where a step draws no random number."""
+    backend: str
+    """The backend of torch.compile."""
+    mode: str | None = None
+    """A mode of the inductor backend; None for any other."""
+
+    @property
+    def key(self) -> str:
+        """The setting that asked for it, for messages."""
+        return "compile.mode=step" if self.covers == "step" else "compile.mode"
 
 
 @dataclass(frozen=True, kw_only=True)

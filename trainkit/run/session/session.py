@@ -18,7 +18,7 @@ from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.run.folder.rollbacks import record_rollback
-from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.build import make_optimizer, model_transforms_of, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
@@ -118,7 +118,7 @@ class TaskSession:
             training=self._training,
             open_data=self._open_data,
             folder=folder,
-            step_backend=self.cfg.compile.backend if self.cfg.compile.mode == "step" else None,
+            graphs=model_transforms_of(self.cfg).graph_settings,
             on_phase=self._step_phase,
         )
 

@@ -16,7 +16,7 @@ from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy, Traits
-from trainkit.strategies.core.graphs.steps import StepGraphs
+from trainkit.strategies.core.graphs.whole_shards import makers_of
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
@@ -215,13 +215,14 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         refuses_unused = not self.allow_unused and (ranks.data_ranks.num_ranks > 1 or self.is_grouped)
         replica = Replica(replace(parts, refuses_unused=refuses_unused, is_grouped=self.is_grouped))
         broadcast_initial(replica)
+        make_step, graphs = makers_of(request, replica, self.shard_step, is_whole=self.map is None)
         return DataParallelExecutor(
             replica,
             request.training,
             ranks=ranks,
-            make_step=self.shard_step,
+            make_step=make_step,
             recovers=self.compression != "powersgd",
-            graphs=None if request.step_backend is None else StepGraphs.of(request, replica, self.shard_step),
+            graphs=graphs,
         )
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:

@@ -23,6 +23,7 @@ from trainkit.strategies.model_transforms.memory_format import (
     format_problems,
 )
 from trainkit.strategies.model_transforms.recomputing import Recomputed
+from trainkit.strategies.step_values import GraphSettings
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -89,6 +90,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled module on its inputs."""
+        if torch.compiler.is_compiling():  # as a part of a larger graph
+            return self.inner(*args, **kwargs)
         if self._compiled is None:
             self._compiled = self._compile()
         return self._compiled(*args, **kwargs)
@@ -173,6 +176,20 @@ class ModelTransforms:
         """Whether some modules are compiled, each by itself."""
         return self.compiles and self.compile_mode != "step"
 
+    @property
+    def graph_settings(self) -> GraphSettings | None:
+        """What an executor compiles as a whole: a step, or a shard unless parts are recomputed."""
+        if self.compile_mode == "step":
+            return GraphSettings(covers="step", backend=self.backend)
+        if not self.compiles or self.recomputes:
+            return None
+        return GraphSettings(covers="shard", backend=self.backend, mode=self.inductor_mode)
+
+    @property
+    def inductor_mode(self) -> str | None:
+        """The mode of the inductor backend; None for any other backend."""
+        return _MODES[self.compile_mode] if self.backend == _INDUCTOR else None
+
 
 NO_TRANSFORMS: Final = ModelTransforms()
 
@@ -196,7 +213,7 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     apply_format(model, shaping.memory_format)
     recomputed = recomputed_modules(model, shaping)
     if shaping.compiles_modules:
-        mode = _MODES[shaping.compile_mode] if shaping.backend == _INDUCTOR else None
+        mode = shaping.inductor_mode
         for module in _compiled(model, recomputed, compiles):
             module.forward = Compiled(module, backend=shaping.backend, mode=mode)
         if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside

@@ -19,13 +19,16 @@ class ShardGradients:
     Args:
         replica: its model and its parameters.
         training: the objective.
-        used: which parameters get a gradient, in canonical order.
+        used: which parameters get a gradient, in canonical order; None: not known, and not checked.
         by_others: whether shards of other ranks may use a parameter that one of this rank does not.
     """
 
-    def __init__(self, replica: Replica, training: StepContext, *, used: Sequence[bool], by_others: bool) -> None:
+    def __init__(
+        self, replica: Replica, training: StepContext, *, used: Sequence[bool] | None, by_others: bool
+    ) -> None:
         self._model, self._params, self._objective = replica.model, replica.trained, training.objective
-        self._dtype, self._used, self._by_others = replica.precision.master_dtype, tuple(used), by_others
+        self._dtype, self._by_others = replica.precision.master_dtype, by_others
+        self._used = None if used is None else tuple(used)
         self._names = tuple(training.objective.term_names)
         precision = replica.precision
         self._autocast = None if precision.compute_dtype is precision.model_dtype else precision.compute_dtype
@@ -46,7 +49,7 @@ class ShardGradients:
         found: Sequence[Tensor | None] = torch.autograd.grad(
             total, self._params, seed.to(total.dtype), allow_unused=True
         )
-        for grad, used in zip(found, self._used, strict=True):
+        for grad, used in zip(found, self._used, strict=True) if self._used is not None else ():
             if grad is None and used and not self._by_others:
                 raise RuntimeError("a parameter got a gradient in the first step, and gets none here")
             if grad is not None and not used:

@@ -10,7 +10,6 @@ The first step of a start is eager: it shows which parameters get gradients, and
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,19 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError
-from trainkit.frames import first_line
+from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.numerics.batch import Ticket
-from trainkit.numerics.generators import generators_of
-from trainkit.strategies.base import Batch, SetupRequest, Status, StepContext, StepOutcome, UpdateParams
+from trainkit.strategies.base import (
+    Batch,
+    GraphSettings,
+    SetupRequest,
+    Status,
+    StepContext,
+    StepOutcome,
+    UpdateParams,
+)
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.update import Updates
+from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph, refuse_draws
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, divisor_of
-
-_MOST_GRAPHS = 64
-"""Graphs of one function, for other shapes of a shard or other values in the model's code."""
 
 
 class StepGraphs:
@@ -39,34 +42,30 @@ class StepGraphs:
     Args:
         replica: a whole model on one device.
         training: plan, objective and update rule.
-        backend: the backend of torch.compile.
+        settings: the backend of torch.compile.
     """
 
-    def __init__(self, replica: Replica, training: StepContext, *, backend: str) -> None:
+    def __init__(self, replica: Replica, training: StepContext, settings: GraphSettings) -> None:
         assert isinstance(replica.stepper, OptimizerStepper)
-        self._replica, self._training, self._backend = replica, training, backend
+        self._replica, self._training, self._settings = replica, training, settings
         self._stepper, self._keys = replica.stepper, replica.keys
         self._updates: Updates | None = None
         self._sums: list[Tensor | None] = []
-        self._states: list[object] | None = None
-        """The generators' states when a graph has been made, which its first run must leave as they are."""
-        self._untraceable: tuple[type[Exception], ...] = ()
-        """The errors of torch.compile where it cannot make a graph."""
         self.ready = False
         """Whether an eager step has shown what the graphs need."""
 
     @classmethod
     def of(cls, request: SetupRequest, replica: Replica, shard_step: type[ShardStep]) -> StepGraphs:
-        """Return the graphs of a run whose request names a backend of them.
+        """Return the graphs of a run whose request asks for them.
 
         Raises:
             ConfigError: a class of the strategy takes the steps, which no graph would run.
         """
-        assert request.step_backend is not None
+        assert request.graphs is not None
         if shard_step is not ShardStep:
             rule = f"{shard_step.__name__} takes the steps of this strategy, and no graph would run it. Leave it out."
             raise ConfigError([Problem(key="compile.mode", value="step", rule=rule)])
-        return cls(replica, request.training, backend=request.step_backend)
+        return cls(replica, request.training, request.graphs)
 
     def forget(self) -> None:
         """Take the next step eagerly: slots of the optimizer have been replaced."""
@@ -81,9 +80,10 @@ class StepGraphs:
         """
         self._keys.silence(silent=True)
         try:
-            before = self._generators()
+            before = GeneratorStates([self._replica.device])
             yield
-            self._refuse_draws(before)
+            if before.moved():
+                refuse_draws(self._settings.key, None)
         finally:
             self._keys.silence(silent=False)
 
@@ -235,65 +235,24 @@ class StepGraphs:
 
         self._add, self._finish, self._step = self._compiled(add), self._compiled(finish), self._compiled(step)
 
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        from torch._dynamo import config, exc, lookup_backend  # noqa: PLC0415 - slow to import, and most runs need none
-
-        self._untraceable = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
-        config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
-        config.trace_autograd_ops = True
-        name = self._backend
-
-        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            made: Callable[..., Any] = lookup_backend(name)(graph, inputs)
-            self._states = self._generators()
-            return made
-
-        compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
-        return compiled
+    def _compiled(self, function: Callable[..., Any]) -> WholeGraph:
+        return WholeGraph(function, self._settings, self._replica.device)
 
     def _run(self, graph: Callable[..., Any], *args: Any) -> Any:
         keys = self._keys
         keys.silence(silent=True)
         try:
-            found = graph(*args)
-        except self._untraceable as error:
-            if (own := _own_error(error)) is not None:
-                raise own from None
+            return graph(*args)
+        except UntraceableError as error:
             raise TrainingError(
-                f"compile.mode=step: this step cannot be one graph: {first_line(error)}. Use compile.mode=default."
+                f"compile.mode=step: this step cannot be one graph: {error}. Use compile.mode=default."
             ) from error
         finally:
             keys.silence(silent=False)
-        if self._states is not None:
-            self._refuse_draws(self._states)
-            self._states = None
-        return found
-
-    def _generators(self) -> list[object]:
-        found: list[object] = [generator.get_state() for generator in generators_of([self._replica.device])]
-        return [*found, random.getstate()]
-
-    def _refuse_draws(self, before: Sequence[object]) -> None:
-        if not all(map(_is_same, before, self._generators())):
-            raise TrainingError(
-                "compile.mode=step: the model or the objective draws random numbers, which have no key inside of a "
-                "graph. Use compile.mode=default."
-            )
-
-
-def _own_error(error: BaseException | None) -> TrainkitError | None:
-    """Return the error of trainkit, such as a hang, that tracing has turned into one of its own."""
-    while error is not None and not isinstance(error, TrainkitError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one + other
-
-
-def _is_same(one: object, other: object) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 class _Sums:

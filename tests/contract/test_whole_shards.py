@@ -1,0 +1,207 @@
+"""`compile.mode=default`: a model that draws nothing is compiled with its loss, and trains as eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.contract import stepping
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference, zoo
+from tests.support.pool import Pool
+from trainkit.errors import TrainingError
+from trainkit.numerics.precision import Value
+from trainkit.strategies.core.graphs import whole_shards
+from trainkit.strategies.core.graphs.whole_shards import ShardGraph
+from trainkit.strategies.model_transforms import ModelTransforms
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
+)
+
+DEFAULT = ModelTransforms(compile_mode="default", backend="aot_eager")
+POINTS = Case(shaping=DEFAULT, num_steps=4)
+TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping=DEFAULT)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph of another test is taken."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ShardGraph]:
+    """The graphs of the trainings of a test."""
+    found: list[ShardGraph] = []
+    decide = ShardGraph.decide
+
+    def noted(self: ShardGraph, work: Any) -> None:
+        found.append(self)
+        decide(self, work)
+
+    monkeypatch.setattr(ShardGraph, "decide", noted)
+    return found
+
+
+@pytest.fixture(params=["joint", "apart"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether forward and backward pass are one graph, as on the CPU for a small model, or two."""
+    if request.param == "apart":
+        monkeypatch.setattr(whole_shards, "_FEW_OPERATIONS", 0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(POINTS, micro_size=3, optimizer="adamw", max_norm=0.5, resume_at=2),
+        replace(POINTS, model={"norm": True}, micro_size=4),
+        pytest.param(TOKENS, marks=pytest.mark.long),
+        pytest.param(replace(TOKENS, task="gpt"), marks=pytest.mark.long),
+        pytest.param(replace(POINTS, task="channels_last"), marks=pytest.mark.long),
+    ],
+    ids=["shards", "buffers", "tokens", "gpt", "channels_last"],
+)
+def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraph], pool: Pool) -> None:
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, oracle(case)) == []
+    assert all(graph.is_whole and graph.is_joint == (passes == "joint") for graph in made)
+    assert made
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.long
+def test_two_replicas_train_as_the_reference(pool: Pool) -> None:
+    case = replace(POINTS, micro_size=3, optimizer="adamw", strategy="mirrored", settings={"replicas": 2})
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, oracle(case)) == []
+
+
+def test_the_gradients_of_several_shards_are_not_lost(passes: str, made: list[ShardGraph], pool: Pool) -> None:
+    (whole,), (cut,) = (train(pool, replace(POINTS, micro_size=size)) for size in (8, 2))
+    assert [graph.is_joint for graph in made] == [passes == "joint"] * 2
+    assert all(torch.allclose(one, cut.weights[name], rtol=1e-12) for name, one in whole.weights.items())
+
+
+TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05, "fp16_mixed": 0.01}
+"""A few hundred roundings of the narrowest format that takes part."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_size", "backend"),
+    [
+        *((precision, 3, "aot_eager") for precision in TOLERANCES),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [*product(TOLERANCES, [8], ["aot_eager"]), ("bf16", 3, "inductor"), ("fp32", 3, "inductor")]
+        ),
+    ],
+)
+def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, backend: str, pool: Pool) -> None:
+    case = replace(POINTS, precision=precision, micro_size=micro_size, max_norm=0.5, optimizer="adamw")
+    compiled = replace(case, shaping=replace(DEFAULT, backend=backend))
+    (one,), (other,) = train(pool, compiled), train(pool, replace(case, shaping=ModelTransforms()))
+    largest = max(float((tensor - other.weights[name]).abs().max()) for name, tensor in one.weights.items())
+    assert largest < TOLERANCES[precision]
+    assert one.scale == other.scale
+    assert one.norms == pytest.approx(other.norms, rel=TOLERANCES[precision])
+
+
+@pytest.mark.parametrize("task", ["functional_dropout", "mixup"])
+def test_what_draws_is_compiled_by_blocks_with_its_keys(task: str, made: list[ShardGraph], pool: Pool) -> None:
+    (compiled,), (eager,) = (
+        train(pool, replace(POINTS, task=task, shaping=one)) for one in (DEFAULT, ModelTransforms())
+    )
+    assert not any(graph.is_whole for graph in made)
+    assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
+
+
+class Hidden(zoo.Net):
+    """It draws by a name that its code does not show, from some call on."""
+
+    def __init__(self, draw: Callable[[], Any], first: int) -> None:
+        super().__init__()
+        self.draw, self.first, self.noise = draw, first, False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, features) -> (samples, classes)."""
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs + float(self.draw()) * 0.0 if self.first == 0 else outputs
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), np.random.rand], ids=["torch", "numpy"])
+def test_a_first_pass_shows_a_draw_that_the_code_does_not(
+    draw: Callable[[], Any], made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    monkeypatch.setattr(whole_shards, "random_call", lambda *_: None)
+    trial = stepping.TASKS["classes"]._replace(model=lambda: Hidden(draw, 0))
+    monkeypatch.setitem(stepping.TASKS, "hidden_draw", trial)
+    train(pool, replace(POINTS, task="hidden_draw", num_steps=1))
+    assert [graph.is_whole for graph in made] == [False]
+
+
+class Later(nn.Module):
+    """A layer that drops values, by a name that its code does not show, in batches of less than eight."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, features) -> the same."""
+        return getattr(nn.functional, "drop" + "out")(inputs) if inputs.shape[0] < 8 else inputs
+
+
+def test_a_draw_that_comes_later_ends_the_run_by_name(passes: str, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(zoo.Net(), Later())
+
+    monkeypatch.setitem(stepping.TASKS, "later", stepping.TASKS["classes"]._replace(model=model))
+    with pytest.raises(TrainingError, match=r"^compile.mode: the module .*1.* \(Later\), by dropout, draws random"):
+        train(pool, replace(POINTS, task="later", num_steps=10))
+
+
+class Counting(zoo.Net):
+    """It counts its calls, which a graph would compile anew for each."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, features) -> (samples, classes)."""
+        self.calls += 1
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def test_a_model_that_counts_in_python_is_compiled_by_blocks(
+    made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    monkeypatch.setitem(stepping.TASKS, "counting", stepping.TASKS["classes"]._replace(model=Counting))
+    train(pool, replace(POINTS, task="counting", num_steps=1))
+    assert [graph.is_whole for graph in made] == [False]
+
+
+class Branching(zoo.Net):
+    """Its code branches on its outputs."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, features) -> (samples, classes)."""
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs * 2 if outputs.sum() > 1e9 else outputs
+
+
+def test_code_that_is_not_one_graph_is_compiled_by_blocks_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pool: Pool
+) -> None:
+    monkeypatch.setitem(stepping.TASKS, "branching", stepping.TASKS["classes"]._replace(model=Branching))
+    (compiled,) = train(pool, replace(POINTS, task="branching"))
+    (eager,) = train(pool, replace(POINTS, task="branching", shaping=ModelTransforms()))
+    assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
+    assert "blocks are compiled, because a shard cannot be one graph" in caplog.text
