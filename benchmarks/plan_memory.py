@@ -57,7 +57,11 @@ STRATEGIES = {
     "device_map": ("strategy=device_map",),
     "tensor_parallel": ("strategy=tensor_parallel", "strategy.degree=2"),
 }
-CHECKPOINTING = {"none": (), "full": ("activation_checkpointing=full",)}
+CHECKPOINTING = {
+    "none": (),
+    "selective": ("activation_checkpointing=selective",),
+    "full": ("activation_checkpointing=full",),
+}
 
 
 @dataclass

@@ -230,7 +230,7 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
             gpt,
             ModelTransforms(recompute=[]),
             "model",
-            "activation_checkpointing=[]: names no class. Use none, full, a number, or names of classes.",
+            "activation_checkpointing=[]: names no class. Use none, selective, full, a number, or names of classes.",
         ),
         (
             lambda: Mlp(in_features=2, hidden=[2], out_features=2),

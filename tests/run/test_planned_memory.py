@@ -41,13 +41,17 @@ def planned(*arguments: str) -> DeviceMemory:
         (*WIDE, "batch.micro_size=128", "optimizer.fused=true"),
         GPT,
         (*GPT, "activation_checkpointing=full"),
+        (*GPT, "activation_checkpointing=selective"),
         (*GPT, "precision=bf16_mixed"),
         (*GPT, "precision=bf16", "batch.micro_size=8"),
         (*WIDE, *GROUP, "batch.micro_size=128", "strategy.bucket_mb=1"),
         (*WIDE, *GROUP, "precision=bf16", "strategy.bucket_mb=1"),
         (*WIDE, *GROUP),
     ],
-    ids=["wide", "shards", "gpt", "recomputed", "mixed", "masters", "buckets", "masters in buckets", "one bucket"],
+    ids=[
+        "wide", "shards", "gpt", "recomputed", "selective", "mixed", "masters", "buckets", "masters in buckets",
+        "one bucket",
+    ],
 )
 def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Path) -> None:
     found = planned(*arguments)

@@ -78,8 +78,10 @@ class RunConfig:
     """The increase of the learning rate to its peak."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     """Bounds on the gradient."""
-    activation_checkpointing: Annotated[Literal["none", "full"] | int | list[str], speed, at_least(1)] = "none"
-    """What backward recomputes instead of storing: nothing, every block, every n-th, or modules by class."""
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"] | int | list[str], speed, at_least(1)] = (
+        "none"
+    )
+    """What backward recomputes instead of storing: nothing, cheap operations, every block, every n-th, or classes."""
     memory_format: Annotated[Literal["auto", "contiguous", "channels_last"], speed] = "auto"
     """Where a convnet's weights have their channels; auto: last on CUDA with 16-bit convolutions, else contiguous."""
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -77,6 +77,11 @@ class CompileConfig:
     """
     backend: Annotated[str, speed] = "inductor"
     """The compiler of the graphs: inductor generates code, aot_eager runs them unchanged, for debugging."""
+    memory_budget: Annotated[float | None, speed, at_least(0), at_most(1)] = None
+    """The share of its activations that a compiled graph keeps for backward, which recomputes the rest.
+
+    1 keeps what the compiler keeps by itself, 0 the inputs of a graph alone; it recomputes first what costs the least.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.workspace import workspace_of
 from trainkit.strategies.memory_capabilities import RankPass
+from trainkit.strategies.model_transforms import selective_contexts
 
 Moment = Literal["forward", "backward", "exchange", "optimizer step"]
 """The part of a step at which a device holds the most."""
@@ -167,6 +168,7 @@ class TracedPass:
         loss: runs a model on a batch.
         precision: the number formats.
         recomputed: names of the modules that are recomputed in backward.
+        selective: whether these keep the results of their expensive operations.
         places: name of a module -> the number of the place that it and what it computes belong to.
         updated: names of the parameters that get gradients; None: all that are trained.
         accumulates: whether a backward pass of another shard has come before, so that gradients exist.
@@ -179,6 +181,7 @@ class TracedPass:
     loss: Callable[[Model, Any], Loss]
     precision: Precision
     recomputed: Sequence[str] = ()
+    selective: bool = False
     places: Mapping[str, int] = field(default_factory=dict)
     updated: frozenset[str] | None = None
     accumulates: bool = False
@@ -239,7 +242,8 @@ class TracedPass:
         self.precision.accept_floats(model)
         for name in self.recomputed:
             module = model.get_submodule(name)
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+            again = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+            module.forward = partial(again, context_fn=selective_contexts) if self.selective else again
         return model
 
 

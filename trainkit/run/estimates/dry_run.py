@@ -58,6 +58,7 @@ class PlannedDryRun:
             loss=loss,
             precision=plan.components.precision,
             recomputed=recomputed_names(plan, self.model),
+            selective=plan.cfg.activation_checkpointing == "selective",
             accumulates=True,  # into dense gradients: sparse ones have no storage to follow
         ).run()
 

@@ -208,6 +208,7 @@ class _Shard:
             loss=loss,
             precision=precision,
             recomputed=recomputed_names(self.plan, model),
+            selective=self.plan.cfg.activation_checkpointing == "selective",
             places={name: place for place, part in enumerate(self.parts) for name in part.modules},
             accumulates=self.shards > 1 and precision.model_dtype is precision.master_dtype and not self._has_vector,
             beside=self.beside,

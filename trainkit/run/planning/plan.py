@@ -315,6 +315,8 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
 def _recomputed(asked: str | int | Sequence[str]) -> str | None:
     if asked == "none":
         return None
+    if asked == "selective":
+        return "every block except matrix products, convolutions and attention"
     words = "every block" if isinstance(asked, str) else f"one block in {asked}"
     return words if isinstance(asked, str | int) else f"each {', '.join(asked)}"
 

@@ -1,6 +1,7 @@
 """Transform a model before it is placed: its memory format, what backward recomputes, and what is compiled."""
 
 from trainkit.strategies.model_transforms.memory_format import format_for
+from trainkit.strategies.model_transforms.selective import selective_contexts
 from trainkit.strategies.model_transforms.shape import (
     NO_TRANSFORMS,
     Compiles,
@@ -18,6 +19,7 @@ __all__ = [
     "apply_transforms",
     "format_for",
     "recomputed_modules",
+    "selective_contexts",
     "shaping_notes",
     "shaping_problems",
 ]

@@ -1,4 +1,4 @@
-"""A forward pass that stores only its inputs, and is recomputed in backward."""
+"""A forward pass that stores its inputs, or expensive results too, and is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import Drawing, Draws, keys_of
 from trainkit.strategies.core.buffers import ObjectSnapshot, refuse_changes
+from trainkit.strategies.model_transforms.selective import selective_contexts
 
 
 class Recomputed:
@@ -21,10 +22,13 @@ class Recomputed:
 
     No module is wrapped, so that names do not change. The recomputation draws the same random numbers as the first
     computation, even if another shard was computed in between, and leaves buffers unchanged.
+
+    Args:
+        selective: whether the results of matrix products, convolutions and attention are kept, not recomputed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.inner = module, module.forward
+    def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
+        self.module, self.inner, self.selective = module, module.forward, selective
         self._draws = Drawing.of(module).most
         self._updated: list[tuple[nn.Module, str]] | None = None
         self._counts = True
@@ -64,21 +68,25 @@ class Recomputed:
 
     def _contexts(
         self, before: list[_Entry], attributes: list[ObjectSnapshot]
-    ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-        around = [lambda: _as_before(before), lambda: _with_attributes(self.module, attributes)]
+    ) -> Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[None]]]:
+        around: list[_Make] = [lambda: _as_before(before), lambda: _with_attributes(self.module, attributes)]
         keys = keys_of(self.module)
         if keys is not None:
             around.append(partial(keys.at, keys.moment))
         if self._draws is Draws.anything:
             around.append(HostStates.now().again)
+        keeping: AbstractContextManager[object] = nullcontext()
+        if self.selective:
+            keeping, returning = selective_contexts()
+            around.append(lambda: returning)
         again = _Again(around)
-        return lambda: (nullcontext(), again)
+        return lambda: (keeping, again)
 
 
 class _Again:
     """The context of a recomputation; entered twice if backward runs separately for inputs and for weights."""
 
-    def __init__(self, around: Sequence[Callable[[], AbstractContextManager[None]]]) -> None:
+    def __init__(self, around: Sequence[_Make]) -> None:
         self._around = around
         self._entered = ExitStack()
 
@@ -90,6 +98,8 @@ class _Again:
         self._entered.close()
 
 
+_Make = Callable[[], AbstractContextManager[object]]
+"""Makes a context of a recomputation."""
 _Entry = tuple[nn.Module, str, Tensor]
 """A buffer's module and name, and its earlier value."""
 

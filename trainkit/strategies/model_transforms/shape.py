@@ -16,6 +16,7 @@ from trainkit.errors import Problem
 from trainkit.numerics.randomness import draws_at_random, draws_nothing, sets_key
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.strategies.model_transforms.memory_budget import BACKENDS, BudgetedBackend
 from trainkit.strategies.model_transforms.memory_format import (
     MemoryFormat,
     apply_format,
@@ -78,14 +79,15 @@ class Compiled:
 
     Args:
         mode: a mode of the inductor backend; None for any other.
+        budget: the share of activations that backward keeps; None: what the backend chooses.
     """
 
     runs_once: ClassVar[bool] = True
     """Whether a forward pass is computed once: a loss may be computed inside."""
 
-    def __init__(self, module: nn.Module, *, backend: str, mode: str | None) -> None:
+    def __init__(self, module: nn.Module, *, backend: str, mode: str | None, budget: float | None = None) -> None:
         self.module, self.inner = module, module.forward
-        self.backend, self.mode = backend, mode
+        self.backend, self.mode, self.budget = backend, mode, budget
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +105,9 @@ class Compiled:
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         for module in self.module.modules():
             _keep_keys_out(module)
+        if self.budget is not None:
+            limited = BudgetedBackend(self.backend, self.mode, self.budget)
+            return torch.compile(self.inner, backend=limited)
         made: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)
         return made
 
@@ -148,23 +153,36 @@ earlier shards would be lost (pytorch issue 96693).
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
 
+Recomputation = Literal["none", "selective", "full"] | int | Sequence[str]
+"""A value of `activation_checkpointing`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelTransforms:
     """The requested transforms; `none` and `off` request nothing."""
 
-    recompute: Literal["none", "full"] | int | Sequence[str] = "none"
-    """`full`: every block; n: every n-th; names: every module of these classes."""
+    recompute: Recomputation = "none"
+    """`full`: every block; `selective`: every block but its expensive operations; n: every n-th; names: every module of
+    these classes.
+    """
     compile_mode: Literal["off", "default", "max-autotune", "step"] = "off"
     """The optimisation mode of torch.compile; `step`: an executor compiles whole steps, and no module."""
     backend: str = _INDUCTOR
     """The backend of torch.compile."""
     memory_format: MemoryFormat = "contiguous"
     """Where the channels of a convnet's weights are; `auto`: last, if it has convolutions."""
+    memory_budget: float | None = None
+    """The share of activations that compiled graphs keep for backward; None: what the backend chooses."""
 
     @property
     def recomputes(self) -> bool:
         """Whether some modules are recomputed in backward."""
         return self.recompute != "none"
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether recomputed modules keep the results of expensive operations."""
+        return self.recompute == "selective"
 
     @property
     def compiles(self) -> bool:
@@ -215,11 +233,11 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     if shaping.compiles_modules:
         mode = shaping.inductor_mode
         for module in _compiled(model, recomputed, compiles):
-            module.forward = Compiled(module, backend=shaping.backend, mode=mode)
+            module.forward = Compiled(module, backend=shaping.backend, mode=mode, budget=shaping.memory_budget)
         if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside
             layer.compiled_score_rows = CompiledFunction(score_rows, backend=shaping.backend)  # type: ignore[assignment]
     for module in recomputed:  # outside of what is compiled: a recomputation runs the same code
-        module.forward = Recomputed(module)
+        module.forward = Recomputed(module, selective=shaping.is_selective)
     return model
 
 
@@ -228,6 +246,7 @@ def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     return [
         *format_problems(model, shaping.memory_format),
         *_recompute_problems(model, shaping.recompute),
+        *_budget_problems(model, shaping),
         *_compile_problems(model, shaping, compiles, strategy),
     ]
 
@@ -277,11 +296,13 @@ def _outermost(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-def _recompute_problems(model: nn.Module, asked: Literal["none", "full"] | int | Sequence[str]) -> Iterator[Problem]:
+def _recompute_problems(model: nn.Module, asked: Recomputation) -> Iterator[Problem]:
     key, kinds = "activation_checkpointing", sorted({type(module).__name__ for module in model.modules()})
     if not isinstance(asked, str | int):
         if not asked:
-            yield Problem(key=key, value="[]", rule="names no class. Use none, full, a number, or names of classes.")
+            yield Problem(
+                key=key, value="[]", rule="names no class. Use none, selective, full, a number, or names of classes."
+            )
         for name in asked:
             if name not in kinds:
                 near = closest(name, kinds)
@@ -295,6 +316,37 @@ def _recompute_problems(model: nn.Module, asked: Literal["none", "full"] | int |
     elif isinstance(asked, int) and asked > count:
         rule = f"the model has {count} block{'' if count == 1 else 's'}. Use {count} or less."
         yield Problem(key=key, value=asked, rule=rule)
+
+
+def _budget_problems(model: nn.Module, shaping: ModelTransforms) -> Iterator[Problem]:
+    if shaping.is_selective and shaping.compiles_modules:
+        mode = shaping.compile_mode
+        rule = (
+            f"cannot be had with compile.mode={mode}: the compiler chooses what a compiled block keeps. "
+            "Use compile.memory_budget=0.5 instead, or full."
+        )
+        yield Problem(key="activation_checkpointing", value="selective", rule=rule)
+    key, budget = "compile.memory_budget", shaping.memory_budget
+    if budget is None:
+        return
+    if not shaping.compiles_modules:
+        rule = (
+            f"is a limit for a compiler, and compile.mode={shaping.compile_mode} compiles no forward pass of its own. "
+            "Use compile.mode=default, or activation_checkpointing=selective without it."
+        )
+        yield Problem(key=key, value=budget, rule=rule)
+    elif shaping.recomputes:
+        rule = "cannot be had with activation_checkpointing, which keeps the inputs of a block alone. Leave one out."
+        yield Problem(key=key, value=budget, rule=rule)
+    elif shaping.backend not in BACKENDS:
+        rule = f"has no effect with compile.backend={shaping.backend}. Use one of {', '.join(BACKENDS)}."
+        yield Problem(key=key, value=budget, rule=rule)
+    elif not draws_nothing(model):
+        rule = (
+            "is for models that draw no random numbers: a compiled backward pass would draw others than the forward "
+            "pass. Set the dropout to 0, or use activation_checkpointing=selective without compile.mode."
+        )
+        yield Problem(key=key, value=budget, rule=rule)
 
 
 def _compile_problems(

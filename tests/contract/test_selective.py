@@ -1,0 +1,221 @@
+"""Recomputing cheap operations alone, or keeping a share of the activations: what backward holds, never the numbers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from tests.contract.stepping import Case, train
+from tests.contract.test_shaping import EAGERLY, TOKENS, gpt, kept_bytes, two_shards
+from tests.support.pool import Pool
+from tests.support.present import present
+from tests.support.storages import Counting
+from trainkit.errors import TrainkitError
+from trainkit.models.resnet import ResNet
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_problems
+from trainkit.strategies.model_transforms.selective import selective_contexts
+
+SELECTIVE = ModelTransforms(recompute="selective")
+
+
+def test_masks_gradients_and_names_are_those_of_the_model_as_it_is() -> None:
+    (expected, names), (found, others) = two_shards(ModelTransforms()), two_shards(SELECTIVE)
+    assert names == others
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def alive_after_forward(shaping: ModelTransforms) -> int:
+    model = apply_transforms(gpt(), shaping)
+    with Counting() as counting:
+        outputs = model(TOKENS)
+        gc.collect()
+        held = counting.bytes
+    del outputs
+    return held
+
+
+def test_selective_keeps_less_than_none_and_more_than_full() -> None:
+    none, selective, full = (
+        alive_after_forward(ModelTransforms(recompute=one)) for one in ("none", "selective", "full")
+    )
+    assert full < selective < none
+    assert none - selective > 3 * 5 * 2 * 8 * 8 * 4  # of each of three blocks: norms, activations and their kin
+
+
+class Bending(nn.Module):
+    """Changes the result of a matrix product in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bent: Tensor = self.linear(inputs).mul_(3).sigmoid()
+        return bent
+
+
+def gradients(block: nn.Module, *, autocast: bool = False, apart: bool = False, selective: bool = True) -> list[Tensor]:
+    """Of a block that is applied twice, by one backward pass or by two: for the inputs, and for the weights."""
+    inputs = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    hidden, params = inputs, list(block.parameters())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            hidden = (
+                checkpoint(block, hidden, use_reentrant=False, context_fn=selective_contexts)
+                if selective
+                else block(hidden)
+            )
+    total = hidden.sum()
+    if apart:
+        return [*torch.autograd.grad(total, inputs, retain_graph=True), *torch.autograd.grad(total, params)]
+    return list(torch.autograd.grad(total, [inputs, *params]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"autocast": True}, {"apart": True}], ids=["once", "autocast", "apart"])
+@pytest.mark.parametrize("make", [Bending, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))])
+def test_in_place_changes_cached_casts_and_split_backward_passes_keep_the_bits(
+    make: Callable[[], nn.Module], settings: dict[str, bool]
+) -> None:
+    block = make()
+    expected, found = gradients(block, **settings, selective=False), gradients(block, **settings)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products with a bias."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_kept_result_is_not_computed_again() -> None:
+    block, counts = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), []
+    for contexts in (noop_context_fn, selective_contexts):
+        with Products() as products:  # type: ignore[no-untyped-call]
+            out = checkpoint(block, torch.ones(1, 4, requires_grad=True), use_reentrant=False, context_fn=contexts)
+            out.sum().backward()
+        counts.append(products.count)
+    assert counts == [4, 2]
+
+
+class Fickle(nn.Module):
+    """Multiplies by another operation when it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.eye(4)), [0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls[0] += 1
+        product = inputs @ self.weight if self.calls[0] == 1 else torch.addmm(torch.zeros(4), inputs, self.weight)
+        return product.tanh()
+
+
+def test_a_block_that_multiplies_otherwise_the_second_time_is_an_error() -> None:
+    inputs = torch.ones(1, 4, requires_grad=True)
+    found = checkpoint(Fickle(), inputs, use_reentrant=False, context_fn=selective_contexts)
+    with pytest.raises(TrainkitError, match="other matrix products when it is computed again"):
+        found.sum().backward()
+
+
+def test_batch_statistics_count_each_sample_once() -> None:
+    images, found = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), []
+    for shaping in (ModelTransforms(), SELECTIVE):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = apply_transforms(ResNet(depth=18, num_classes=3), shaping)
+        model(images).sum().backward()
+        found.append({**dict(model.named_buffers()), **{name: p.grad for name, p in model.named_parameters()}})
+    assert all(torch.equal(present(tensor), present(found[1][name])) for name, tensor in found[0].items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "one_device"},
+        {"strategy": "mirrored", "settings": {"replicas": 2}},
+        {"strategy": "fsdp", "settings": {"replicas": 2}},
+        pytest.param({"strategy": "pipeline", "settings": {"stages": 2, "schedule": "zero_bubble"}},
+                     marks=pytest.mark.slow),
+        pytest.param({"strategy": "tensor_parallel", "settings": {"degree": 2}}, marks=pytest.mark.slow),
+    ],
+    ids=["one_device", "mirrored", "fsdp", "zero_bubble", "tensor_parallel"],
+)  # fmt: skip
+def test_weights_have_the_bits_of_a_training_that_keeps_all(settings: dict[str, Any], pool: Pool) -> None:
+    case = replace(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3), **settings)
+    plain, spared = train(pool, case), train(pool, replace(case, shaping=SELECTIVE))
+    for one, other in zip(plain, spared, strict=True):
+        assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+
+
+BUDGET = ModelTransforms(**EAGERLY, memory_budget=0.5)
+
+
+@pytest.mark.long
+def test_a_memory_budget_is_what_a_compiled_block_keeps() -> None:
+    whole, half, none = (kept_bytes(replace(BUDGET, memory_budget=share)) for share in (1.0, 0.5, 0.0))
+    assert none < half < whole
+
+
+def test_a_memory_budget_changes_no_gradient() -> None:
+    found = []
+    for shaping in (ModelTransforms(**EAGERLY), BUDGET):
+        model = apply_transforms(gpt(), shaping)
+        model(TOKENS).square().sum().backward()
+        found.append([present(param.grad) for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_memory_budget_is_refused_for_a_model_with_dropout() -> None:
+    (problem,) = shaping_problems(gpt(dropout=0.1), BUDGET, compiles="model", strategy="mine")
+    assert str(problem) == (
+        "compile.memory_budget=0.5: is for models that draw no random numbers: a compiled backward pass would draw "
+        "others than the forward pass. Set the dropout to 0, or use activation_checkpointing=selective without "
+        "compile.mode."
+    )
+
+
+def test_a_memory_budget_is_that_of_its_model_alone() -> None:
+    kept_bytes(replace(BUDGET, memory_budget=0.0))
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+MIXED = "activation_checkpointing=selective: cannot be had with compile.mode=default: the compiler chooses what a "
+EAGER = (
+    "compile.memory_budget=0.5: is a limit for a compiler, and compile.mode=off compiles no forward pass of its own. "
+)
+BOTH = (
+    "compile.memory_budget=0.5: cannot be had with activation_checkpointing, which keeps the inputs of a block alone. "
+)
+WHOLE = "compile.memory_budget=0.5: has no effect with compile.backend=eager. Use one of inductor, aot_eager, "
+
+
+@pytest.mark.parametrize(
+    ("shaping", "text"),
+    [
+        (
+            replace(SELECTIVE, **EAGERLY),
+            f"{MIXED}compiled block keeps. Use compile.memory_budget=0.5 instead, or full.",
+        ),
+        (
+            ModelTransforms(memory_budget=0.5),
+            f"{EAGER}Use compile.mode=default, or activation_checkpointing=selective without it.",
+        ),
+        (replace(BUDGET, recompute="full"), f"{BOTH}Leave one out."),
+        (replace(BUDGET, backend="eager"), f"{WHOLE}aot_eager_decomp_partition."),
+    ],
+)
+def test_what_cannot_be_had_is_said_before_it_starts(shaping: ModelTransforms, text: str) -> None:
+    found = shaping_problems(gpt(), shaping, compiles="model", strategy="mine")
+    assert [str(problem) for problem in found] == [text]

@@ -1,0 +1,41 @@
+"""Compile graphs that keep a given share of their activations: `compile.memory_budget`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+BACKENDS: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""The backends of torch.compile that split a graph into forward and backward, and choose what is kept between them."""
+
+
+@dataclass(frozen=True)
+class BudgetedBackend:
+    """A backend of torch.compile with a limit on what backward keeps.
+
+    Source: `torch._functorch.config.activation_memory_budget`, which is read when a graph is compiled. It is set for
+    that time alone: other models of the process keep what they keep.
+    """
+
+    backend: str
+    """One of `BACKENDS`."""
+    mode: str | None
+    """A mode of the inductor backend; None for any other."""
+    budget: float
+    """1: what the backend keeps without a limit; 0: the inputs of a graph alone."""
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        """Compile a graph."""
+        from torch._dynamo.backends.registry import lookup_backend  # noqa: PLC0415 - slow to import
+        from torch._functorch import config  # noqa: PLC0415 - slow to import
+
+        patches = torch._inductor.list_mode_options(self.mode) if self.mode else {}  # noqa: SLF001 - the public function
+        options = {"config_patches": patches} if patches else {}
+        with config.patch(activation_memory_budget=self.budget):
+            compiled: Callable[..., Any] = lookup_backend(self.backend)(graph, list(inputs), **options)
+        return compiled
