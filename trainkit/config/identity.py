@@ -68,7 +68,7 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
     if path[0] in ("logger", "hardware") or (path[0] in LIST_GROUPS and len(path) == 1):
         return cosmetic
     target = _target_of(node)
-    if path == ("average",):
+    if path in (("average",), ("convert",)):
         return maths(neutral={})
     if target is None:
         return placement if path[0] in _PLACES else maths

@@ -37,8 +37,8 @@ from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
 GROUPS: Final = (
-    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "cluster", "hardware",
-    "callbacks", "logger",
+    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "convert", "cluster",
+    "hardware", "callbacks", "logger",
 )  # fmt: skip
 """The groups whose node is part of a run. `recipe` only composes a run, which keeps nothing but its name."""
 LIST_GROUPS: Final = ("callbacks", "logger")
@@ -136,6 +136,8 @@ class RunConfig:
     """The number formats of the training."""
     average: Node = field(default_factory=dict)
     """The average of the weights that is kept beside them."""
+    convert: Node = field(default_factory=dict)
+    """The layers that compute in another number format than the precision's."""
     cluster: Node = field(default_factory=dict)
     """The machines that take part."""
     hardware: Node = field(default_factory=dict)

@@ -350,8 +350,12 @@ def draws_of(kind: type) -> Draws:
     return found
 
 
+_QUIET: Final = ("torch.nn.", "torchao.float8.")
+"""Packages whose layers draw nothing, except for the random ones of torch."""
+
+
 def _draws_of(kind: type) -> Draws:
-    if kind is type(None) or kind.__module__.startswith("torch.nn.") or kind.__dict__.get("draws_nothing", False):
+    if kind is type(None) or kind.__module__.startswith(_QUIET) or kind.__dict__.get("draws_nothing", False):
         return Draws.nothing
     own = kind.__module__.startswith("trainkit.") and not kind.__dict__.get("runs_user_code", False)
     return Draws.torch if own else Draws.anything

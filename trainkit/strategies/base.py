@@ -180,6 +180,8 @@ class Traits:
     """Whether ranks communicate in a forward pass, so that every rank runs the model or none does."""
     several_optimizers: bool = False
     """Whether a run may have several optimizers, and its objective several phases."""
+    converts: bool = False
+    """Whether it takes layers that compute in another number format (`convert`): it neither cuts nor traces them."""
     compiles_step: bool = False
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
     keeps_memory_format: bool = True

@@ -288,6 +288,7 @@ _COUNTED_WHEN_NULL: Final = ("cv", "strategy")
 _ADDED: Final[Mapping[str, object]] = {
     "optimizers": {},
     "average": {},
+    "convert": {},
     "eval.beside": False,
     "data.distribute": "samples",
     "objective.cross_entropy": "chunked",

@@ -34,7 +34,7 @@ __all__ = [
     "paths_too_long",
 ]
 
-_UNNAMED: Final = ("cluster", "average", "hardware")
+_UNNAMED: Final = ("cluster", "average", "convert", "hardware")
 """Groups whose choice may name no class."""
 _OPTIONAL: Final = (*_UNNAMED, *LIST_GROUPS)
 NEEDS_VALUE: Final = "needs a value:"

@@ -17,7 +17,8 @@ from trainkit.config.yaml_files import Document, read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
 
 _CHEAP: Final = (
-    "schedule", "strategy", "precision", "average", "cluster", "hardware", "objective", "callbacks", "logger",
+    "schedule", "strategy", "precision", "average", "convert", "cluster", "hardware", "objective", "callbacks",
+    "logger",
 )  # fmt: skip
 """Groups whose own dataclasses are built so that they validate their values: none uses data or a device."""
 

@@ -75,6 +75,7 @@ _OF_PLACES: Final[Mapping[str, Kind]] = {
     "strategy": Kind(name="trainkit Strategy", bases=("trainkit.strategies.base.Strategy",)),
     "precision": Kind(name="trainkit Precision", bases=("trainkit.numerics.precision.Precision",)),
     "average": Kind(name="trainkit Average", bases=("trainkit.adapters.average.Average",)),
+    "convert": Kind(name="trainkit conversion", bases=("trainkit.adapters.float8.Float8",)),
     "cluster": Kind(name="trainkit Cluster", bases=("trainkit.cluster.base.Cluster",)),
     "hardware": Kind(name="trainkit Hardware", bases=("trainkit.run.estimates.hardware.HardwareChoice",)),
     "callbacks": _CALLBACK,

@@ -14,6 +14,10 @@ from trainkit.strategies.capabilities import changes_maths_here
 
 _CUT: Final = ("batch.micro_size", "batch.accumulation")
 """Keys that cut a step into shards."""
+_ROUNDED: Final = (
+    "convert rounds products to eight bits by design: its contract is the curve of the loss, and the numbers below are "
+    "those of the layers as they are"
+)
 _ANOTHER: Final = "this strategy is another training than that of one_device"
 
 
@@ -62,6 +66,8 @@ def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
         yield _ANOTHER
     elif changes_maths_here(candidate.components.strategy) and not differing:
         yield _ANOTHER
+    if candidate.cfg.convert:
+        yield _ROUNDED
     yield from map(_named, differing)
 
 

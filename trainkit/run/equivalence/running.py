@@ -51,8 +51,8 @@ def bare(cfg: RunConfig, steps: int) -> RunConfig:
 
 
 def with_precision(cfg: RunConfig, value: str) -> RunConfig:
-    """Return the config with another precision."""
-    return replace(cfg, precision={"_target_": _PRECISION, "value": value})
+    """Return the config with another precision, and without converted layers: those round to eight bits in any."""
+    return replace(cfg, precision={"_target_": _PRECISION, "value": value}, convert={})
 
 
 def reference_weights(

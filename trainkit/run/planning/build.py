@@ -28,6 +28,7 @@ from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
 from trainkit.reading import read_map
+from trainkit.run.planning.converting import converted
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.core.replica import refuse_mismatch
@@ -192,9 +193,9 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
 
 
 def transformed_model(cfg: RunConfig, strategy: Strategy, device: str) -> nn.Module:
-    """Return the model for the executor on a device, with recomputed or compiled forward passes in place."""
+    """Return the model for the executor on a device, with converted layers, recomputed or compiled."""
     traits = strategy.traits
-    model = build_model(cfg, deferred=traits.supports_meta_init)
+    model = converted(build_model(cfg, deferred=traits.supports_meta_init), cfg)
     if (transforms := model_transforms_of(cfg, device, keeps_format=traits.keeps_memory_format)) != NO_TRANSFORMS:
         apply_transforms(model, transforms, compiles=traits_here(strategy).compiles)
     return model

@@ -33,6 +33,7 @@ from trainkit.run.planning.build import (
     matching_groups,
     model_transforms_of,
 )
+from trainkit.run.planning.converting import conversion_of, conversion_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan
@@ -63,9 +64,17 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.traits.keeps_memory_format)
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
+    named, traits = plan.cfg.strategy["_target_"].rpartition(".")[2], traits_here(strategy)
+    if (conversion := conversion_of(plan.cfg)) is not None:
+        problems += conversion_problems(
+            conversion,
+            model,
+            devices=[task.device for task in plan.tasks],
+            precision=plan.components.precision.value,
+            strategy=named,
+            converts=traits.converts,
+        )
     if shaping != NO_TRANSFORMS:
-        named = plan.cfg.strategy["_target_"].rpartition(".")[2]
-        traits = traits_here(strategy)
         named += "" if traits == strategy.traits else ", as its keys are set,"
         problems += shaping_problems(model, shaping, compiles=traits.compiles, strategy=named)
         problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named)

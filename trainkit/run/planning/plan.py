@@ -30,6 +30,7 @@ from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.averages import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components
+from trainkit.run.planning.converting import conversion_of
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
 from trainkit.strategies.base import Phase, PlanContext
@@ -147,6 +148,7 @@ class RunPlan:
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
             "precision": self.components.precision.value,
             "average": average.name if (average := average_of(cfg)) else None,
+            "converted": f"float8, {made.recipe}" if (made := conversion_of(cfg)) else None,
             "parameters": f"{num_params:,}",
             "reduce": _reduction(cfg) if self.num_replicas > 1 else None,
             "recomputed": _recomputed(cfg.activation_checkpointing),

@@ -59,7 +59,9 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     and every replica makes the same update.
     """
 
-    traits: ClassVar[Traits] = Traits(elastic=True, compiles="model", several_optimizers=True, compiles_step=True)
+    traits: ClassVar[Traits] = Traits(
+        elastic=True, compiles="model", several_optimizers=True, converts=True, compiles_step=True
+    )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 

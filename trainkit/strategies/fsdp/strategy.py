@@ -68,6 +68,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
         forward_is_collective=True,
         several_optimizers=True,
         keeps_memory_format=False,
+        converts=True,
     )
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1

@@ -1,0 +1,143 @@
+"""`convert=float8`: which layers, which refusals, and that all but the products stays what it is."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.running import run
+from tests.support.present import present
+from trainkit import api
+from trainkit.adapters import float8
+from trainkit.adapters.float8 import Float8
+from trainkit.config.identity import fingerprint
+from trainkit.errors import ConfigError
+from trainkit.models.gpt import Gpt
+from trainkit.run.planning.build import transformed_model
+from trainkit.run.planning.converting import output_name
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.notes import model_notes
+from trainkit.run.planning.plan import make_plan
+
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+DIGITS, EIGHT = ("recipe=digits", "model.hidden=[32,48]"), ("convert=float8", "convert.emulate=true")
+WIDE = (*DIGITS, "precision=bf16_mixed", "convert=float8")
+EMULATED = (*WIDE, "convert.emulate=true")
+
+
+def problems_of(*arguments: str) -> list[str]:
+    plan = make_plan(api.compose(arguments).cfg)
+    with pytest.raises(ConfigError) as found:
+        model_notes(plan, meta_model(plan))
+    return [str(problem) for problem in found.value.problems]
+
+
+def test_the_output_layer_and_odd_dims_stay() -> None:
+    model = Gpt(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16, bias=True)
+    assert output_name(model) == "head.output"
+    assert len(Float8().layers(model, output="head.output")) == 4
+    assert Float8(exclude=["blocks.*"]).layers(model, output="head.output") == ["head.output"]
+    assert Float8().layers(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)), output=None) == []
+
+
+def test_no_device_with_float8_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda _: True)
+    (problem,) = problems_of(*WIDE)
+    assert problem == (
+        "convert=float8: the CPU has no units for float8, which GPUs have from compute capability 8.9 on (L4, RTX "
+        "4090, H100). Use convert=none, or convert.emulate=true to try the numbers."
+    )
+
+
+def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 9) if place else (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    model = nn.Sequential(nn.Linear(16, 16))
+    settings: dict[str, Any] = {"output": None, "precision": "bf16"}
+    (problem,) = Float8().problems(model, devices=["cuda:1", "cuda:0"], **settings)
+    assert "the A100" not in str(problem)
+    assert "A100 has no units for float8" in str(problem)
+    assert Float8().problems(model, devices=["cuda:1"], **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((*DIGITS, "precision=fp32"), "precision=fp32: has no use for float8, whose results are bfloat16."),
+        (
+            ("recipe=digits", "model.hidden=[20]", "precision=bf16"),
+            "convert=float8: converts no layer: the model has no",
+        ),
+        (
+            ("recipe=python_source", "precision=bf16", "strategy=tensor_parallel", "strategy.degree=2"),
+            "convert=float8: strategy=TensorParallel takes no converted layers.",
+        ),
+        (
+            (*DIGITS, "precision=bf16", "strategy=central_storage"),
+            "convert=float8: strategy=CentralStorage takes no converted layers.",
+        ),
+    ],
+    ids=["fp32", "narrow", "tensor_parallel", "central_storage"],
+)
+def test_what_cannot_be_converted_is_said_before_it_starts(
+    arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda _: True)
+    assert any(problem.startswith(text) for problem in problems_of(*arguments, *EIGHT))
+
+
+def test_without_torchao_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda _: None)
+    assert problems_of(*EMULATED) == ['convert=float8: needs torchao: pip install "torch>=2.12" "torchao>=0.18"']
+
+
+def test_only_a_conversion_counts_for_the_fingerprint() -> None:
+    plain, none, eight = (
+        fingerprint(api.compose(["recipe=digits", *more]).cfg) for more in ([], ["convert=none"], ["convert=float8"])
+    )
+    assert plain == none != eight
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_are_rounded_and_names_parameters_and_bits_of_weights_stay(recipe: str) -> None:
+    configs = [api.compose(one).cfg for one in (WIDE[:3], [*EMULATED, f"convert.recipe={recipe}"])]
+    plain, eight = (transformed_model(cfg, make_plan(cfg).components.strategy) for cfg in configs)
+    assert list(plain.state_dict()) == list(eight.state_dict())
+    assert all(torch.equal(tensor, eight.state_dict()[name]) for name, tensor in plain.state_dict().items())
+    inputs = torch.linspace(-1, 1, 8 * 64).reshape(8, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = plain(inputs), eight(inputs)
+        other.sum().backward()
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one, other, rtol=0.25, atol=0.1)  # 3 bits of mantissa in each of two layers
+    assert present(next(eight.parameters()).grad).dtype is torch.float32
+
+
+STEPS = ("steps=3", "callbacks=[]", "logger=[]", "quiet=true", "batch.micro_size=32")
+
+
+@needs_torchao
+@pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
+@pytest.mark.slow
+def test_strategies_train_alike(strategy: str, tmp_path: Path) -> None:
+    two = (f"strategy={strategy}", "strategy.replicas=2")
+    one, other = run(tmp_path / "one", *EMULATED, *STEPS), run(tmp_path / "other", *EMULATED, *STEPS, *two)
+    assert one["fingerprint"] == other["fingerprint"]
+    assert one["metrics"]["val/loss"] == pytest.approx(other["metrics"]["val/loss"], rel=1e-2)
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_a_resumed_run_ends_in_the_bits_of_one_without_a_break(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", *EMULATED, *STEPS)
+    run(tmp_path / "broken", *EMULATED, *STEPS, "stop_at_step=2")
+    resumed = run(tmp_path / "broken", *EMULATED, *STEPS, f"resume={tmp_path / 'broken'}")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]

@@ -1,0 +1,126 @@
+"""Compute the matrix products of linear layers in eight bits: torchao's float8 training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Annotated, Final, Literal
+
+import torch
+from torch import nn
+
+from trainkit.errors import Problem
+from trainkit.extras import install_command
+from trainkit.fields import maths
+
+MULTIPLE: Final = 16
+"""Both dims of a converted layer are multiples of this: the matrix units of a GPU take no others."""
+CAPABILITY: Final = (8, 9)
+"""The lowest compute capability of a GPU with units for float8."""
+PRECISIONS: Final = ("bf16", "bf16_mixed")
+"""The precisions in which the other layers may compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Linear layers whose three matrix products take float8 inputs; parameters and results keep their dtypes.
+
+    Each product scales its inputs by their largest absolute value, casts them to float8 (e4m3; e5m2 for gradients of
+    `tensorwise`), multiplies, and divides by the scales. Parameters, gradients, optimizer and checkpoints are those of
+    the plain layers; the numbers differ by design.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao, `torchao.float8`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10), nn.Linear(16, 16))
+        >>> Float8().layers(model, output="3"), Float8(exclude=["0"]).layers(model, output="3")
+        (['0'], ['3'])
+    """
+
+    recipe: Annotated[Literal["tensorwise", "rowwise"], maths] = "tensorwise"
+    """What shares a scale: a whole tensor, which is the fastest, or each row, which rounds outliers apart."""
+    exclude: Annotated[Sequence[str] | Literal["auto"], maths] = "auto"
+    """Globs on names of layers that are not converted; `auto`: the output layer."""
+    emulate: Annotated[bool, maths] = False
+    """Compute the rounded products in the wider dtype, on any device: to try the numbers, slower than without."""
+
+    def layers(self, model: nn.Module, *, output: str | None) -> list[str]:
+        """Return the names of the layers to convert: linear ones with dims of multiples of 16 that are not excluded.
+
+        Args:
+            model: the model, possibly without data.
+            output: name of its output layer; None: it has none.
+        """
+        excluded = ([] if output is None else [output]) if self.exclude == "auto" else self.exclude
+        return [
+            name
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear
+            and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+            and not any(fnmatchcase(name, pattern) for pattern in excluded)
+        ]
+
+    def problems(
+        self, model: nn.Module, *, output: str | None, devices: Iterable[str], precision: str
+    ) -> list[Problem]:
+        """Return the problems of converting a model; pure.
+
+        Args:
+            model: the model, possibly without data.
+            output: name of its output layer; None: it has none.
+            devices: the devices of the tasks, such as `cuda:0`.
+            precision: value of the precision.
+        """
+        if find_spec("torchao") is None:
+            rule = f"needs torchao: {install_command('quantize', 'torchao')}"
+            return [Problem(key="convert", value="float8", rule=rule)]
+        found = []
+        if precision not in PRECISIONS:
+            rule = "has no use for float8, whose results are bfloat16. Use bf16_mixed or bf16 with convert=float8."
+            found.append(Problem(key="precision", value=precision, rule=rule))
+        if not self.emulate and (lacking := next(filter(None, map(_lacking, devices)), None)):
+            rule = (
+                f"{lacking} has no units for float8, which GPUs have from compute capability 8.9 on (L4, RTX 4090, "
+                "H100). Use convert=none, or convert.emulate=true to try the numbers."
+            )
+            found.append(Problem(key="convert", value="float8", rule=rule))
+        if not self.layers(model, output=output):
+            rule = (
+                f"converts no layer: the model has no linear layer whose dims are multiples of {MULTIPLE}, besides "
+                "those of convert.exclude. Use convert=none."
+            )
+            found.append(Problem(key="convert", value="float8", rule=rule))
+        return found
+
+    def convert(self, model: nn.Module, *, output: str | None) -> nn.Module:
+        """Replace layers in place; parameters and names stay.
+
+        Args:
+            model: on any device, or without data.
+            output: name of its output layer; None: it has none.
+
+        Returns:
+            The model itself.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchao warns about libraries that it does not need here
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - optional
+
+        names = frozenset(self.layers(model, output=output))
+        settings = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
+        convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in names)
+        return model
+
+
+def _lacking(device: str) -> str | None:
+    """Return the name of a device that has no units for float8; None where it has them, or is not on this host."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return f"the {kind.upper()}"
+    place = int(number or 0)
+    if place >= torch.cuda.device_count() or torch.cuda.get_device_capability(place) >= CAPABILITY:
+        return None
+    return torch.cuda.get_device_name(place)

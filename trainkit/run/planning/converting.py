@@ -1,0 +1,58 @@
+"""The conversion of layers that a run asks for: before recomputation, compilation and the strategy."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainkit.adapters.float8 import Float8
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import build
+from trainkit.errors import Problem
+from trainkit.objectives.from_hidden.output_layer import offered_by
+
+
+def conversion_of(cfg: RunConfig) -> Float8 | None:
+    """Return the conversion of a run; None where every layer stays."""
+    conversion: Float8 | None = build(cfg.convert, "convert") if cfg.convert else None
+    return conversion
+
+
+def output_name(model: nn.Module) -> str | None:
+    """Return the name of the output layer: the one that the model offers, else its last linear layer.
+
+    Example:
+        >>> output_name(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()))
+        '1'
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    offered = offered_by(model)
+    named = next((name for name, module in linear.items() if module is offered), None)
+    return named or next(reversed(linear), None)
+
+
+def conversion_problems(
+    conversion: Float8, model: nn.Module, *, devices: list[str], precision: str, strategy: str, converts: bool
+) -> list[Problem]:
+    """Return the problems of a conversion for a model, a strategy and the devices of its tasks.
+
+    Args:
+        conversion: what is converted.
+        model: the model, possibly without data.
+        devices: the devices of the tasks.
+        precision: value of the precision.
+        strategy: the strategy's name.
+        converts: whether the strategy takes converted layers.
+    """
+    if not converts:
+        rule = (
+            f"strategy={strategy} takes no converted layers. Use convert=none, or one_device, mirrored, "
+            "multi_worker_mirrored or fsdp."
+        )
+        return [Problem(key="convert", value="float8", rule=rule)]
+    return conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
+
+
+def converted(model: nn.Module, cfg: RunConfig) -> nn.Module:
+    """Return a model with the layers that the run converts."""
+    conversion = conversion_of(cfg)
+    return model if conversion is None else conversion.convert(model, output=output_name(model))
