@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -50,7 +51,8 @@ def main() -> None:
                 saver = BackgroundSaver(Path(folder), retention=Retention(keep_last=1, keep_best=0))
                 if prepared:
                     saver.prepare(state)
-                    time.sleep(1.0)  # the first steps of a training
+                    while any(thread.name == "staging" for thread in threading.enumerate()):
+                        time.sleep(0.1)  # the training goes on meanwhile
                 first = seconds(partial(saver.save, step=1, tensors=state, meta={}))
                 found["first save, prepared" if prepared else "first save"].append(first / plain)
                 saver.wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.contract.running import run
 from tests.support.present import present
@@ -61,9 +63,12 @@ def test_closing_waits_for_what_is_being_prepared(tmp_path: Path) -> None:
 def test_a_run_prepares_its_whole_state_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[str]] = []
     prepare = BackgroundSaver.prepare
-    monkeypatch.setattr(
-        BackgroundSaver, "prepare", lambda saver, tensors: (found.append(set(tensors)), prepare(saver, tensors))[1]
-    )
+
+    def recorded(saver: BackgroundSaver, tensors: Mapping[str, Tensor]) -> None:
+        found.append(set(tensors))
+        prepare(saver, tensors)
+
+    monkeypatch.setattr(BackgroundSaver, "prepare", recorded)
     result = run(tmp_path, "model=net", "data=points", "steps=4", "log_every_steps=1")
     saved = load(Path(present(result["last"]))).tensors
     assert found == [set(saved)]

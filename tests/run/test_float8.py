@@ -18,6 +18,8 @@ from trainkit.adapters.float8 import Float8
 from trainkit.config.identity import fingerprint
 from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
+from trainkit.run.equivalence.answers import same_training
+from trainkit.run.equivalence.running import with_precision
 from trainkit.run.planning.build import transformed_model
 from trainkit.run.planning.converting import output_name
 from trainkit.run.planning.memory import meta_model
@@ -91,6 +93,22 @@ def test_what_cannot_be_converted_is_said_before_it_starts(
 ) -> None:
     monkeypatch.setattr(float8, "find_spec", lambda _: True)
     assert any(problem.startswith(text) for problem in problems_of(*arguments, *EIGHT))
+
+
+def test_a_pattern_that_excludes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "find_spec", lambda _: True)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    conversion = Float8(exclude=["0", "head*"], emulate=True)
+    (problem,) = conversion.problems(model, output="1", devices=["cpu"], precision="bf16")
+    assert str(problem) == "convert.exclude=head*: matches no linear layer. There are: 0, 1."
+
+
+def test_prove_says_that_the_numbers_differ_by_design() -> None:
+    plain, eight = (make_plan(api.compose(one).cfg) for one in (WIDE[:3], EMULATED))
+    answer = same_training(plain, eight, lambda: pytest.fail("is not probed"))
+    assert answer.verdict == "no"
+    assert answer.reasons[0].startswith("convert rounds products to eight bits by design")
+    assert with_precision(eight.cfg, "fp64").convert == {}
 
 
 def test_without_torchao_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,11 @@ class Float8:
                 "H100). Use convert=none, or convert.emulate=true to try the numbers."
             )
             found.append(Problem(key="convert", value="float8", rule=rule))
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        for pattern in () if self.exclude == "auto" else self.exclude:
+            if not any(fnmatchcase(name, pattern) for name in linear):
+                rule = f"matches no linear layer. There are: {', '.join(linear) or 'none'}."
+                found.append(Problem(key="convert.exclude", value=pattern, rule=rule))
         if not self.layers(model, output=output):
             rule = (
                 f"converts no layer: the model has no linear layer whose dims are multiples of {MULTIPLE}, besides "

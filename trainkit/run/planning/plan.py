@@ -29,7 +29,7 @@ from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.averages import average_problems
-from trainkit.run.planning.build import Components, average_of, build_components
+from trainkit.run.planning.build import Components, average_of, build_components, model_transforms_of
 from trainkit.run.planning.converting import conversion_of
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
@@ -151,7 +151,7 @@ class RunPlan:
             "converted": f"float8, {made.recipe}" if (made := conversion_of(cfg)) else None,
             "parameters": f"{num_params:,}",
             "reduce": _reduction(cfg) if self.num_replicas > 1 else None,
-            "recomputed": _recomputed(cfg.activation_checkpointing),
+            "recomputed": model_transforms_of(cfg).recomputed,
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "not finite": _skips_text(cfg.numerics),
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
@@ -312,15 +312,6 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
     start = base if cfg.warmup.start == "base" else 0.0
     return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
-
-
-def _recomputed(asked: str | int | Sequence[str]) -> str | None:
-    if asked == "none":
-        return None
-    if asked == "selective":
-        return "every block except matrix products, convolutions and attention"
-    words = "every block" if isinstance(asked, str) else f"one block in {asked}"
-    return words if isinstance(asked, str | int) else f"each {', '.join(asked)}"
 
 
 def _counted(count: int, word: str) -> str:

@@ -180,6 +180,14 @@ class ModelTransforms:
         return self.recompute != "none"
 
     @property
+    def recomputed(self) -> str | None:
+        """What is recomputed, for the summary; None if nothing is."""
+        asked = self.recompute
+        if isinstance(asked, str):
+            return {"full": "every block", "selective": "every block, but not its matrix products"}.get(asked)
+        return f"one block in {asked}" if isinstance(asked, int) else f"each {', '.join(asked)}"
+
+    @property
     def is_selective(self) -> bool:
         """Whether recomputed modules keep the results of expensive operations."""
         return self.recompute == "selective"
