@@ -110,7 +110,7 @@ def test_explain_tells_value_place_meaning_and_tag(capsys: pytest.CaptureFixture
 
 def test_explain_shows_a_group_key_by_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "clip", "recipe=null"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["clip.max_norm", "null", "conf/config.yaml:38"]
+    assert capsys.readouterr().out.splitlines()[0].split() == ["clip.max_norm", "null", "conf/config.yaml:39"]
 
 
 def test_the_composed_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,15 @@ def planned(*arguments: str) -> DeviceMemory:
         (*WIDE, *GROUP),
     ],
     ids=[
-        "wide", "shards", "gpt", "recomputed", "selective", "mixed", "masters", "buckets", "masters in buckets",
+        "wide",
+        "shards",
+        "gpt",
+        "recomputed",
+        "selective",
+        "mixed",
+        "masters",
+        "buckets",
+        "masters in buckets",
         "one bucket",
     ],
 )
