@@ -127,7 +127,7 @@ def test_only_a_conversion_counts_for_the_fingerprint() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_products_are_rounded_and_names_parameters_and_bits_of_weights_stay(recipe: str) -> None:
     configs = [api.compose(one).cfg for one in (WIDE[:3], [*EMULATED, f"convert.recipe={recipe}"])]
-    plain, eight = (transformed_model(cfg, make_plan(cfg).components.strategy) for cfg in configs)
+    plain, eight = (transformed_model(cfg, make_plan(cfg).components.strategy, "cpu") for cfg in configs)
     assert list(plain.state_dict()) == list(eight.state_dict())
     assert all(torch.equal(tensor, eight.state_dict()[name]) for name, tensor in plain.state_dict().items())
     inputs = torch.linspace(-1, 1, 8 * 64).reshape(8, 1, 8, 8)

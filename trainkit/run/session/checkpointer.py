@@ -66,7 +66,6 @@ class Checkpointer:
             self._finite = buffers.keys() - set(nonfinite(buffers))
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
-        self._prepared = False
 
     @cached_property
     def _saver(self) -> BackgroundSaver:
@@ -242,29 +241,11 @@ class Checkpointer:
 
     def notify_saved(self) -> None:
         """Notify the callbacks of the checkpoints written since the last call."""
-        self._prepare()
         if self._together is not None:
             self._together.proceed()
         for checkpoint in self._writer.finished():
             self._enter("callback")
             self._callbacks.call("checkpoint_saved", self._run, checkpoint.folder)
-
-    def _prepare(self) -> None:
-        """Allocate the memory of the copies once, after the first steps: the optimizer has its state then.
-
-        Servers hold the state of a parameter server: to see it takes as long as a save, so that nothing is prepared.
-        """
-        if self._prepared or not self._run.state.step or not self._settings.background or not self.writes_here:
-            return
-        self._prepared = True
-        auxiliary = set(self._plan.auxiliary_ranks)
-        if any(task.rank in auxiliary and not task.is_evaluator for task in self._plan.tasks):
-            return
-        pieces = self.collect()
-        if self._together is not None:
-            self._together.prepare(pieces)
-        else:
-            self._saver.prepare({name: parts[0].tensor for name, parts in pieces.items()})
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks."""

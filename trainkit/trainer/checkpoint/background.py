@@ -24,11 +24,32 @@ from trainkit.strategies.tensors.sharded import ShardedState
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention
 from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, file_key, prune, save, untied, write_part
-from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.cleanup import delete_temporary_folder, owner_of
 from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import Checkpoint
 from trainkit.trainer.ownership import OwnershipToken
+
+
+class Snapshot:
+    """The latest copies by name; they take the memory of one checkpoint, and a second one allocates nothing."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy to the host; waits for the device once, after all copies have been started."""
+        self.buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self.buffers[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return dict(self.buffers)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self.buffers.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class BackgroundSaver:
@@ -88,11 +109,6 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory of the copies in the background; the first save then waits for the copies alone."""
-        if self._background:
-            self._snapshot.prepare(untied(tensors)[0])
-
     def finished(self) -> list[Checkpoint]:
         """Return the checkpoints written since the last call, without waiting.
 
@@ -125,7 +141,7 @@ class BackgroundSaver:
         try:
             self.wait()
         finally:
-            self._snapshot.release()
+            self._snapshot.buffers.clear()
         return self.finished()
 
     def _write(self, **arguments: Any) -> None:
@@ -220,17 +236,6 @@ class ShardedSaver:
         else:
             found.writing.start()
 
-    def prepare(self, pieces: ShardedState) -> None:
-        """Allocate the memory of the copies in the background; not collective."""
-        if self._background:
-            self._snapshot.prepare(
-                {
-                    file_key(name, place): piece.tensor
-                    for name, parts in pieces.items()
-                    for place, piece in enumerate(parts)
-                }
-            )
-
     def proceed(self) -> None:
         """Complete the checkpoint in progress, if all ranks have written their files; collective while there is one.
 
@@ -268,7 +273,7 @@ class ShardedSaver:
         try:
             self.wait()
         finally:
-            self._snapshot.release()
+            self._snapshot.buffers.clear()
         return self.finished()
 
     @functools.cached_property
