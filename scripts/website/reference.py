@@ -1,0 +1,177 @@
+"""Write the pages of the docs site that are made from the code: verbs, keys, choices, the Python API."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import trainkit
+from trainkit import cli, errors
+from trainkit.config.described.run_schema import config_schema
+from trainkit.config.schema import GROUPS
+from trainkit.config.yaml_files import read_document, shipped_conf
+from trainkit.errors import yaml_text
+from trainkit.verbs.support.call import VERBS
+
+_FACTS: Final = re.compile(r"^(?P<meaning>.*?) ?\[(?P<facts>[^\[\]]*(?:\[.*\])?[^\[\]]*)\]$", re.DOTALL)
+"""The description of a key in the schema: its meaning, and in brackets tag, unit and default."""
+_API: Final = ("trainkit.testing", "trainkit.trainer.events", "trainkit.objectives.base", "trainkit.strategies.base")
+"""Modules that the docs import from, besides the names of the package."""
+
+
+def pages() -> dict[str, str]:
+    """Return the Markdown of each page by its file name."""
+    return {"verbs.md": _verbs(), "keys.md": _keys(), "choices.md": _choices(), "api.md": _api()}
+
+
+def _verbs() -> str:
+    lines = ["# Verbs", "", "What `trainkit --help` and `trainkit VERB --help` print.", "", _block(_help([]))]
+    for verb in VERBS:
+        lines += ["", f"## {verb}", "", _block(_help([verb]))]
+    return "\n".join(lines)
+
+
+def _help(words: list[str]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = cli.main([*words, "--help"])
+    assert code == 0, words
+    return printed.getvalue()
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```"
+
+
+def _keys() -> str:
+    """Return the page of the keys that every training has."""
+    definitions = config_schema()["$defs"]
+    run = definitions["run"]["properties"]
+    plain = {name: key for name, key in run.items() if name not in GROUPS and _section(key) is None}
+    lines = [
+        "# Keys",
+        "",
+        (
+            "The keys that every training has; `trainkit explain KEY` shows the value of one, and who set it. Keys of "
+            "a model, a dataset, a strategy and so on belong to [choices](choices.md). The tag says what changing "
+            "a key can affect: *maths* the result, *placement* where it runs, *speed* how fast, *cosmetic* what is "
+            "shown or kept ([config](../docs/config.md))."
+        ),
+        "",
+        *_table("", plain),
+    ]
+    for name, key in run.items():
+        if name not in GROUPS and (section := _section(key)) is not None:
+            found = definitions[section]
+            lines += ["", f"## {name}", "", found.get("description", ""), "", *_table(f"{name}.", found["properties"])]
+    return "\n".join(lines)
+
+
+def _choices() -> str:
+    """Return the page of the choices of every group, each with its keys."""
+    definitions = config_schema()["$defs"]
+    lines = [
+        "# Choices",
+        "",
+        (
+            "A group is a folder of `conf/`, a choice one of its files: `GROUP=CHOICE` on the command line, "
+            "`GROUP.KEY=VALUE` for its keys."
+        ),
+    ]
+    for group in sorted(GROUPS):
+        lines += ["", f"## {group}"]
+        for file in sorted((shipped_conf() / group).glob("*.yaml")):
+            lines += ["", f"### {group}={file.stem}", "", *_choice(group, file, definitions)]
+    return "\n".join(lines)
+
+
+def _choice(group: str, file: Path, definitions: Mapping[str, Any]) -> Iterator[str]:
+    values = read_document(file).values
+    found = definitions.get(str(values.get("_target_")))
+    if found is None:
+        yield _block(file.read_text())
+        return
+    yield found.get("description", "")
+    yield ""
+    yield f"Class: `{values['_target_']}`"
+    yield ""
+    keys = {name: key for name, key in found["properties"].items() if name != "_target_"}
+    yield from _table(f"{group}.", keys, values)
+
+
+def _section(key: Mapping[str, Any]) -> str | None:
+    """Return the class of the keys below a key; None where it holds one value."""
+    reference = str(key.get("$ref", ""))
+    return reference.removeprefix("#/$defs/") if "config.sections" in reference else None
+
+
+def _table(
+    prefix: str, keys: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yield the lines of a table of keys; `values` of a choice's file come before the defaults of its class."""
+    if not keys:
+        yield "It has no keys."
+        return
+    yield "| key | meaning | accepts | tag, unit, default |"
+    yield "|---|---|---|---|"
+    for name, key in keys.items():
+        meaning, facts = _split(str(key.get("description", "")))
+        if name in values:
+            facts = f"{facts.partition('default: ')[0]}default: {yaml_text(values[name])}"
+        cells = " | ".join(map(_cell, (meaning, _accepts(key), facts)))
+        yield f'| <span id="{prefix}{name}">`{prefix}{name}`</span> | {cells} |'
+
+
+def _split(description: str) -> tuple[str, str]:
+    found = _FACTS.match(description)
+    return (found["meaning"], found["facts"]) if found else (description, "")
+
+
+def _accepts(key: Mapping[str, Any]) -> str:
+    """Return the accepted values in words, as an error says them."""
+    if rule := key.get("patternErrorMessage"):
+        return str(rule).removeprefix("must be ").rstrip(".")
+    names = [str(value) for one in _inner(key) for value in one.get("enum", ())]
+    kinds = [kind for one in _inner(key) for kind in _kinds(one) if "enum" not in one]
+    return ", ".join(dict.fromkeys([*names, *kinds]))
+
+
+def _inner(key: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield key
+    for one in key.get("anyOf", ()):
+        yield from _inner(one)
+
+
+def _kinds(key: Mapping[str, Any]) -> list[str]:
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
+             "array": "a list", "object": "keys and values", "null": "null"}  # fmt: skip
+    kinds = key.get("type", [])
+    return [words[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*").strip()
+
+
+def _api() -> str:
+    lines = ["# Python API", "", f"Version {trainkit.__version__}. `import trainkit` alone imports no torch.", ""]
+    for name in sorted(trainkit.__all__):
+        found = getattr(trainkit, name)
+        if callable(found):
+            lines += [f"::: {inspect.unwrap(found).__module__}.{found.__qualname__}", ""]
+    for module in _API:
+        lines += [f"::: {module}", ""]
+    lines += ["## Exceptions", "", "| class | exit code | means |", "|---|---|---|"]
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and issubclass(kind, errors.TrainkitError):
+            means = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+            lines.append(f'| <span id="{name}">`{name}`</span> | {json.dumps(kind.exit_code)} | {_cell(means)} |')
+    return "\n".join(lines)
