@@ -175,6 +175,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
             watch_first_call(module, names[module], "and FSDP gives each block copies of lists, dicts and dataclasses")
     if sharding.reshard_after_forward:
         gather_in_order(model, prefetches=sharding.device.type != "cpu")
+    model.register_forward_hook(_free_after_evaluation, always_call=True)
     if values is not None:
         _fill(model, values, sharding)
     for module in _sharded(model):
@@ -182,6 +183,12 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         module.set_force_sum_reduction_for_comms(True)  # the only one that gloo supports
     precision.accept_floats(model)
     return model
+
+
+def _free_after_evaluation(model: nn.Module, *_: object) -> None:
+    """Free what a forward pass without backward has left gathered: an average may stand in for the shards meanwhile."""
+    if not torch.is_grad_enabled():
+        gathers_anew(model)
 
 
 def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
