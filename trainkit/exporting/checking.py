@@ -122,10 +122,10 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
 
 
 def _cut(samples: Inputs, size: int, halved: Sequence[str]) -> Inputs:
-    """Return some of the samples, and of the given inputs the first half of the tokens."""
+    """Return copies of some of the samples, and of the given inputs the first half of the tokens."""
     lengths = {name: samples[name].shape[1] // 2 for name in halved}
     return {
-        name: (value[:size, : lengths[name]] if name in lengths else value[:size]).contiguous()
+        name: (value[:size, : lengths[name]] if name in lengths else value[:size]).contiguous().clone()
         for name, value in samples.items()
     }
 
