@@ -31,6 +31,7 @@ CANDIDATES = (
     "other",
     "stop",
     "none",
+    "contiguous",
 )
 
 

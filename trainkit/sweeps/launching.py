@@ -294,6 +294,7 @@ _ADDED: Final[Mapping[str, object]] = {
     "objective.cross_entropy": "chunked",
     "strategy.process_group": "auto",
     "memory_format": "auto",
+    "compile.memory_budget": None,
 }
 """Key that earlier versions do not have -> its value that does not count."""
 

@@ -2,8 +2,9 @@
 
 Autograd adds the gradient of a later shard to the sum of those before it parameter by parameter, a launch each: 161 a
 shard for a ResNet-50, of which 127 move less than 256 KiB. Such sums are put aside during a backward pass, and all are
-added to its gradients at once. Both are alive at the same time, which is why large gradients stay autograd's: those of
-a ResNet-50 that are put aside are a thirtieth of all. The order of every sum, and so its bits, stay the same.
+added to its gradients at once. Both are alive at the same time, which is why large gradients stay autograd's, and why
+the smallest ones are put aside up to a share of all: those of a ResNet-50 are a thirtieth. The order of every sum, and
+so its bits, stay the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 MOST_ELEMENTS: Final = 2**16
-"""Elements of the largest gradient that is put aside."""
+"""Elements of the largest gradient that is put aside; so many may be put aside in any model."""
+_SHARE: Final = 16
+"""Elements of all gradients divided by those of the gradients that are put aside, at least."""
 
 
 class SmallGrads:
@@ -35,11 +38,14 @@ class SmallGrads:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._sums: list[tuple[nn.Parameter, Tensor]] = []
-        for param in params:
-            grad = param.grad
-            if grad is not None and grad.numel() <= MOST_ELEMENTS and grad.layout is torch.strided:
-                self._sums.append((param, grad))
-                param.grad = None
+        dense = [(param, grad) for param in params if (grad := param.grad) is not None and grad.layout is torch.strided]
+        left = max(MOST_ELEMENTS, sum(grad.numel() for _, grad in dense) // _SHARE)
+        for param, grad in sorted(dense, key=lambda one: one[1].numel()):
+            left -= grad.numel()
+            if left < 0 or grad.numel() > MOST_ELEMENTS:
+                break
+            self._sums.append((param, grad))
+            param.grad = None
 
     @torch.no_grad()
     def add_up(self) -> None:
