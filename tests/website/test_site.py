@@ -39,7 +39,7 @@ QUESTIONS = {
     "secrets": "docs/secrets.html",
     "TPU": "docs/tpu.html",
     "which strategy": "docs/which-strategy.html",
-    "powersgd": "docs/reduce.html",
+    "gradient compression": "docs/reduce.html",
     "ray": "docs/engines.html",
     "elastic": "docs/elastic.html",
     "k folds": "reference/keys.html",
