@@ -14,7 +14,13 @@ from typing import Any
 
 # pytest rewrites it around every phase; the rest are set once, at import, by libraries that the first test imports
 IGNORED_VARIABLES = frozenset(
-    {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
+    {
+        "PYTEST_CURRENT_TEST",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # set where inductor is imported
+    }
 )
 
 # in the command lines of what lives for the session
