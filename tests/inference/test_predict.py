@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -101,6 +102,9 @@ def interrupted(path: Path, out: str, *overrides: str, at: int, rank: int = 0) -
     planted = {**os.environ, "TRAINKIT_FAIL": f"rank={rank},step={at},phase=evaluate,action=kill"}
     planted["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run(quick.command(*words), env=planted, capture_output=True, check=False)
+    for lock in Path(f"{out}.parts").glob(".lock"):  # the command ends a moment before the fork that it stands for
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
     return done.returncode
 
 
