@@ -45,7 +45,7 @@ HOST = "--devices=8 --hardware=h100_sxm"
         f"{LARGE} hardware=h100_sxm hardware.memory_gib=12", "--devices=8", "fsdp", 8, id="state that no device holds",
     ),
     pytest.param(
-        f"{LARGE} hardware=h100_sxm hardware.memory_gib=12", "--devices=8 --for=cost", "tensor_parallel", 2,
+        f"{LARGE} hardware=h100_sxm hardware.memory_gib=11", "--devices=8 --for=cost", "tensor_parallel", 2,
         id="the fewest devices that hold a model",
     ),
     pytest.param(
