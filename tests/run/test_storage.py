@@ -17,13 +17,13 @@ from trainkit.data.reading.files import fetch
 from trainkit.errors import DataError, StorageError
 from trainkit.report.events import EventFile
 from trainkit.run.begin import refuse_small_disk
-from trainkit.run.folder import run_folder as folder_module
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
 from trainkit.trainer.checkpoint import BackgroundSaver, save
+from trainkit.writing import write_json_atomically
 
 ELSEWHERE = "or choose a folder on another file system (hydra.run.dir=FOLDER)."
 
@@ -141,7 +141,7 @@ def test_a_save_is_refused_in_the_step_that_asks_for_it(tmp_path: Path, monkeypa
 
 
 def test_a_result_is_written_at_the_cost_of_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, write = RunFolder(tmp_path), folder_module.write_json_atomically
+    folder, write = RunFolder(tmp_path), write_json_atomically
     folder.begin()
     assert folder.reserve.stat().st_size == 64 * 1024
 
@@ -150,7 +150,7 @@ def test_a_result_is_written_at_the_cost_of_the_reserve(tmp_path: Path, monkeypa
             raise failure(errno.ENOSPC, str(path))
         write(path, content)
 
-    monkeypatch.setattr(folder_module, "write_json_atomically", refuse_while_full)
+    monkeypatch.setattr("trainkit.run.folder.run_folder.write_json_atomically", refuse_while_full)
     folder.write_result({"status": "failed"})
     assert (folder.read_result() or {})["status"] == "failed"
 

@@ -197,10 +197,10 @@ ALLOWED = {
     "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",
     "run/folder/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
     "run/session/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
-    "run/estimates/calibrating.py": "the calibration of this machine, in the user's cache folder",
     "run/folder/status.py": "a temporary file of this process",
+    "writing.py": "a temporary file of this process, and the place that its caller names",
     "storage.py": "a probe of this process, of a name of its own",
-    "run/folder/run_folder.py": "result.json and .owner of a folder with a token; temporary files of this process",
+    "run/folder/run_folder.py": "result.json and .owner of a folder with a token",
 }
 
 

@@ -233,13 +233,18 @@ def test_large_gradients_are_timed_by_a_part_of_them() -> None:
     assert [part.packing.numel for part in auto_module._sample(spread).parts] == [6, 3]
 
 
+def file_of(cache: ChoiceCache) -> Path:
+    assert cache.path is not None
+    return cache.path
+
+
 def test_a_machine_times_a_shape_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert chosen(ChoiceCache(), backend=0.02, ring=0.002) == ("ring", True)
     assert chosen(ChoiceCache(), backend=0.002, ring=0.02) == ("ring", False)
     other = FlatBuffer([torch.Size([5])], torch.float32, CPU)
     assert chosen(ChoiceCache(), other, backend=0.002, ring=0.02) == ("backend", True)
-    assert [path.name for path in (tmp_path / "trainkit").iterdir()] == [ChoiceCache().path.name]
+    assert [path.name for path in (tmp_path / "trainkit").iterdir()] == [file_of(ChoiceCache()).name]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +255,9 @@ def test_a_machine_times_a_shape_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_hostile_cache_is_timed_over(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache = ChoiceCache()
-    cache.path.parent.mkdir()
+    file_of(cache).parent.mkdir()
     shape = AutoReducer({"ring": LocalReducer, "backend": LocalReducer}, Alone())._shape(MEBIBYTE)
-    cache.path.write_bytes(content.replace(b"SHAPE", shape.encode()))
+    file_of(cache).write_bytes(content.replace(b"SHAPE", shape.encode()))
     assert chosen(cache, ring=0.002, backend=0.02) == ("ring", True)
     assert chosen(cache, ring=0.02, backend=0.002) == ("ring", False)
 
@@ -261,11 +266,11 @@ def test_a_link_in_place_of_the_cache_is_not_followed(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache, own = ChoiceCache(), tmp_path / "own.json"
     own.write_text("mine")
-    cache.path.parent.mkdir()
-    cache.path.symlink_to(own)
+    file_of(cache).parent.mkdir()
+    file_of(cache).symlink_to(own)
     assert chosen(cache, ring=0.002, backend=0.02) == ("ring", True)
     assert own.read_text() == "mine"
-    assert not cache.path.is_symlink()
+    assert not file_of(cache).is_symlink()
 
 
 def test_the_cache_is_bounded_and_may_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +278,7 @@ def test_the_cache_is_bounded_and_may_be_absent(tmp_path: Path, monkeypatch: pyt
     for number in range(70):
         ChoiceCache().keep(str(number), "ring")
     assert [ChoiceCache().find(shape, ["ring"]) for shape in ("5", "6", "69")] == [None, "ring", "ring"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "trainkit" / ChoiceCache().path.name))  # a file, no folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "trainkit" / file_of(ChoiceCache()).name))  # a file, no folder
     ChoiceCache().keep("0", "ring")
     assert ChoiceCache().find("0", ["ring"]) is None
 
@@ -316,3 +321,15 @@ def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients
     assert found == kept
     assert Mirrored(compression="powersgd").gradient_copies(Numerics(), 2) == 2
     assert Mirrored(reduce="shared_memory").gradient_copies(Numerics(), 1) == 0
+
+
+def test_a_user_without_a_home_folder_trains_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    cache = ChoiceCache()
+    cache.keep("0", "ring")
+    assert cache.find("0", ["ring"]) is None

@@ -25,12 +25,12 @@ from trainkit.objectives.details import WORST
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.tables import Table
 from trainkit.run.folder.lock import locked
-from trainkit.run.folder.run_folder import write_atomically, write_json_atomically
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
 from trainkit.storage import reporting
 from trainkit.trainer.ownership import new_folder
+from trainkit.writing import write_atomically, write_json_atomically
 
 VERSION: Final = 1
 """Version of evaluation.json."""

@@ -30,7 +30,7 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.objectives.base import Objective
-from trainkit.run.folder.run_folder import write_atomically
+from trainkit.writing import write_atomically
 
 
 @dataclass(kw_only=True)

@@ -35,7 +35,6 @@ from trainkit.objectives.base import Loss, Objective, Supervised
 from trainkit.reading import open_regular, read_bytes, read_map
 from trainkit.run.folder.lock import locked
 from trainkit.run.folder.model_file import load_model
-from trainkit.run.folder.run_folder import write_json_atomically
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
@@ -43,6 +42,7 @@ from trainkit.run.planning.build import build_objective
 from trainkit.storage import naming, reporting
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.writing import write_json_atomically
 
 _RECORD: Final = "prediction.json"
 """What the parts in a folder are of."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.inference.parts import Parts, write_header
 from trainkit.storage import naming, sync_folder
+from trainkit.writing import json_value
 
 Id = int | str
 """What names a row: its place in the dataset, or the dataset's own id."""
@@ -124,15 +124,8 @@ def _write_jsonl(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], name
     with _complete(path) as file:
         for content in parts.contents():
             rows = zip(islice(named, len(content)), content.tolist(), strict=True)
-            lines = (json.dumps({"id": one, name: _finite(row)}, ensure_ascii=False) for one, row in rows)
+            lines = (json.dumps({"id": one, name: json_value(row)}, ensure_ascii=False) for one, row in rows)
             file.write("".join(f"{line}\n" for line in lines).encode())
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with null for NaN and infinity, which JSON cannot represent."""
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_parquet(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], name: str) -> None:

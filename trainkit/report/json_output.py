@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+from trainkit.writing import json_value
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -19,12 +20,4 @@ def print_json(document: Mapping[str, Any]) -> None:
           "loss": null
         }
     """
-    sys.stdout.write(f"{json.dumps(_finite(document), indent=2, ensure_ascii=False)}\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    sys.stdout.write(f"{json.dumps(json_value(document), indent=2, ensure_ascii=False)}\n")

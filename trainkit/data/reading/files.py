@@ -20,12 +20,6 @@ _CHUNK: Final = 1 << 20
 _REMEDY: Final = "Make room there, or fetch the file by hand and give its place as data.path."
 
 
-def cache_folder(name: str) -> Path:
-    """Return the cache folder of a dataset's downloads: `$XDG_CACHE_HOME/trainkit/NAME`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "trainkit" / name
-
-
 def existing(path: Path, *, key: str = "data.path", remedy: str = "") -> Path:
     """Return the path with `~` expanded, if it exists.
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
-from trainkit.data.reading.files import cache_folder, existing, fetch
+from trainkit.data.reading.files import existing, fetch
 from trainkit.data.sets.in_memory import InMemory
 from trainkit.errors import DataError
 from trainkit.fields import placement
+from trainkit.writing import cache_folder
 
 _URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _DEBIAN: Final = Path("/usr/share/datasets/fashion-mnist")
@@ -81,7 +82,7 @@ class FashionMnist(InMemory):
             return self.path.expanduser() if self.download else existing(self.path)
         if _DEBIAN.is_dir() and not self.download:
             return _DEBIAN
-        cached = cache_folder("fashion_mnist")
+        cached = cache_folder() / "fashion_mnist"
         if not self.download and not cached.is_dir():
             raise DataError(
                 "data.path is not set, and Fashion-MNIST is not on this machine. Install the Debian package "

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from trainkit.config.values import above, at_least, below
 from trainkit.data.declaration import Declared, window
-from trainkit.data.reading.files import cache_folder, digest_of, download, existing
+from trainkit.data.reading.files import digest_of, download, existing
 from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.errors import DataError
 from trainkit.fields import placement
+from trainkit.writing import cache_folder
 
 SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -111,7 +112,7 @@ class TextFile(_Tokens):
     def _found(self) -> Path:
         if self.path is not None:
             return existing(self.path)
-        cached = cache_folder("text") / f"{self.sha256}.txt"
+        cached = cache_folder() / "text" / f"{self.sha256}.txt"
         if not self.download and not cached.exists():
             raise DataError("data.path is not set. Give a text file, or data.download=true to fetch " + self.url + ".")
         if self.sha256 is None:

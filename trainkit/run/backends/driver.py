@@ -18,12 +18,13 @@ from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_i
 from trainkit.run.backends.base import CARRIED, BackendConnection, BackendJob, ProcessBackend
 from trainkit.run.backends.worker import worker_payload
 from trainkit.run.folder.rollbacks import skipped_in
-from trainkit.run.folder.run_folder import RunFolder, write_atomically
+from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.signals import StopFlag, status_of_error, stop_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer.ownership import free_name
+from trainkit.writing import write_atomically
 
 _POLL_S: Final = 0.2
 _CHUNK: Final = 1 << 16

@@ -26,6 +26,7 @@ from trainkit.data.reading.collate import collate
 from trainkit.run.estimates.hardware import Link
 from trainkit.run.estimates.this_machine import Calibration, Machine, calibration_file
 from trainkit.strategies.groups.devices import use_device
+from trainkit.writing import write_json_atomically
 
 _ROUND_S: Final = 0.3
 """Seconds of a round, at least."""
@@ -73,10 +74,7 @@ def write(machine: Machine, found: Calibration) -> Path:
     """Write a calibration into the cache folder of the user; return the file."""
     path = calibration_file(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
-        json.dump(found.document(machine), file, indent=1)
-    temporary = Path(file.name)
-    temporary.replace(path)
+    write_json_atomically(path, found.document(machine))
     return path
 
 

@@ -15,11 +15,13 @@ from typing import Annotated, Any, Final
 
 import torch
 
+from trainkit.cluster.host import num_cores
 from trainkit.config.values import at_least
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
 from trainkit.fields import cosmetic
 from trainkit.reading import read_json
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link
+from trainkit.writing import cache_folder
 
 VERSION: Final = 1
 """The version of a calibration's file."""
@@ -45,9 +47,8 @@ class Machine:
     def here(cls) -> Machine:
         """Return this machine."""
         gpus = tuple(torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count()))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processor = _cpu_fact("model name") or "unknown processor"
-        return cls(cpu=processor, cores=cores, gpus=gpus, torch=torch.__version__)
+        return cls(cpu=processor, cores=num_cores(), gpus=gpus, torch=torch.__version__)
 
     @property
     def mark(self) -> str:
@@ -67,8 +68,7 @@ class Machine:
 
 def calibration_file(machine: Machine) -> Path:
     """Return the file of a machine's calibration, in the cache folder of the user."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "trainkit" / f"calibration-{machine.mark}.json"
+    return cache_folder() / f"calibration-{machine.mark}.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,10 @@ def calibration_of(machine: Machine) -> Calibration | None:
     Raises:
         ConfigError: the file is damaged.
     """
-    path = calibration_file(machine)
+    try:
+        path = calibration_file(machine)
+    except RuntimeError:  # a user without a home folder has no caches
+        return None
     try:
         return Calibration.of(read_json(path))
     except AbsentFileError:

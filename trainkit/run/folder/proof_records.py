@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +24,8 @@ from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
 from trainkit.moved import with_original_targets
 from trainkit.reading import read_json
-from trainkit.run.folder.run_folder import write_json_atomically
 from trainkit.run.planning.plan import RunPlan
+from trainkit.writing import cache_folder, write_json_atomically
 
 _VERSION: Final = 1
 _LARGEST: Final = 16 * 1024
@@ -52,12 +51,10 @@ _ALLOWED: Final = {"same_training": ("yes", "no", "unknown", None), "same_number
 
 def proofs_folder() -> Path | None:
     """Return the folder of all proofs; None if there is no home folder."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+        return cache_folder() / "proofs"
     except RuntimeError:  # no home folder can be determined
         return None
-    return root / "trainkit" / "proofs"
 
 
 def key_of(plan: RunPlan) -> str:

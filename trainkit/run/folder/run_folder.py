@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
-import math
 import os
 import re
 import shlex
@@ -32,9 +30,10 @@ from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.folder.lock import locked, take_over_folder
 from trainkit.run.folder.restart_record import restarts_of
-from trainkit.storage import naming, sync_folder
+from trainkit.storage import naming
 from trainkit.trainer.manifest import is_checkpoint
 from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
+from trainkit.writing import write_json_atomically
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -310,49 +309,3 @@ _RESULT: Final[Mapping[str, Kind]] = {
     "best": (str, type(None)),
 }
 """Types of the values of result.json that are read again."""
-
-
-def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader, even after a crash, sees either the old file or the new one.
-
-    Numbers that JSON cannot represent (NaN, infinity) become null.
-    """
-    write_atomically(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
-
-
-def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write a text file so that a reader, even after a crash, sees either the old file or the new one.
-
-    The folder must exist: a removed run folder is not created again. On return the file is on the disk; without `sync`,
-    for a file that can be made again, a crash of the whole machine may lose it.
-
-    Raises:
-        OSError: it cannot be written; the error names the file.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-        if sync:
-            sync_folder(path.parent)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value

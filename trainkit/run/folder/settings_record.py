@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
-from trainkit.run.folder.run_folder import write_json_atomically
+from trainkit.writing import write_json_atomically
 
 FILE: Final = "settings.json"
 _LIMIT: Final = 1 << 20
 
 
 def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
-    """Write the keys; those that an earlier command of this run has recorded stay, unless they are set again.
+    """Write the keys; keys recorded by an earlier command of this run stay, unless they are set again.
 
     A file that cannot be written does not end the run: the page of the run alone reads it.
     """

@@ -16,9 +16,10 @@ from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableEr
 from trainkit.reading import read_map
 from trainkit.run.backends.attempt import failure_in
 from trainkit.run.begin import ResumePoint, adopt, find_start
-from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
+from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.supervisor.restart_policy import record_relaunch
+from trainkit.writing import write_json_atomically
 
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}

@@ -7,7 +7,8 @@ from typing import Literal
 
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
-from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.writing import write_json_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

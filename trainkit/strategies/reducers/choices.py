@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from trainkit.cluster.host import num_cores
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
+from trainkit.writing import cache_folder, write_json_atomically
 
 VERSION: Final = 1
 """The version of the file."""
@@ -28,13 +27,15 @@ class ChoiceCache:
     """What was chosen on this machine for an exchange of a shape.
 
     A file that is damaged, or that another program wrote, counts as empty and is replaced.
+    Without a home folder nothing is kept.
     """
 
     def __init__(self) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        mark = hashlib.sha256(f"{socket.gethostname()} {cores} {torch.__version__}".encode()).hexdigest()[:8]
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        self.path = Path(cache).expanduser() / "trainkit" / f"reduce-{mark}.json"
+        mark = hashlib.sha256(f"{socket.gethostname()} {num_cores()} {torch.__version__}".encode()).hexdigest()[:8]
+        try:
+            self.path: Path | None = cache_folder() / f"reduce-{mark}.json"
+        except RuntimeError:
+            self.path = None
 
     def find(self, shape: str, names: Sequence[str]) -> str | None:
         """Return what was chosen for a shape, if it is one of these names."""
@@ -43,15 +44,17 @@ class ChoiceCache:
 
     def keep(self, shape: str, name: str) -> None:
         """Store a choice; a cache that cannot be written is left as it is."""
+        if self.path is None:
+            return
         choices = {**{key: one for key, one in self._read().items() if key != shape}, shape: name}
         kept = dict(list(choices.items())[-_MOST:])
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
-                json.dump({"version": VERSION, "choices": kept}, file)
-            Path(file.name).replace(self.path)
+            write_json_atomically(self.path, {"version": VERSION, "choices": kept})
 
     def _read(self) -> dict[str, str]:
+        if self.path is None:
+            return {}
         try:
             content = read_map(self.path, {"version": int, "choices": dict}, limit=_MOST_BYTES)
         except UnreadableError:

@@ -22,7 +22,6 @@ from trainkit.errors import ConfigError, UnreadableError
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
-from trainkit.run.folder.run_folder import write_atomically
 from trainkit.strategies import ALL_DEVICES
 from trainkit.sweeps.results.job_results import (
     NOT_RUN,
@@ -33,6 +32,7 @@ from trainkit.sweeps.results.job_results import (
     read_entries,
     relative,
 )
+from trainkit.writing import write_atomically
 
 _TIE = MonitoredMetric.of(EvalConfig())
 """The tie-breaker between equal values: the validation loss, which is finer than an accuracy."""
