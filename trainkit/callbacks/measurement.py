@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from trainkit.callbacks.compile_time import CompileTime
 from trainkit.callbacks.energy import consumed_joules
+from trainkit.cluster.host import peak_resident_bytes
 from trainkit.config.values import at_least
 from trainkit.fields import cosmetic
 from trainkit.storage import naming
@@ -215,9 +215,4 @@ def _peak(run: Run) -> int:
     devices = _devices(run)
     if devices:
         return max(torch.cuda.max_memory_allocated(device) for device in devices)
-    if sys.platform == "win32":
-        return 0
-    import resource  # noqa: PLC0415 - not on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident_bytes()

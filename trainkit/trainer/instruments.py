@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final
 
 import torch
 
+from trainkit.cluster.host import peak_resident_bytes
 from trainkit.strategies.base import PhaseListener
 from trainkit.trainer.phase_clock import PARTS, PhaseClock
 
@@ -122,7 +122,7 @@ class Instruments:
 def memory_of(device: torch.device) -> dict[str, float]:
     """Return the bytes held now and at the peak: by torch's allocator on a CUDA device, else by this process.
 
-    Source: proc(5), /proc/pid/statm; getrusage(2), ru_maxrss.
+    Source: proc(5), /proc/pid/statm.
 
     Example:
         >>> sorted(memory_of(torch.device("cpu")))
@@ -131,8 +131,7 @@ def memory_of(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return {"memory": float(now), "memory_peak": float(peak)}
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_resident_bytes()
     return {"memory": float(min(resident() or peak, peak)), "memory_peak": float(peak)}
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import struct
 import sys
@@ -18,11 +17,11 @@ from typing import Any, Final
 
 import torch
 
+from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.step_time import RankWork
-from trainkit.run.folder.run_folder import write_json_atomically
 from trainkit.run.planning.memory import only_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import naming, num_bytes
@@ -31,6 +30,7 @@ from trainkit.trainer.events import Run
 from trainkit.trainer.instruments import CountedWork, Instruments
 from trainkit.trainer.loop import Trigger
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+from trainkit.writing import write_json_atomically
 
 FILE: Final = "plan.json"
 """The file of the plan, in the run folder."""
@@ -53,7 +53,7 @@ class Account:
     """
 
     def __init__(self, plan: RunPlan, identity: Identity) -> None:
-        self._plan, self._before = plan, resident_bytes()
+        self._plan, self._before = plan, peak_resident_bytes()
         weighing = plan.components.weighing
         counts_targets = weighing.per_sample != 1.0 and weighing.planned != 1.0
         self._instruments = Instruments(torch.device(identity.task.device), counts_targets=counts_targets)
@@ -215,22 +215,17 @@ def _of_connection(descriptor: int) -> int:
         return sent + received
 
 
-def resident_bytes() -> int:
-    """Return the most memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def peak_bytes(device: torch.device, *, before: int, planned: int | None) -> int | None:
     """Return the peak of a device: by the allocator of a GPU, else by what the process has grown.
 
     Args:
         device: of this rank.
-        before: `resident_bytes` before the model was placed.
+        before: `peak_resident_bytes` before the model was placed.
         planned: the planned peak; on the CPU, a small one is not compared.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resident_bytes() - before if planned is not None and planned >= _LEAST_BYTES else None
+    return peak_resident_bytes() - before if planned is not None and planned >= _LEAST_BYTES else None
 
 
 def between(first: Mark, last: Mark) -> tuple[float | None, float | None]:
