@@ -20,7 +20,7 @@ MOST: Final = 110
 
 @contextmanager
 def counted(steps: list[int]) -> Iterator[None]:
-    """Append to `steps` the calls of trainkit's functions, and those that they make into C, of each step inside."""
+    """Append to `steps` the calls of trainkit's functions, and their calls into C, of each step inside."""
 
     def seen(frame: FrameType, event: str, _: Any) -> None:
         if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(PACKAGE):
@@ -44,4 +44,4 @@ def test_an_eager_step_of_a_small_model_makes_few_calls(tmp_path: Path) -> None:
     with counted(steps):
         assert main(["recipe=digits", "strategy=one_device", "steps=30", f"hydra.run.dir={tmp_path}/run", *silent]) == 0
     assert len(steps) == 30
-    assert min(steps[20:-1]) <= MOST  # of a step between those that log a row, or ask whether to stop
+    assert min(steps[20:-1]) <= MOST  # of a step that neither logs a row, nor asks whether to stop

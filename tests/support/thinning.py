@@ -2,8 +2,9 @@
 
 A module marked `pairwise` runs a part of its cases by default. The factors are the test function and each of its
 parameters. Every pair of values that occurs together in some case occurs together in a case that is kept, and every
-case that a mutant of `tests/mutants/mutants.yaml` names as its killer is kept. Of the others, those that every pair of
-parameters of one and the same test function needs are marked `long`, and the rest `matrix`, which no lane runs.
+case that a mutant of `tests/mutants/mutants.yaml` names as its killer is kept. Of the others, as many
+as every pair of parameters of one and the same test function needs are marked `long`, and the rest `matrix`, which no
+lane runs.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class PhaseClock:
         self._part, self._since = part, now
 
     def _fold(self, *, wait: bool) -> None:
-        """Add up the time between the events so far, or between those that the device has reached."""
+        """Add up the time between the events so far, or between the events that the device has reached."""
         if not self._events:
             return
         if wait:

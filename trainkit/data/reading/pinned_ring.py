@@ -19,7 +19,7 @@ from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import tensors_in, to_device
 
 _ALIGNMENT: Final = 512
-"""Bytes that the start of each tensor in a buffer is a multiple of, as those that torch allocates on CUDA."""
+"""Each tensor in a buffer starts at a multiple of this number of bytes, as torch's own allocations on CUDA do."""
 _DEPTH: Final = 3
 """Buffers of a ring: the host fills one while another travels, and the third waits for its turn on the device."""
 

@@ -27,7 +27,7 @@ _ALIKE: Final = 1.2
 class AutoReducer(Reducer):
     """The fastest of several reducers, the first before `choose` has timed them; in one order on all ranks.
 
-    Of those that are alike within 20 %, the first is chosen, so that a small disturbance decides nothing.
+    Of reducers whose times are alike within 20 %, the first is chosen, so that a small disturbance decides nothing.
 
     Args:
         candidates: the reducers by name, the preferred one first.

@@ -10,7 +10,7 @@ function header() {
 
 function differences() {
   if (isSweep) return;
-  section("What differs", data.differences.length ? table("Keys that differ, first those that can change the result", [
+  section("What differs", data.differences.length ? table("Keys that differ, the keys that can change the result first", [
     {name: "key", of: (row) => el("code", {}, text(row.key))}, {name: "changes", of: (row) => tag(row.tag)},
     ...runs.map((run, at) => ({name: run.name, of: (row) => el("code", {}, text(row.values[at]))}))], data.differences)
     : el("p", {class: "soft"}, "No key differs."));
