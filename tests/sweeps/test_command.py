@@ -4,6 +4,7 @@ import csv
 import subprocess
 from pathlib import Path
 
+from tests.report.test_run_page import shown
 from tests.support import quick
 
 
@@ -20,6 +21,10 @@ def test_a_sweep_from_the_command_line(cwd: Path) -> None:
     assert rows == [("1", "finished", "0.01", "1"), ("0", "failed", "1e+30", "0")]
     lines = done.stdout.splitlines()
     assert "2 jobs, 1 failed, by val/accuracy (max)" in lines
-    assert lines[-1] == "  leaderboard  outputs/sweeps/rates/leaderboard.md"
+    assert lines[-2:] == [
+        "  page  outputs/sweeps/rates/report.html",
+        "  leaderboard  outputs/sweeps/rates/leaderboard.md",
+    ]
+    assert [run["name"] for run in shown(folder / "report.html")["runs"]] == ["0", "1"]
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"0", "1"}
     assert (folder / "leaderboard.png").exists()

@@ -42,8 +42,26 @@ def test_jobs_run_and_are_ranked(tmp_path: Path, capfd: pytest.CaptureFixture[st
         f"  2  0    finished  0.9           seed=0     N s  {tmp_path}/0\n"
         "  the best once more: trainkit --allow-package tests epochs=1 seed=1\n"
         f"  the best on all devices: trainkit top --allow-package tests {tmp_path} --k 1 --then strategy=mirrored\n"
+        f"  page  {tmp_path}/report.html\n"
         f"  leaderboard  {tmp_path}/leaderboard.md\n"
     )
+
+
+def test_a_page_that_cannot_be_written_ends_no_sweep_and_report_page_leaves_it_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = sweep_in(tmp_path)
+    run(sweep, job(tmp_path, 0, RUN, 0.9))
+    monkeypatch.setattr("trainkit.sweeps.results.page.write_sweep_page", lambda *_: 1 / 0)
+    sweep.finish()
+    assert "report.html cannot be written: ZeroDivisionError" in caplog.text
+    assert "  leaderboard  " in said(capfd)
+    caplog.clear()
+    resolved = tmp_path / "0/resolved.yaml"
+    resolved.write_text(resolved.read_text() + "report_page: false\n")
+    sweep.finish()
+    assert caplog.text == ""
+    assert "  page  " not in said(capfd)
 
 
 def test_a_failed_job_lets_the_others_run_and_says_where_to_look(

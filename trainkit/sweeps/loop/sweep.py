@@ -17,13 +17,15 @@ from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.sweep_loop import SweepLoop
 from trainkit.sweeps.results.job_results import PRUNED, SweepState
 from trainkit.sweeps.results.leaderboard import collect, write
+from trainkit.sweeps.results.page import page_at_end
 from trainkit.sweeps.screen import Screen, screen_for
 
 
 class Sweep:
     """The jobs of one folder and their results; an earlier sweep in the folder is continued.
 
-    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in the folder are updated after every job.
+    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in the folder are updated after every job, and
+    `report.html` is written at the end.
     """
 
     def __init__(
@@ -94,12 +96,13 @@ class Sweep:
         write(collect(self.folder), self.folder, picture=False)
 
     def finish(self) -> None:
-        """Write the leaderboard with its plot, and print it."""
+        """Write the leaderboard with its plot, and the page; print the leaderboard."""
         self.record.forget_others(self.requested)
         with reporting(self.folder):
             self.record.write()
             board = collect(self.folder)
             write(board, self.folder)
+            page = page_at_end(self.folder, board)
         rows = self.record.rows.values()
         codes = [row.exit_code for row in rows if row.exit_code is not None and not row.pruned]
         stopped = sum(code in STOPPED for code in codes)
@@ -116,6 +119,8 @@ class Sweep:
             _print_line(f"  {line}")
         for what, command in board.commands(self.folder):
             _print_line(f"  {what}: {command}")
+        if page is not None:
+            _print_line(f"  page  {page}")
         _print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
     def _refuse(self, number: int, source: JobSource) -> None:

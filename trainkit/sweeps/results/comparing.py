@@ -107,6 +107,12 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
     )
 
 
+def wants_page(board: Leaderboard) -> bool:
+    """Return whether the jobs of a sweep ask for pages: the first whose config can be read decides for all."""
+    cfg = next((known for entry in board.entries if (known := _config(entry.folder)) is not None), None)
+    return cfg is not None and cfg.report_page
+
+
 def _config(folder: Path) -> RunConfig | None:
     try:
         return load_resolved(folder / "resolved.yaml")
