@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,8 @@ _BUCKETS: Final = 500
 _MAX_CURVES: Final = 200
 _MAX_NAME: Final = 300
 _MAX_MARKS: Final = 2_000
+_ROWS_AT_ONCE: Final = 128
+"""Rows between two rests of a reader."""
 _POSITION: Final = frozenset({"step", "epoch", "samples", "seconds"})
 """Keys of a row that say where it stands; they are no metrics."""
 
@@ -35,6 +37,17 @@ class _Bucket:
     last: Point | None = None
     gap: Point | None = None
     """The first point that is not finite."""
+
+    def put(self, point: Point) -> None:
+        """Add the point that follows."""
+        value, self.last = point[1], point
+        if value is None:
+            self.gap = self.gap or point
+            return
+        if self.low is None or value < _value(self.low):
+            self.low = point
+        if self.high is None or value > _value(self.high):
+            self.high = point
 
     def add(self, other: _Bucket) -> None:
         """Add the bucket that follows this one."""
@@ -96,16 +109,15 @@ class Curve:
                 self._put(point)
 
     def _put(self, point: Point) -> None:
-        one = _bucket_of(point)
         if self._buckets and self._filled < self._width:
-            self._buckets[-1].add(one)
+            self._buckets[-1].put(point)
             self._filled += 1
             return
         if len(self._buckets) == _BUCKETS:
             pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
             self._buckets = [_merged(pair) for pair in pairs]
             self._width *= 2
-        self._buckets.append(one)
+        self._buckets.append(_bucket_of(point))
         self._filled = 1
 
     def points(self, most: int = MAX_POINTS) -> list[Point]:
@@ -154,8 +166,8 @@ class LoggedRows:
             row = parse_json(line)
         except ValueError:
             row = None
-        step = row.get("step") if isinstance(row, Mapping) else None
-        if not isinstance(row, Mapping) or isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or step < 0:
             self.malformed += 1
             return
         if "samples" in row:
@@ -164,19 +176,29 @@ class LoggedRows:
             self.num_evaluations += 1
             if len(self.evaluations) < _MAX_MARKS:
                 self.evaluations.append(step)
-        for name, value in _metrics(row):
-            if name not in self.curves and len(self.curves) >= _MAX_CURVES:
-                if len(self.left_out) < _MAX_CURVES:
-                    self.left_out.add(name)
-                continue
-            self.curves.setdefault(name, Curve()).add(step, value)
+        for name, value in row.items():
+            found = number(value)
+            if name not in _POSITION and (found is not None or value is None):
+                self._add_to(name, step, found)
+
+    def _add_to(self, name: str, step: int, value: float | None) -> None:
+        curve = self.curves.get(name) or self.curves.get(name[:_MAX_NAME])
+        if curve is None and len(self.curves) >= _MAX_CURVES:
+            if len(self.left_out) < _MAX_CURVES:
+                self.left_out.add(name[:_MAX_NAME])
+            return
+        if curve is None:
+            curve = self.curves[name[:_MAX_NAME]] = Curve()
+        curve.add(step, value)
 
     def _note_position(self, row: Mapping[str, Any], step: int) -> None:
         before = self.seconds
         for name in ("samples", "seconds"):
             value = number(row.get(name))
             if value is not None:
-                self.clock.setdefault(name, Curve()).add(step, value)
+                if name not in self.clock:
+                    self.clock[name] = Curve()
+                self.clock[name].add(step, value)
         waited = number(row.get("data_wait"))
         if waited is not None and 0 <= waited <= 1:
             self.waited_s += waited * max(0.0, self.seconds - before)
@@ -189,10 +211,16 @@ class LoggedRows:
 
 
 class MetricsReader:
-    """Reads a `metrics.jsonl` that grows: each call of `read` goes on where the last one ended."""
+    """Reads a `metrics.jsonl` that grows: each call of `read` goes on where the last one ended.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        path: the file.
+        rest: called after every 128 rows (3 ms on one core). A thread beside a training waits there: a run that is
+            resumed may have a million rows, and Python lets one thread at a time run.
+    """
+
+    def __init__(self, path: Path, *, rest: Callable[[], object] = lambda: None) -> None:
+        self._path, self._rest = path, rest
         self._read, self._file = 0, 0
         self.rows = LoggedRows()
         """All rows that were read."""
@@ -207,22 +235,18 @@ class MetricsReader:
             self._read, self._file, self.rows = 0, file, LoggedRows()
         if size > self._read:
             try:
-                for line in read_lines(self._path, start=self._read):
+                for number_of, line in enumerate(read_lines(self._path, start=self._read), start=1):
                     self._read += len(line)
                     self.rows.add(line)
+                    if number_of % _ROWS_AT_ONCE == 0:
+                        self._rest()
             except UnreadableError:  # a line of more than a megabyte: nothing behind it is read
                 self.rows.malformed += 1
         return self.rows
 
 
-def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    for name, value in row.items():
-        if name not in _POSITION and (value is None or number(value) is not None):
-            yield name[:_MAX_NAME], number(value)
-
-
 def number(value: Any) -> float | None:
     """Return a finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is not float and type(value) is not int:  # not isinstance: a bool is no number
         return None
     return float(value) if math.isfinite(value) else None
