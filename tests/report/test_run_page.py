@@ -13,6 +13,7 @@ import pytest
 import trainkit
 from tests.support.settings import latest
 from trainkit.cli import main
+from trainkit.errors import NonFiniteError
 from trainkit.report.web.curves import Curve, MetricsReader
 from trainkit.report.web.page import to_json
 from trainkit.run.folder.run_folder import RunFolder
@@ -81,6 +82,23 @@ def test_the_trust_strip_says_what_is_known(run: Path) -> None:
     strip = {one["name"]: one["value"] for one in shown(run / "report.html")["trust"]}
     assert strip["restarts"] == strip["samples repeated or skipped"] == "0"
     assert strip["weights (SHA-256)"] == json.loads((run / "result.json").read_text())["weights_sha256"][:12]
+
+
+def test_the_verdict_of_a_failed_step_names_no_other_step(run: Path, tmp_path: Path) -> None:
+    folder = copied(run, tmp_path / "run")
+    for reason, verdict in (
+        ("step 1: the loss is nan", "Failed: step 1: the loss is nan"),
+        ("ValueError: step 1: no", "Failed after 9 steps: ValueError: step 1: no"),
+    ):
+        (folder / "result.json").write_text(json.dumps({"status": "failed", "reason": reason, "steps": 9}))
+        write_run_page(RunFolder(folder), folder / "report.html")
+        assert shown(folder / "report.html")["verdict"] == verdict
+
+
+def test_a_failed_run_names_the_step_and_how_many_came_after_it(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan, .* It was read after 8 more steps: "):
+        trainkit.train([*SHORT, "optimizer.lr=1e30"], run_dir=tmp_path / "run")
+    assert shown(tmp_path / "run/report.html")["verdict"].startswith("Failed: step 1: the loss is nan, of the samples ")
 
 
 def test_report_writes_the_page_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +210,14 @@ def test_rows_that_a_resumed_run_drops_are_dropped_from_the_curves(tmp_path: Pat
     with path.open("a") as file:
         file.write('{"step": 2, "a": null}\n{"step": 3')
     assert reader.read().curves["a"].points() == [(1, 1.0), (2, None)]
+
+
+def test_a_reader_rests_after_each_128_rows(tmp_path: Path) -> None:
+    path, rests = tmp_path / "metrics.jsonl", []
+    path.write_text("".join(f'{{"step": {step}, "a": 1.0}}\n' for step in range(300)))
+    reader = MetricsReader(path, rest=lambda: rests.append(reader.rows.curves["a"].seen))
+    assert reader.read().curves["a"].seen == 300
+    assert rests == [128, 256]
 
 
 def test_the_page_is_written_each_minute_and_after_an_evaluation(run: Path, tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ class MetricsAccumulator:
         for place in applied:
             if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
                 at = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[0, place])]
-                self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
+                later = len(outcomes) - 1 - place
+                self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at, later=later)
         loss_sum, *term_sums = (sum(sums[i] for i in applied) for sums in (losses, *terms))
         row = self._row(outcomes, loss_sum, sum(weights[i] for i in applied), term_sums)
         for name, sums, counts in zip(_phases_in(outcomes), phases[::2], phases[1::2], strict=True):
@@ -118,7 +119,10 @@ class MetricsAccumulator:
                 given = [torch.as_tensor(0.0 if one is None else one, device=self._local.device) for one in values]
                 yield torch.stack([one.double() for one in given])
 
-    def _refuse(self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int]) -> None:
+    def _refuse(
+        self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int], later: int
+    ) -> None:
+        """Raise the error of a step, if it has one, which `later` more steps have followed before it was read."""
         step = outcome.step
         if weight == 0:
             raise ZeroWeightError(
@@ -131,9 +135,10 @@ class MetricsAccumulator:
             left_out = self._run.state.left_out
             samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
             of = f", of the samples {samples}" if samples else ""
-            raise NonFiniteError(
-                f"step {step}: the {found}{of}. {REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
-            )
+            more = f"{later} more step{'' if later == 1 else 's'}"
+            late = f" It was read after {more}: log_every_steps=1 reads each step at once." if later else ""
+            remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
+            raise NonFiniteError(f"step {step}: the {found}{of}. {remedy}{late}")
 
     def _row(
         self, outcomes: list[StepOutcome], loss_sum: float, weight: float, terms: Sequence[float]

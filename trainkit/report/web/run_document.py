@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from trainkit.report.web.trust import trust_strip
 SCRIPTS: Final = ("dom.js", "charts.js", "run.js")
 _POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12)
 _MOST_MARKS: Final = 300
+_NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
+"""The reason of an end that says itself at which step the run ended."""
 _RESULT_BYTES: Final = 60_000
 _MOST_ROWS: Final = 600
 _MOST_SETTINGS: Final = 200
@@ -140,10 +143,12 @@ def _verdict(facts: RunFacts) -> str:
         return f"This run {facts.standing.words}."
     steps, seconds = result.get("steps"), result.get("seconds")
     reason = str(result.get("reason") or "").strip().splitlines()
+    ended, why = f"{state[:1].upper()}{state[1:]}", f": {reason[0]}" if reason else ""
+    if _NAMES_STEP.match(why):  # steps are read some at a time: more were trained than the one that failed
+        return f"{ended}{why}"
     trained = "" if not isinstance(steps, int) else f" after {count(steps)} steps"
     lasted = "" if seconds is None else f" and {duration(seconds)} of training"
-    why = f": {reason[0]}" if reason else ""
-    return f"{state[:1].upper()}{state[1:]}{trained}{lasted}{why}"
+    return f"{ended}{trained}{lasted}{why}"
 
 
 def _best(facts: RunFacts) -> dict[str, Any] | None:
