@@ -270,12 +270,15 @@ def test_a_writer_that_is_killed_leaves_the_page_before_whole(
     assert (folder / "report.html").read_bytes() == before
 
 
-def test_the_commands_of_a_resumed_run_add_to_its_settings(tmp_path: Path) -> None:
+def test_the_commands_of_a_resumed_run_add_to_its_settings_and_its_marks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    trainkit.train([*SHORT, "stop_at_step=4"], run_dir=folder)
+    trainkit.train([*SHORT, "stop_at_step=4", "eval.every_steps=3"], run_dir=folder)
     assert main(latest("resume", str(folder), "log_every_steps=2", "quiet=true")) == 0
     settings = {one["key"]: one["value"] for one in shown(folder / "report.html")["settings"]}
     assert (settings["seed"], settings["log_every_steps"]) == ("3", "2")
+    marks = [(one["kind"], one["step"]) for one in shown(folder / "report.html")["marks"]]
+    assert ("restart", 4) in marks
+    assert {("evaluation", 3), ("evaluation", 6)} < {*marks}
 
 
 def test_json_in_a_page_holds_no_markup() -> None:

@@ -133,6 +133,8 @@ class Settings(TypedDict):
     """Version of this document."""
     settings: list[SettingKey]
     """The choices of groups, then the keys."""
+    continued_at: NotRequired[list[int]]
+    """Steps of the checkpoints from which later commands continued the run."""
 
 
 class Evaluation(TypedDict):

@@ -196,6 +196,8 @@ def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
     stride = max(1, math.ceil(len(evaluations) / _MOST_MARKS))
     for step in evaluations[::stride]:
         yield {"kind": "evaluation", "step": step, "text": ""}
+    for step in files.continued_at[-_MOST_MARKS:]:
+        yield {"kind": "restart", "step": step, "text": "continued by another command"}
     for one in files.restarts[:_MOST_MARKS]:
         at = one.get("checkpoint") if one.get("step") is None else one.get("step")
         if isinstance(at, int):

@@ -62,6 +62,8 @@ class RunFiles:
     environment: Mapping[str, Any]
     settings: list[dict[str, Any]] | None
     """The keys that differ from the recipe (`settings.json`); None: an earlier version began the run."""
+    continued_at: list[int]
+    """The steps at which later commands continued the run (the same file)."""
     checkpoints: list[int]
     """The steps of the checkpoints that are there."""
     best_step: int | None
@@ -78,7 +80,8 @@ class RunFiles:
         """Read a run folder; nothing in it is trusted."""
         unreadable: list[str] = []
         result = _map_of(folder / "result.json", _RESULT, unreadable)
-        settings = _map_of(folder / "settings.json", {"settings": list}, unreadable).get("settings")
+        recorded = _map_of(folder / "settings.json", {"settings": list, "continued_at": list}, unreadable)
+        settings = recorded.get("settings")
         names = _map_of(folder / "checkpoints/index.json", {"best": (str, type(None))}, unreadable)
         evaluation, place = _worst(folder / "evaluations")
         listed = result.get("restarts")
@@ -87,6 +90,7 @@ class RunFiles:
             result=result,
             environment=_map_of(folder / "environment.json", _ENVIRONMENT, unreadable),
             settings=None if settings is None else [one for one in settings if _is_setting(one)],
+            continued_at=[step for step in recorded.get("continued_at") or [] if type(step) is int and step >= 0],
             checkpoints=sorted(_saved_steps(folder / "checkpoints")),
             best_step=_step_in(names.get("best")),
             restarts=[one for one in listed if isinstance(one, dict)]

@@ -1,6 +1,7 @@
 """`settings.json`: the keys of a run that differ from its recipe, with who set each.
 
-It is written when a run begins. A command that continues the run adds the keys that it sets.
+It is written when a run begins. A command that continues the run adds the keys that it sets, and the step of the
+checkpoint that it continues from.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any, Final
 
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
+from trainkit.trainer.manifest import list_complete
 from trainkit.writing import write_json_atomically
 
 FILE: Final = "settings.json"
 _LIMIT: Final = 1 << 20
+_MOST: Final = 1000
+"""Commands that are recorded, the latest ones."""
 
 
 def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
@@ -23,17 +27,30 @@ def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
 
     A file that cannot be written does not end the run: the page of the run alone reads it.
     """
-    recorded = {one["key"]: one for one in _recorded(folder / FILE)}
+    before = _before(folder / FILE)
+    recorded = {one["key"]: one for one in before.get("settings", []) if _is_setting(one)}
     for one in changed:
         earlier = recorded.get(one["key"])
         recorded[one["key"]] = {**one, "recipe": one["recipe"] if earlier is None else earlier.get("recipe")}
+    content = {"version": 1, "settings": [*recorded.values()], "continued_at": _continued_at(folder, before)}
     with contextlib.suppress(OSError):
-        write_json_atomically(folder / FILE, {"version": 1, "settings": [*recorded.values()]})
+        write_json_atomically(folder / FILE, content)
 
 
-def _recorded(path: Path) -> list[dict[str, Any]]:
+def _continued_at(folder: Path, before: Mapping[str, Any]) -> list[int]:
+    """Return the steps that commands continued the run at, with that of the newest checkpoint if one does so now."""
+    steps = [step for step in before.get("continued_at") or [] if type(step) is int]
+    found = list_complete(folder / "checkpoints")[:1] if before else []
+    return [*steps, *(one.step for one in found if one.step not in steps)][-_MOST:]
+
+
+def _before(path: Path) -> Mapping[str, Any]:
+    """Return what an earlier command recorded; empty if none did."""
     try:
-        found = read_map(path, {"settings": list}, limit=_LIMIT)["settings"]
+        return read_map(path, {"settings": list}, optional={"continued_at": list}, limit=_LIMIT)
     except UnreadableError:
-        return []
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("key"), str)]
+        return {}
+
+
+def _is_setting(content: Any) -> bool:
+    return isinstance(content, dict) and isinstance(content.get("key"), str)
