@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.callbacks.progress import Reading, plain_text, terminal_parts
+from trainkit.callbacks.screen.reading import Reading, plain_text, terminal_parts
 from trainkit.cli import main
 from trainkit.trainer import instruments as module
 from trainkit.trainer.instruments import CountedWork, Instruments

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from trainkit.callbacks.progress import Pace, PlainLine, Reading, TerminalLine, live_line, plain_text, terminal_parts
+from trainkit.callbacks.progress import PlainLine, TerminalLine, live_line
+from trainkit.callbacks.screen.reading import Reading, plain_text, terminal_parts
 
 READING = Reading(
     step=1240,
@@ -70,22 +72,6 @@ def test_the_last_line_is_printed_though_none_was_due() -> None:
     assert stream.getvalue().splitlines() == ["step 1/2   50 %", "step 2/2  100 %"]
 
 
-def test_the_pace_is_that_of_the_last_minute() -> None:
-    now = [0.0]
-    pace = Pace(window_s=60.0, clock=lambda: now[0])
-    pace.remaining_s(0, 10_000)
-    now[0] = 100.0  # a slow start: compilation
-    pace.remaining_s(1, 10_000)
-    for second in range(101, 201):
-        now[0] = float(second)
-        left = pace.remaining_s(1 + 10 * (second - 100), 10_000)
-    assert left == pytest.approx((10_000 - 1001) / 10)
-
-
-def test_a_finished_run_has_nothing_left() -> None:
-    assert Pace(clock=lambda: 0.0).remaining_s(7, 7) == 0.0
-
-
 def test_the_bar_shows_the_step_of_this_moment() -> None:
     file = io.StringIO()
     console = Console(file=file, width=110, force_terminal=True, color_system=None)
@@ -97,3 +83,30 @@ def test_the_bar_shows_the_step_of_this_moment() -> None:
 
 def test_a_pipe_gets_plain_lines() -> None:
     assert isinstance(live_line(every_s=5.0, step_now=lambda: 0), PlainLine)
+
+
+def test_no_color_takes_the_colours_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> str:
+        file = io.StringIO()
+        console = Console(file=file, width=110, force_terminal=True, color_system="truecolor")
+        line = TerminalLine(console=console)
+        line.update(READING)
+        line.close()
+        return file.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colour = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|4[0-7]|38|48|9[0-7])[;m]")
+    assert colour.search(drawn())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colour.search(drawn())
+
+
+def test_what_is_piped_has_no_colours_though_they_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    line = live_line(every_s=5.0, step_now=lambda: 0)
+    line.update(READING)
+    line.close()
+    assert "\x1b" not in capsys.readouterr().out

@@ -11,7 +11,8 @@ from typing import NoReturn
 import pytest
 from rich.console import Console
 
-from trainkit.callbacks.progress import Reading, live_line
+from trainkit.callbacks.progress import live_line
+from trainkit.callbacks.screen.reading import Reading
 from trainkit.errors import TrainingError
 from trainkit.redaction import remember
 from trainkit.report.train_log import TrainLog, recorded_output

@@ -5,134 +5,22 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
+from trainkit.callbacks.screen.notebook import NotebookLine, display_of_notebook
+from trainkit.callbacks.screen.pace import Pace, PauseSchedule
+from trainkit.callbacks.screen.reading import LiveLine, Reading, plain_text, terminal_parts
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.values import above
 from trainkit.fields import cosmetic
-from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
 from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
-from trainkit.storage import num_bytes
 from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """The values of the live line at one moment; None if unknown."""
-
-    step: int
-    num_steps: int
-    loss: float | None = None
-    """Mean training loss of the latest logged row."""
-    metric: tuple[str, float] | None = None
-    """Name and value of the latest evaluation."""
-    samples_per_s: float | None = None
-    data_wait: float | None = None
-    """Fraction of the time spent waiting for data, 0 to 1."""
-    targets_per_s: float | None = None
-    """Of a training whose samples have several targets: tokens of a language model."""
-    mfu: float | None = None
-    """Share of the devices' peak that the operations of the model use."""
-    memory: tuple[float, float] | None = None
-    """Bytes held by rank 0, now and at the peak."""
-    launches: float | None = None
-    """Operations that the host starts in a step."""
-    skipped: int = 0
-    """Steps skipped because they were not finite."""
-    remaining_s: float = float("inf")
-
-
-class LiveLine(Protocol):
-    """The interface of a live line."""
-
-    def update(self, reading: Reading) -> None:
-        """Update the latest reading; cheap, drawn at the line's own pace."""
-
-    def close(self) -> None:
-        """Show the last reading and restore the terminal."""
-
-
-class Pace:
-    """Estimates the remaining time from the pace of the last minute.
-
-    Example:
-        >>> pace = Pace(clock=iter([0.0, 10.0]).__next__)
-        >>> pace.remaining_s(0, 100), pace.remaining_s(20, 100)
-        (inf, 40.0)
-    """
-
-    def __init__(
-        self,
-        *,
-        begun: tuple[float, int] | None = None,
-        window_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Measure from the moment and the step of `begun`; None: from the first call of `remaining_s`."""
-        self._clock = clock
-        self._window_s = window_s
-        self._seen: deque[tuple[float, int]] = deque(() if begun is None else (begun,))
-
-    def remaining_s(self, step: int, num_steps: int) -> float:
-        """Return the seconds from `step` to `num_steps`; infinite as long as no step has been timed."""
-        now = self._clock()
-        if not self._seen or now - self._seen[-1][0] >= self._window_s / 60:
-            self._seen.append((now, step))
-        while len(self._seen) > 2 and now - self._seen[0][0] > self._window_s:
-            self._seen.popleft()
-        since, first = self._seen[0]
-        if step <= first:
-            return 0.0 if step >= num_steps else float("inf")
-        return (num_steps - step) * (now - since) / (step - first)
-
-
-def plain_text(reading: Reading) -> str:
-    """Return a reading as one line of a log.
-
-    Example:
-        >>> plain_text(Reading(step=1240, num_steps=5800, loss=0.5, samples_per_s=412_000, data_wait=0.03))
-        'step 1,240/5,800   21 %  loss 0.5000  412 k samples/s  data wait 3 %'
-    """
-    parts = [f"step {count(reading.step)}/{count(reading.num_steps)}", f"{share(_done(reading)):>5}"]
-    if reading.loss is not None:
-        parts.append(f"loss {fixed(reading.loss)}")
-    if reading.metric is not None:
-        parts.append(f"{reading.metric[0]} {fixed(reading.metric[1])}")
-    if reading.samples_per_s is not None:
-        parts.append(f"{compact(reading.samples_per_s)} samples/s")
-    if reading.data_wait is not None:
-        parts.append(f"data wait {share(reading.data_wait)}")
-    parts += [text for _, text, _ in _measured(reading)]
-    if reading.skipped:
-        parts.append(f"{count(reading.skipped)} skipped")
-    if reading.remaining_s < float("inf"):
-        parts.append(f"{clock(reading.remaining_s)} left")
-    return "  ".join(parts)
-
-
-def _measured(reading: Reading) -> Iterator[tuple[str, str, int]]:
-    """Yield the short and the long text of each instrument, and how soon a narrow terminal drops it."""
-    if reading.targets_per_s is not None:
-        rate = compact(reading.targets_per_s)
-        yield f"{rate} targets/s", f"{rate} targets/s", 4
-    if reading.mfu is not None:
-        yield f"MFU {share(reading.mfu)}", f"MFU {share(reading.mfu)}", 5
-    if reading.memory is not None:
-        now, peak = (num_bytes(round(one)) for one in reading.memory)
-        yield now, f"{now}, peak {peak}", 6
-    if reading.launches is not None:
-        yield f"{count(round(reading.launches))} launches", f"{count(round(reading.launches))} launches a step", 7
-
-
-def _done(reading: Reading) -> float:
-    return reading.step / reading.num_steps if reading.num_steps else 1.0
 
 
 class PlainLine:
@@ -222,69 +110,6 @@ class TerminalLine:
 _BAR_WIDTH = 12
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _BarPart:
-    long: str
-    short: str
-    style: str
-    rank: int
-    """How soon a narrow terminal drops it: the highest first, 0 never."""
-
-
-def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str, str]]:
-    """Return the texts beside the bar with their styles: in full if they fit, else short, else without the least
-    important.
-
-    Example:
-        >>> reading = Reading(step=10, num_steps=20, loss=0.5, samples_per_s=412_000, data_wait=0.03)
-        >>> [text for text, _ in terminal_parts(reading, step=12, width=60)]
-        ['12/20', 'loss 0.5000', '412 k samples/s', 'data wait 3 %']
-        >>> [text for text, _ in terminal_parts(reading, step=12, width=40)]
-        ['12/20', 'loss 0.5000', '412 k/s', 'wait 3 %']
-        >>> [text for text, _ in terminal_parts(reading, step=12, width=25)]
-        ['12/20', 'loss 0.5000']
-    """
-    parts = _parts(reading, step)
-    if _fits([part.long for part in parts], width):
-        return [(part.long, part.style) for part in parts]
-    for rank in range(7, 0, -1):
-        kept = [part for part in parts if part.rank <= rank]
-        if _fits([part.short for part in kept], width):
-            return [(part.short, part.style) for part in kept]
-    return [(part.short, part.style) for part in parts if part.rank == 0]
-
-
-def _parts(reading: Reading, step: int) -> list[_BarPart]:
-    position = f"{count(step)}/{count(reading.num_steps)}"
-    parts = [_BarPart(long=position, short=position, style="bold", rank=0)]
-    if reading.loss is not None:
-        loss = f"loss {fixed(reading.loss)}"
-        parts.append(_BarPart(long=loss, short=loss, style="cyan", rank=1))
-    if reading.metric is not None:
-        name, value = reading.metric[0], fixed(reading.metric[1])
-        short = f"{name.rpartition('/')[2]} {value}"
-        parts.append(_BarPart(long=f"{name} {value}", short=short, style="green", rank=2))
-    if reading.samples_per_s is not None:
-        rate = compact(reading.samples_per_s)
-        parts.append(_BarPart(long=f"{rate} samples/s", short=f"{rate}/s", style="", rank=4))
-    if reading.data_wait is not None:
-        wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
-        parts.append(_BarPart(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
-    for shown, text, rank in _measured(reading):
-        parts.append(_BarPart(long=text, short=shown, style="dim", rank=rank))
-    if reading.skipped:
-        skipped = f"{count(reading.skipped)} skipped"
-        parts.append(_BarPart(long=skipped, short=skipped, style="yellow", rank=1))
-    if reading.remaining_s < float("inf"):
-        left = clock(reading.remaining_s)
-        parts.append(_BarPart(long=f"{left} left", short=left, style="magenta", rank=3))
-    return parts
-
-
-def _fits(texts: list[str], width: int) -> bool:
-    return sum(map(len, texts)) + 2 * (len(texts) - 1) <= width
-
-
 def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
     """Return the live line for standard output.
 
@@ -293,6 +118,8 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
         step_now: returns the number of finished steps, called from another thread: a slow step still shows that time
             passes.
     """
+    if (display := display_of_notebook()) is not None:
+        return NotebookLine(display=display)
     if not is_terminal():
         return PlainLine(every_s=every_s)
     from rich.console import Console  # noqa: PLC0415 - as above
@@ -317,7 +144,8 @@ class _Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Callback):
-    """Loss, metric, samples/s, fraction of time waiting for data and time left: a bar on a terminal, else plain lines.
+    """Loss, metric, samples/s, fraction of time waiting for data and time left: a bar on a terminal and in a notebook,
+    else plain lines.
 
     It appears after the first step, so that importing its renderer does not delay the start.
     """
@@ -330,9 +158,15 @@ class Progress(Callback):
     """Seconds between two lines if the output is piped."""
     _shown: _Shown = field(default_factory=_Shown, init=False, repr=False, compare=False)
 
+    def run_start(self, run: Run) -> None:
+        """Measure the pace from here."""
+        begun = (run.state.step, run.state.seconds, run.begun_moment)
+        self._shown.pace = Pace(PauseSchedule.of(run), begun=begun)
+
     def log(self, run: Run, row: Row) -> None:
         """Show a row."""
         self._shown.row = row
+        self._pace(run).row(int(row["step"]), row.get("seconds", run.state.seconds), now=time.monotonic())
         self._show(run)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
@@ -344,7 +178,7 @@ class Progress(Callback):
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Print where the training continues, and measure its pace anew."""
-        self._shown.pace = Pace(begun=(time.monotonic(), run.state.step))
+        self._shown.pace = Pace(PauseSchedule.of(run), begun=(run.state.step, run.state.seconds, time.monotonic()))
         if run.is_owner:
             where = f"the checkpoint of step {run.state.step}"
             print(f"step {step} is not finite: training again from {where}", flush=True)  # noqa: T201 - meant for the terminal
@@ -355,12 +189,16 @@ class Progress(Callback):
             self._shown.line.close()
             self._shown.line = None
 
+    def _pace(self, run: Run) -> Pace:
+        if self._shown.pace is None:  # no hook came before
+            self.run_start(run)
+        assert self._shown.pace is not None
+        return self._shown.pace
+
     def _show(self, run: Run) -> None:
         if not run.is_owner:
             return
         shown = self._shown
-        if shown.pace is None:
-            shown.pace = Pace(begun=(run.begun_moment, run.begun_at))
         if shown.line is None:
             shown.line = live_line(every_s=self.every_s, step_now=lambda: run.state.step)
         shown.line.update(
@@ -376,6 +214,6 @@ class Progress(Callback):
                 memory=(shown.row["memory"], shown.row["memory_peak"]) if "memory_peak" in shown.row else None,
                 launches=shown.row.get("launches"),
                 skipped=run.state.skipped,
-                remaining_s=shown.pace.remaining_s(run.state.step, run.num_steps),
+                remaining_s=self._pace(run).remaining_s(now=time.monotonic()),
             )
         )
