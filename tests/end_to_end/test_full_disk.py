@@ -27,7 +27,7 @@ SHARDED = {
     "local_sgd": ["strategy=local_sgd", "strategy.replicas=2"],
 }
 FAULTS = {
-    "full": "could not be written below",
+    "full": "could not be written below|cannot be written: No space left on device",
     "nearly full": "could not be written below",
     "no inodes": "it can hold no more files (inodes)",
     "read-only": "Read-only file system",
@@ -69,7 +69,7 @@ def spoilt(mount: Mount, conf: Path, fault: str, arguments: list[str]) -> None:
     ended = train(disk, conf, *arguments, fault=fault)
     assert ended.returncode == 4, ended.stderr
     (line,) = ended.stderr.splitlines()
-    assert any(part in line for part in FAULTS[fault].split("|"))
+    assert any(part in line for part in FAULTS[fault].split("|")), line
     folder = disk / ("moved" if fault == "renamed" else "run")
     if fault in ("removed", "unmounted"):
         assert not folder.exists()

@@ -62,10 +62,10 @@ def test_a_hang_in_the_first_step_is_found_by_the_limit_of_first_steps(
     conf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINKIT_FAIL", "rank=1,step=0,phase=forward,action=hang")
-    ended = hang(conf, "none", 2, "supervisor.first_step_timeout_s=3")
+    ended = hang(conf, "none", 2, "supervisor.first_step_timeout_s=10")
     assert ended.returncode == 5
     assert (
-        "rank 1 has made no progress for 3 s in step 0 (forward). The limit is supervisor.first_step_timeout_s=3:"
+        "rank 1 has made no progress for 10 s in step 0 (forward). The limit is supervisor.first_step_timeout_s=10:"
         in plain(ended.stderr)
     )
 

@@ -18,7 +18,7 @@ from tests.support.present import present
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RUN = (
-    "recipe=digits", "epochs=200", "numerics.reproducible=true", "batch.micro_size=16", "checkpoint.every_steps=100",
+    "recipe=digits", "epochs=60", "numerics.reproducible=true", "batch.micro_size=16", "checkpoint.every_steps=100",
     "model.dropout=0.1", "log_every_steps=100", "eval.every_epochs=null", "callbacks=[]", "logger=[]",
 )  # fmt: skip
 ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1", "elastic.retry_s=3")
@@ -84,6 +84,6 @@ def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path, monke
         tell(cluster, "add")
         wait_until(lambda: sizes() == [2, 1, 2], process)
         slow.unlink()
-        assert process.wait(300) == 0
+        assert process.wait(400) == 0
     assert sizes() == [2, 1, 2]
     assert sha256("run") == sha256("alone")

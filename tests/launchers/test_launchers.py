@@ -41,7 +41,7 @@ def start(*command: str, **variables: str) -> subprocess.Popen[str]:
 
 def ended(*processes: subprocess.Popen[str]) -> list[str]:
     """What each one wrote to its standard error; all ended well."""
-    told = [process.communicate(timeout=120) for process in processes]
+    told = [process.communicate(timeout=180) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), told
     return [error for _, error in told]
 
@@ -171,9 +171,9 @@ def test_a_signal_to_one_process_saves_and_stops_them_all(cwd: Path) -> None:
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     long = latest(*PYTHON, "steps=100000", "checkpoint.every_steps=20")
     processes = [start(*long, RANK=str(rank), **hand) for rank in range(2)]
-    wait_until((cwd / "run/checkpoints/step_00000020").exists)
+    wait_until(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)
     processes[1].send_signal(signal.SIGINT)
-    told = [process.communicate(timeout=60) for process in processes]
+    told = [process.communicate(timeout=180) for process in processes]
     assert [process.returncode for process in processes] == [130, 130], told
     result = json.loads((cwd / "run/result.json").read_text())
     assert (result["status"], result["reason"]) == ("stopped", "Ctrl-C")
@@ -185,7 +185,7 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd: Path, lo
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     planted = {"TRAINKIT_FAIL": f"rank={lost},step=5,phase=reduce,action=kill"}
     processes = [start(*PYTHON, RANK=str(rank), **hand, **planted) for rank in range(2)]
-    told = [process.communicate(timeout=60)[1] for process in processes]
+    told = [process.communicate(timeout=180)[1] for process in processes]
     assert (processes[lost].returncode, processes[1 - lost].returncode) == (-9, 1), told
     said = f"rank {lost} has ended in step 5 (reduce) without an error report."
     assert said in plain(told[1 - lost]).splitlines()
@@ -193,16 +193,16 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd: Path, lo
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None:
     long = latest(
-        *PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=4"
+        *PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=20"
     )
     with two_hosts() as hosts:
         spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
         processes = [
             start(*host.command(*long, *spec, f"cluster.task=worker:{index}")) for index, host in enumerate(hosts)
         ]
-        wait_until(lambda: any((cwd / "run/checkpoints").glob("step_*")))  # early ones are deleted soon
+        wait_until(lambda: any((cwd / "run/checkpoints").glob("step_*")), *processes)  # early ones are deleted soon
         hosts[1].unplug()
-        told = [process.communicate(timeout=60)[1] for process in processes]
+        told = [process.communicate(timeout=180)[1] for process in processes]
     assert [process.returncode for process in processes] == [5, 5], told
     for rank, text in enumerate(told):
         assert any(
@@ -210,8 +210,11 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None
         ), text
 
 
-def wait_until(condition: Callable[[], object], within_s: float = 60) -> None:
+def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[str], within_s: float = 180) -> None:
+    """Wait for a condition while the processes run."""
     deadline = time.monotonic() + within_s
     while not condition():
+        codes = [process.poll() for process in processes]
+        assert set(codes) <= {None}, [process.communicate(timeout=180) for process in processes]
         assert time.monotonic() < deadline
         time.sleep(0.05)
