@@ -81,7 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except TrainkitError as error:
-        _print_error(f"{_one_screen(error)}\n")
+        _print_error(_told(error))
         return error.exit_code
     except KeyboardInterrupt:
         _print_error("stopped\n")
@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str]) -> int:
 
         full = as_storage_error(error, Path("outputs"))
         if full is not None:
-            _print_error(f"{_one_screen(full)}\n")
+            _print_error(_told(full))
             return full.exit_code
         if not knows_secrets():
             raise
@@ -262,6 +262,16 @@ def _show(call: Call, which: str) -> int:
         raise ConfigError([Problem(key="--cfg", value=which, rule="must be job, hydra or all.", origin="command line")])
     show(compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages), which)
     return 0
+
+
+def _told(error: TrainkitError) -> str:
+    """Return what is printed of an error: its message on one screen; on a terminal also where it is explained."""
+    text = f"{_one_screen(error)}\n"
+    if not sys.stderr.isatty():
+        return text
+    from trainkit.report.error_address import address_line  # noqa: PLC0415 - for an error only
+
+    return f"{text}{address_line(error)}\n"
 
 
 def _one_screen(error: TrainkitError) -> str:

@@ -130,6 +130,8 @@ class TrainkitError(Exception):
     """The base class of all errors that trainkit raises deliberately."""
 
     exit_code: ClassVar[int] = 1
+    anchor: ClassVar[str] = "which-rank-failed"
+    """The section of docs/errors.md that explains the error."""
 
 
 class ConfigError(TrainkitError):
@@ -142,6 +144,7 @@ class ConfigError(TrainkitError):
     """
 
     exit_code = 2
+    anchor = "other-keys-and-files"
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -153,6 +156,8 @@ class ConfigError(TrainkitError):
 class MissingExtraError(ConfigError):
     """A package that this config needs is not installed; the message contains the command that installs it."""
 
+    anchor = "a-package-that-is-missing"
+
     def __init__(self, *, key: str, package: str, extra: str) -> None:
         rule = f"needs the package {package}. Install it: {install_command(extra, package)}"
         super().__init__([Problem(key=key, rule=rule)])
@@ -162,16 +167,20 @@ class DataError(TrainkitError):
     """A dataset is absent, damaged or empty."""
 
     exit_code = 3
+    anchor = "data-that-cannot-be-used"
 
 
 class CheckpointError(TrainkitError):
     """A checkpoint is damaged, incomplete, or belongs to another training."""
 
     exit_code = 4
+    anchor = "checkpoints-that-are-refused"
 
 
 class StorageError(CheckpointError):
     """A file or folder cannot be written: the disk is full, read-only or gone; the message names the path."""
+
+    anchor = "files-that-cannot-be-written"
 
 
 class UnreadableError(TrainkitError):
@@ -186,6 +195,7 @@ class UnreadableError(TrainkitError):
     """
 
     exit_code = 4
+    anchor = "files-that-are-refused"
 
     @property
     def reason(self) -> str:
@@ -203,41 +213,57 @@ class AbsentFileError(UnreadableError):
 class TrainingError(TrainkitError):
     """A step cannot be computed; the message names rank, step and cause."""
 
+    anchor = "a-step-that-cannot-be-computed"
+
 
 class ZeroWeightError(TrainingError):
     """The global batch of a step has no target: its loss would be 0 / 0."""
+
+    anchor = "a-batch-without-a-target"
 
 
 class OutOfMemoryError(TrainingError):
     """A device, or the host, has no memory left; the message states what the run needs and what to try."""
 
+    anchor = "out-of-memory"
+
 
 class CollectiveMismatchError(TrainingError):
     """Ranks of one process group call different collectives, or with tensors of different shapes or dtypes."""
+
+    anchor = "collectives-that-differ"
 
 
 class NonFiniteError(TrainingError):
     """A loss or gradient is NaN or infinite, and no loss scale explains it."""
 
+    anchor = "loss-that-is-not-finite"
+
 
 class LossScaleError(TrainingError):
     """The loss scale is at its floor and gradients still overflow."""
 
+    anchor = "loss-scale-at-its-floor"
+
 
 class LinkError(TrainkitError, ConnectionError):
     """A connection to another task broke, or was never made; the message names the other task."""
+
+    anchor = "a-connection-that-broke"
 
 
 class HangError(TrainkitError):
     """A rank stopped making progress for longer than allowed."""
 
     exit_code = 5
+    anchor = "a-rank-without-progress"
 
 
 class CrashLoopError(TrainkitError):
     """Several restarts failed, or an exception of user code was raised again in the same place."""
 
     exit_code = 6
+    anchor = "restarts-that-end"
 
 
 class PeerError(TrainkitError):
@@ -252,18 +278,21 @@ class HangupError(TrainkitError):
     """The terminal of the run was closed (SIGHUP); it can be resumed."""
 
     exit_code = 129
+    anchor = "stopped-by-a-signal"
 
 
 class StoppedError(TrainkitError):
     """The user stopped the run with Ctrl-C; it can be resumed."""
 
     exit_code = 130
+    anchor = "stopped-by-a-signal"
 
 
 class TerminatedError(TrainkitError):
     """The run was asked to end with SIGTERM; it can be resumed."""
 
     exit_code = 143
+    anchor = "stopped-by-a-signal"
 
 
 def callback_note(error: BaseException) -> str:

@@ -22,6 +22,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+import messages  # type: ignore[import-not-found]
 import reference  # type: ignore[import-not-found]
 
 _PAGES: Final = (
@@ -45,6 +46,8 @@ def build(out: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "source"
         _lay_out(source)
+        errors = source / "docs/errors.md"
+        _write(errors, messages.with_messages(errors.read_text(), messages.messages(ROOT / "trainkit")))
         for name, text in reference.pages().items():
             _write(source / "reference" / name, text)
         _write(source / "llms.txt", _llms(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -69,6 +70,20 @@ def test_every_page_of_the_docs_is_in_the_menu_once() -> None:
     assert sorted(path for path in menu if path.startswith(("docs/", "recipes/"))) == sorted(
         [*pages, *recipes, "docs/decisions/README.md"]
     )
+
+
+@pytest.mark.long
+def test_the_page_of_errors_lists_the_messages_of_the_code_below_their_sections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(SITE))
+    messages = importlib.import_module("messages")
+    found = messages.messages(ROOT / "trainkit")
+    assert sum(map(len, found.values())) > 500
+    assert "--cfg: must be job, hydra or all." in found["command-line"]
+    page = messages.with_messages((ROOT / "docs/errors.md").read_text(), found)
+    assert page.count("<details>") == len(found)
+    assert "<script>" not in messages.listing(["</li><script>"])
 
 
 @pytest.fixture(scope="module")

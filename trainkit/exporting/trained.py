@@ -59,6 +59,8 @@ class Written:
 class NotExportableError(CheckpointError):
     """The model has something that a format cannot hold; the weights themselves are whole."""
 
+    anchor = "a-model-that-a-format-cannot-hold"
+
 
 def refuse_lack_of_room(model: nn.Module, file: Path) -> None:
     """Refuse a file that holds all tensors of a model, before a library begins it whose errors name no file.
