@@ -31,13 +31,13 @@ def consumed_joules(devices: Sequence[torch.device]) -> float | None:
         return None
     try:
         pynvml.nvmlInit()
-        millijoules = sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(_handle(pynvml, one)) for one in devices)
+        millijoules = sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle_of(pynvml, one)) for one in devices)
     except pynvml.NVMLError:
         return None
     return float(millijoules) / 1e3
 
 
-def _handle(pynvml: object, device: torch.device) -> object:
+def handle_of(pynvml: object, device: torch.device) -> object:
     """Return NVML's handle: by the UUID, because CUDA_VISIBLE_DEVICES renumbers the devices of this process."""
     uuid = torch.cuda.get_device_properties(device).uuid
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())  # type: ignore[attr-defined]

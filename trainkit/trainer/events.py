@@ -2,6 +2,7 @@
 
 run_start          before the first step, when everything is placed
   step_end         after every step (only callbacks that override it are called)
+  row_figures      before a row of metrics is logged, for figures that the row shall have, too
   log              with a row of metrics, every `log_every_steps`
   eval_end         with the metrics of an evaluation
   eval_tables      with its tables, where a metric gives any
@@ -233,6 +234,11 @@ class Callback:
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
         """Handle the end of a step; on the hot path."""
 
+    def row_figures(self, run: Run) -> Mapping[str, float]:
+        """Return figures for the row that is about to be logged; those of rank 0 are kept."""
+        del run
+        return {}
+
     def log(self, run: Run, row: Row) -> None:
         """Handle a row of metrics."""
 
@@ -317,26 +323,36 @@ class CallbackHooks:
 
         return listen
 
-    def of(self, hook: str) -> list[Callable[..., None]]:
-        """Return a hook of the callbacks that override it, to be called at each step."""
+    def of(self, hook: str) -> list[Callable[..., Any]]:
+        """Return a hook of the callbacks that override it, to be called at each step.
+
+        Each returns what the hook returns; None of a callback that is left out.
+        """
         overriding = [one for one in self._callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]
         return [self._bound(one, hook) for one in overriding]
 
-    def _bound(self, callback: Callback, hook: str) -> Callable[..., None]:
+    def log_row(self, run: Run, row: Row) -> None:
+        """Log a row with the figures of the callbacks; the figures of the trainer keep their names."""
+        for figures in self.of("row_figures"):
+            row = {**(figures(run) or {}), **row}
+        self.call("log", run, row)
+
+    def _bound(self, callback: Callback, hook: str) -> Callable[..., Any]:
         return lambda *args: self._call(callback, hook, args)
 
-    def _call(self, callback: Callback, hook: str, args: tuple[Any, ...]) -> None:
+    def _call(self, callback: Callback, hook: str, args: tuple[Any, ...]) -> Any:
         if id(callback) in self._left_out:
-            return
+            return None
         before, self.running = self.running, (callback, hook)
         try:
-            getattr(callback, hook)(*args)
+            return getattr(callback, hook)(*args)
         except Exception as error:
             # An error of trainkit is one of the run: a full disk, or a config that cannot be.
             if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
                 error.add_note(f"{CALLBACK_NOTE}{kind_of(callback)}, hook {hook}")
                 raise
             self._leave_out(callback, hook, error)
+            return None
         finally:
             self.running = before
 

@@ -184,7 +184,6 @@ class TaskSession:
             self.warn(line)
         self.run.begun_at, self.run.begun_moment = self.run.state.step, time.monotonic()
         self.callbacks.call("run_start", self.run)
-        self._log_hooks = self.callbacks.of("log")
         # Objects that exist now live to the end; garbage collections over them took 5 to 10 % of a small model's step.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
@@ -283,10 +282,9 @@ class TaskSession:
     def flush(self, *, is_last: bool = False) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
         row = self.logged.added_to(self._journal.flush(), end_of=self.run if is_last else None)
-        if row is not None and self._log_hooks:
+        if row is not None:
             self.enter("callback")
-            for hook in self._log_hooks:
-                hook(self.run, row)
+            self.callbacks.log_row(self.run, row)
         self._keeper.notify_saved()
 
     def evaluate(self) -> None:

@@ -1,0 +1,99 @@
+"""Use, memory, power and temperature of GPUs, from NVML, the library of NVIDIA's driver."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import torch
+
+from trainkit.callbacks.energy import handle_of
+from trainkit.config.values import above
+from trainkit.errors import MissingExtraError
+from trainkit.fields import cosmetic
+from trainkit.trainer.events import Callback, Run
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Found:
+    nvml: Any = None
+    handles: Sequence[Any] = ()
+    due: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Callback):
+    """Adds figures of the GPUs of rank 0 to the rows of metrics: `gpu/0/use`, `memory`, `power`, `temperature`.
+
+    The driver is asked when a row is logged, at most every `every_s` seconds, and no step waits for the device. A
+    figure that a GPU does not report is left out.
+
+    Source: NVML API reference, device queries.
+    """
+
+    observes: ClassVar[bool] = True
+
+    every_s: Annotated[float, cosmetic, above(0)] = 1.0
+    """Least seconds between two questions to the driver; rows in between have no such figures."""
+    _found: _Found = field(default_factory=_Found, init=False, repr=False, compare=False)
+
+    def run_start(self, run: Run) -> None:
+        """Find the GPUs; say so where there are none.
+
+        Raises:
+            MissingExtraError: the package nvidia-ml-py is not installed.
+        """
+        try:
+            import pynvml  # noqa: PLC0415 - optional
+        except ImportError:
+            raise MissingExtraError(key="callbacks.gpu", package="nvidia-ml-py", extra="gpu") from None
+        if not run.is_owner:
+            return
+        try:
+            pynvml.nvmlInit()
+            self._found.handles = [handle_of(pynvml, one) for one in _devices(run)]
+        except pynvml.NVMLError as error:
+            _log.warning("callbacks=[gpu] records nothing: NVIDIA's driver answers: %s", error)
+            return
+        self._found.nvml = pynvml
+        if not self._found.handles:
+            _log.warning("callbacks=[gpu] records nothing: rank 0 trains on %s.", run.device)
+
+    def row_figures(self, run: Run) -> Mapping[str, float]:
+        """Return the figures of this moment, if they are due."""
+        now = time.monotonic()
+        if not self._found.handles or now < self._found.due:
+            return {}
+        self._found.due = now + self.every_s
+        nvml = self._found.nvml
+        return {
+            f"gpu/{number}/{name}": value
+            for number, handle in enumerate(self._found.handles)
+            for name, value in _figures(nvml, handle)
+        }
+
+
+def _figures(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
+    """Yield the figures that one GPU reports: share of time with a kernel, bytes, watts, degrees Celsius."""
+    questions: dict[str, Callable[[], float]] = {
+        "use": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "memory": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+        "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+    }
+    for name, ask in questions.items():
+        try:
+            yield name, float(ask())
+        except nvml.NVMLError:  # this GPU does not report it
+            continue
+
+
+def _devices(run: Run) -> list[torch.device]:
+    """Return the CUDA devices that this process computes on."""
+    found = {param.device for param in run.model.parameters()} | {run.device}
+    return sorted((one for one in found if one.type == "cuda"), key=str)
