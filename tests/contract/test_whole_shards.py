@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from random import gauss as shake
 from typing import Any
 
 import numpy as np
@@ -140,7 +142,13 @@ class Hidden(zoo.Net):
         return outputs + float(self.draw()) * 0.0 if self.first == 0 else outputs
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1), np.random.rand], ids=["torch", "numpy"])
+DRAWS = {
+    "torch": lambda: torch.rand(1), "numpy": np.random.rand, "numpy_normal": np.random.standard_normal,
+    "random": lambda: random.gauss(0, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_first_pass_shows_a_draw_that_the_code_does_not(
     draw: Callable[[], Any], made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
@@ -157,6 +165,26 @@ class Later(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(samples, features) -> the same."""
         return getattr(nn.functional, "drop" + "out")(inputs) if inputs.shape[0] < 8 else inputs
+
+
+class Shaken(zoo.Net):
+    """It adds noise of Python's `random`, which it calls by a name of its own."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, features) -> (samples, classes)."""
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs + shake(0, 0.1)
+
+
+def test_a_model_that_draws_with_python_keeps_its_keys(
+    made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    monkeypatch.setitem(stepping.TASKS, "shaken", stepping.TASKS["classes"]._replace(model=Shaken))
+    (compiled,), (eager,) = (
+        train(pool, replace(POINTS, task="shaken", shaping=one)) for one in (DEFAULT, ModelTransforms())
+    )
+    assert made == []  # its code alone decides
+    assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
 
 
 def test_a_draw_that_comes_later_ends_the_run_by_name(passes: str, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:

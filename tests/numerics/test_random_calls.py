@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from random import gauss as bell
+from random import vonmisesvariate
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch.nn import functional
 
 from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
+from trainkit.numerics.generators import HostStates, Untouched
 from trainkit.numerics.random_calls import random_call
 from trainkit.objectives.classification import Classification
 
@@ -39,6 +43,26 @@ class ByMethod(nn.Module):
 class ByModule(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return shifted(inputs)
+
+
+class ByName(nn.Module):
+    """The name of what it calls is not that of a random function."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + bell(0, 1)
+
+
+class ByRareName(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + vonmisesvariate(0, 1)
+
+
+OWN = np.random.default_rng(0)
+
+
+class ByGenerator(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + OWN.gumbel()
 
 
 class ByClosure(nn.Module):
@@ -86,6 +110,9 @@ class Drawing(Classification):
         (ByFunction(), "noisy calls randn_like"),
         (ByMethod(), "ByMethod.sample calls bernoulli"),
         (ByModule(), "shifted calls random"),
+        (ByName(), "ByName.forward calls random"),
+        (ByRareName(), "ByRareName.forward calls random"),
+        (ByGenerator(), "ByGenerator.forward calls random"),
         (ByClosure(), "ByClosure.forward calls dropout"),
         (Inherits(), "ByMethod.sample calls bernoulli"),
         (nn.Sequential(nn.Linear(2, 2), ByMethod()), "ByMethod.sample calls bernoulli"),
@@ -101,3 +128,12 @@ def test_what_a_step_may_draw_is_named(model: nn.Module, found: str | None) -> N
 
 def test_an_objective_is_read_too() -> None:
     assert random_call(nn.Linear(2, 2), Drawing()) == "Drawing.loss calls randperm"
+
+
+def test_the_second_number_of_a_pair_counts_as_drawn() -> None:
+    with Untouched(seed=0):
+        np.random.standard_normal()  # noqa: NPY002 - NumPy keeps another one for the next call
+        states = HostStates.now()
+        assert not states.moved()
+        np.random.standard_normal()  # noqa: NPY002
+        assert states.moved()

@@ -110,7 +110,9 @@ class HostStates:
     def moved(self) -> bool:
         """Return whether any number was drawn since."""
         now = HostStates.now()
-        return bool(now.python != self.python or now.numpy[2] != self.numpy[2] or (now.numpy[1] != self.numpy[1]).any())
+        # The last two of NumPy's are the normal number that it keeps of a pair: the next call draws nothing else.
+        rest = any(here != there for here, there in zip(now.numpy[2:], self.numpy[2:], strict=True))
+        return bool(now.python != self.python or rest or (now.numpy[1] != self.numpy[1]).any())
 
     @contextmanager
     def again(self) -> Iterator[None]:

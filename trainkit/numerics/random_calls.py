@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Final
 
 import numpy as np
+import torch
 from torch import nn
 
 from trainkit.numerics.randomness import Draws, draws_at_random, draws_of
@@ -25,9 +26,12 @@ _RANDOM: Final = frozenset(
     | {"random", "default_rng", "Generator", "fractional_max_pool2d", "fractional_max_pool3d", "manual_seed"}
     | {"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "alpha_dropout", "feature_alpha_dropout"}
     | {"feature_dropout", "shuffle", "choice", "choices", "uniform", "permutation", "standard_normal"}
+    | {"gauss", "normalvariate", "lognormvariate", "expovariate", "betavariate", "triangular", "randrange"}
+    | {"getrandbits", "randbytes", "random_sample", "integers"}
 )
 """Functions and methods of torch, `random` and NumPy that draw random numbers."""
 _MODULES: Final[tuple[ModuleType, ...]] = (random, np.random)
+_GENERATORS: Final = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _LIBRARIES: Final = frozenset({"torch", "numpy", "random", "math", "builtins"})
 _BEGINS: Final = ("forward", "loss")
 """The methods of a model and of an objective that a step calls."""
@@ -71,7 +75,7 @@ def _first_call(methods: dict[str, list[FunctionType]]) -> str | None:
             found := next((name for name, of_self in used.items() if name in _RANDOM and not of_self), None)
         ) is not None:
             return f"{one.__qualname__} calls {found}"
-        if any(value is module for value in values for module in _MODULES):
+        if any(map(_is_random, values)):
             return f"{one.__qualname__} calls random"
         called = [function for name in used for function in methods.get(name, ())]
         for function in [*called, *(function for value in values for function in _own(value))]:
@@ -79,6 +83,12 @@ def _first_call(methods: dict[str, list[FunctionType]]) -> str | None:
                 seen.add(function.__code__)
                 pending.append(function)
     return None
+
+
+def _is_random(value: object) -> bool:
+    """Return whether a value is a module or generator of random numbers, or a method of one under any name."""
+    of_module = any(value is module for module in _MODULES)
+    return of_module or isinstance(value, _GENERATORS) or isinstance(getattr(value, "__self__", None), _GENERATORS)
 
 
 def _methods(kinds: Iterable[type]) -> dict[str, list[FunctionType]]:
