@@ -106,4 +106,4 @@ def test_pinning_is_refused_where_the_dataset_lies_on_the_device() -> None:
     positions = Positions(plan, SampleOrder(num_samples=9, seed=0))
     settings = LoaderConfig(pin_memory=True)
     with pytest.raises(ConfigError, match=r"loader\.pin_memory=true: has no effect: the dataset lies on the device"):
-        _in_memory(InMemorySquares(9), positions, device=CPU, settings=settings, move=lambda batch: batch)
+        _in_memory(InMemorySquares(9), None, positions, device=CPU, settings=settings, move=lambda batch: batch)

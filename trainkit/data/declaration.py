@@ -28,6 +28,8 @@ class Declared:
     """Its length; None if only the data knows it."""
     draw: Callable[[Generator], Any] | None = None
     """Returns a made sample of the right structure, shapes and dtypes, with targets that are valid; None: unknown."""
+    stored_bytes: int | None = None
+    """Bytes of a sample as it is stored and copied to the device; None: those of the made sample."""
 
 
 def image(generator: Generator, *shape: int) -> Tensor:

@@ -38,6 +38,8 @@ class DeclaredSplit(DeclaredLength):
     def __init__(self, declared: Declared, count: int | None = None) -> None:
         super().__init__(declared.num_samples or count or 1)
         self._draw = declared.draw
+        self.stored_bytes = declared.stored_bytes
+        """Bytes of a sample as it travels; None: those of a made one."""
 
     def __getitem__(self, index: int) -> Any:
         """Return a made sample."""

@@ -18,6 +18,7 @@ from trainkit.data.reading.pinned_ring import batch_mover
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
+from trainkit.data.stored import stored_of, widening
 from trainkit.numerics.batch import Request
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import sample_key, shard_key
@@ -66,8 +67,11 @@ class EvalBatches:
         hooks: DataHooks = DataHooks(),  # noqa: B008 - frozen
         starts: Sequence[int] | None = None,
     ) -> None:
+        stream, named = isinstance(dataset, Stream), type(dataset).__name__
+        stored = None if stream or hooks.collate is not None else stored_of(dataset)
+        dataset = dataset if stored is None else stored.samples
         self._dataset, self._hooks = dataset, hooks
-        self._device, self._move = device, batch_mover(device, settings)
+        self._device, self._move = device, widening(batch_mover(device, settings), stored, device)
         self._settings = settings
         count = size_of(dataset)
         given = starts is not None
@@ -77,13 +81,12 @@ class EvalBatches:
         if together and not given and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
             starts.append(starts[-1] if starts else 0)
         self._ranges = [(start, min(start + batch_size, count)) for start in starts]
-        stream = isinstance(dataset, Stream)
         by_sample = settings.cache is False or hooks.collate is not None
         self._arrays = None if stream or by_sample else whole_arrays(dataset)
         # The method of a tensor by this name is another.
         self._gather = None if by_sample or isinstance(dataset, torch.Tensor) else getattr(dataset, "gather", None)
         if self._arrays is None and self._gather is None and settings.cache is True and not stream:
-            self._arrays = collated(dataset)
+            self._arrays = collated(dataset, name=named)
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""

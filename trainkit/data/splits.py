@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +23,7 @@ from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import class_node
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.stored import Stored, stored_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, with_frames
 from trainkit.numerics.batch import SampleOrder
@@ -331,6 +334,11 @@ class _Subset:
             raise AttributeError("ids")
         return [ids[int(index)] for index in self._indices]
 
+    def as_stored(self) -> Stored | None:
+        """Return the samples of the subset as the dataset stores them, where it does."""
+        stored = stored_of(self._dataset)
+        return None if stored is None else replace(stored, samples=part_of(stored.samples, self._indices))
+
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
         if name.startswith("_") or name in ("tensors", "gather", "labels", "targets", "ids"):
@@ -339,15 +347,16 @@ class _Subset:
 
 
 class _SubsetInMemory(_Subset):
-    """A subset of a dataset in memory, copied once."""
+    """A subset of a dataset in memory, copied once it is asked for."""
 
-    def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
-        super().__init__(dataset, indices)
-        arrays, places = dataset.tensors(), torch.from_numpy(indices)
+    as_stored = _Subset.as_stored
+
+    @cached_property
+    def _arrays(self) -> Any:
+        arrays, places = self._dataset.tensors(), torch.from_numpy(self._indices)
         if isinstance(arrays, Mapping):
-            self._arrays: Any = {name: tensor.index_select(0, places) for name, tensor in arrays.items()}
-        else:
-            self._arrays = tuple(tensor.index_select(0, places) for tensor in arrays)
+            return {name: tensor.index_select(0, places) for name, tensor in arrays.items()}
+        return tuple(tensor.index_select(0, places) for tensor in arrays)
 
     def tensors(self) -> Any:
         """Return all samples."""
@@ -356,6 +365,8 @@ class _SubsetInMemory(_Subset):
 
 class _PartGathered(_Subset):
     """A subset of a dataset that reads many samples at once."""
+
+    as_stored = _Subset.as_stored
 
     def gather(self, indices: Tensor) -> Any:
         """Return the samples at the positions `indices` of this subset."""

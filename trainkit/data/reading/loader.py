@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, UserTransform
-from trainkit.data.reading.collate import shards_of
+from trainkit.data.reading.collate import narrow, shards_of, tensors_in, to_device
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
@@ -19,12 +19,15 @@ from trainkit.data.reading.pinned_ring import MoveBatch, batch_mover
 from trainkit.data.reading.reader import Reader, result_without_draws
 from trainkit.data.reading.workers import Workers
 from trainkit.data.splits import size_of
+from trainkit.data.stored import Stored, refuse_other_samples, stored_of, widening
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Positions, Ticket
 from trainkit.numerics.generators import Untouched
 
 _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
+
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 Arrays = tuple[Tensor, ...] | dict[str, Tensor]
 """A whole dataset in memory: the first dim of every tensor is the sample."""
@@ -41,27 +44,48 @@ class BatchSource(Protocol):
 
 
 class Memory:
-    """Gathers shards from tensors with one `index_select` per tensor, on the device if they fit there."""
+    """Gathers shards from tensors with one `index_select` per tensor, on the device if they fit there.
 
-    def __init__(self, arrays: Arrays, positions: Positions, *, device: torch.device, move: MoveBatch) -> None:
+    Args:
+        arrays: all samples, as they are stored.
+        positions: which samples a ticket has.
+        device: of the batches.
+        move: returns a gathered batch on the device, as the class documents it.
+        widened: what `move` does beside moving; None: nothing.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        positions: Positions,
+        *,
+        device: torch.device,
+        move: MoveBatch,
+        widened: MoveBatch | None = None,
+    ) -> None:
         self._positions = positions
-        self._move = move
-        self._home = device if _fits(arrays, device) else torch.device("cpu")
+        if widened is not None and _fits(device, _bytes_of(widened(narrow(arrays, 0, 1))) * _length_of(arrays)):
+            arrays, widened = widened(to_device(arrays, device)), None
+        self._home = device if _fits(device, _bytes_of(arrays)) else torch.device("cpu")
         self.is_on_device = self._home == device
         """Whether batches are gathered where they are used."""
+        self._arrive = widened if self.is_on_device else move
         self._keys = tuple(arrays) if isinstance(arrays, dict) else None
         values = arrays.values() if isinstance(arrays, dict) else arrays
-        self._tensors = [tensor.to(self._home) for tensor in values]
+        # Torch gathers few unsigned types: view them as signed ones, which have the same bits.
+        self._tensors = [
+            (tensor.to(self._home).view(_SIGNED.get(tensor.dtype, tensor.dtype)), tensor.dtype) for tensor in values
+        ]
         self._version = 0
         self._block = torch.empty(0, dtype=torch.int64)
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Gather; several shards are views of one gathered batch."""
         index = self._index(ticket)
-        gathered = tuple([tensor.index_select(0, index) for tensor in self._tensors])
-        if not self.is_on_device:
-            gathered = self._move(gathered)
+        gathered = tuple([bits.index_select(0, index).view(dtype) for bits, dtype in self._tensors])
         batch: Any = gathered if self._keys is None else dict(zip(self._keys, gathered, strict=True))
+        if self._arrive is not None:
+            batch = self._arrive(batch)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
     def close(self) -> None:
@@ -128,20 +152,24 @@ def whole_arrays(dataset: Any) -> Arrays | None:
     return arrays
 
 
-def collated(dataset: Any) -> Arrays:
+def collated(dataset: Any, *, name: str | None = None) -> Arrays:
     """Read a map-style dataset into memory, once.
+
+    Args:
+        dataset: the samples.
+        name: what errors call it; None: by its class.
 
     Raises:
         ConfigError: its samples are random: with a cache, every epoch would repeat those of the first.
         DataError: a sample is not a tuple or dict of tensors, or cannot be read.
     """
     reader = Reader(dataset, seed=0)
-    count = len(dataset)
+    count, name = len(dataset), name or type(dataset).__name__
     with Untouched(seed=0):
         chunks = [reader.batch(0, range(start, min(start + _CHUNK, count))) for start in range(0, count, _CHUNK)]
     if reader.draws:
         rule = (
-            f"the samples of {type(dataset).__name__} are random, and a cache would repeat those of the first "
+            f"the samples of {name} are random, and a cache would repeat those of the first "
             "epoch. Use loader.cache=false."
         )
         raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
@@ -150,7 +178,6 @@ def collated(dataset: Any) -> Arrays:
         return {key: torch.cat([chunk[key] for chunk in chunks]) for key in first}
     if isinstance(first, tuple) and _all_tensors(first):
         return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
-    name = type(dataset).__name__
     raise DataError(
         f"a sample of {name} is not a tuple or dict of tensors and numbers: loader.cache=true cannot keep it."
     )
@@ -160,13 +187,20 @@ def _all_tensors(values: Any) -> bool:
     return all(isinstance(value, Tensor) for value in values)
 
 
-def _fits(arrays: Arrays, device: torch.device) -> bool:
-    """Return whether the arrays take less than a quarter of the device's free memory."""
+def _fits(device: torch.device, num_bytes: int) -> bool:
+    """Return whether so many bytes are less than a quarter of the device's free memory."""
     if device.type != "cuda":
         return device.type == "cpu"
-    values = arrays.values() if isinstance(arrays, dict) else arrays
     free, _ = torch.cuda.mem_get_info(device)
-    return sum(tensor.nbytes for tensor in values) < free // 4
+    return num_bytes < free // 4
+
+
+def _bytes_of(arrays: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(arrays))
+
+
+def _length_of(arrays: Arrays) -> int:
+    return len(next(tensors_in(arrays)))
 
 
 class Loader:
@@ -288,39 +322,53 @@ def _choose(
     if isinstance(dataset, Stream):
         return stream_reader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
     positions = Positions(plan, hooks.order(dataset, seed=seed, shuffle=settings.shuffle))
-    move = batch_mover(device, settings)
+    # A collate is called with the samples of the class.
+    stored = stored_of(dataset) if hooks.collate is None else None
+    if stored is not None:
+        refuse_other_samples(dataset, stored)
+    read = dataset if stored is None else stored.samples
+    move = widening(batch_mover(device, settings), stored, device)
     if hooks.collate is None:
-        in_memory = _in_memory(dataset, positions, device=device, settings=settings, move=move)
+        in_memory = _in_memory(dataset, stored, positions, device=device, settings=settings, move=move)
         if in_memory is not None:
             return in_memory
     if settings.num_processes == 0:
-        reader = Reader(dataset, seed=seed, collate=hooks.collate)
+        reader = Reader(read, seed=seed, collate=hooks.collate)
         return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, move=move)
     return Workers(
-        dataset,
+        read,
         positions,
         seed=seed,
         shards_at=shards_at,
         num_steps=num_steps,
         device=device,
         settings=settings,
+        move=move,
         collate=hooks.collate,
     )
 
 
 def _in_memory(
-    dataset: Any, positions: Positions, *, device: torch.device, settings: LoaderSettings, move: MoveBatch
+    dataset: Any,
+    stored: Stored | None,
+    positions: Positions,
+    *,
+    device: torch.device,
+    settings: LoaderSettings,
+    move: MoveBatch,
 ) -> BatchSource | None:
     """Return the source of a dataset that gives many samples at once; None for any other."""
-    gather = getattr(dataset, "gather", None)
+    read = dataset if stored is None else stored.samples
+    gather = getattr(read, "gather", None)
     if gather is not None and settings.cache is not False:
         return Gatherer(gather, positions, move=move)
-    arrays = None if settings.cache is False else whole_arrays(dataset)
+    arrays = None if settings.cache is False else whole_arrays(read)
     if arrays is None and settings.cache is True:
-        arrays = collated(dataset)
+        arrays = collated(read, name=type(dataset).__name__)
     if arrays is None:
         return None
-    source = Memory(arrays, positions, device=device, move=move)
+    widened = None if stored is None else stored.widened
+    source = Memory(arrays, positions, device=device, move=move, widened=widened)
     if source.is_on_device and settings.pin_memory is True:
         rule = "has no effect: the dataset lies on the device, and no batch is copied there. Use auto."
         raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])

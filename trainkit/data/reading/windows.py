@@ -45,29 +45,52 @@ class Windows:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a window, each (context,) int64."""
-        start = index * self.stride
-        piece = self.tokens[start : start + self.context + 1].astype(np.int64)
-        if len(piece) == self.context + 1:
-            whole = torch.from_numpy(piece)
-            return whole[:-1], whole[1:]
-        inputs = torch.zeros(self.context, dtype=torch.int64)
-        targets = torch.full((self.context,), IGNORED, dtype=torch.int64)
-        inputs[: len(piece) - 1] = torch.from_numpy(piece[:-1])
-        targets[: len(piece) - 1] = torch.from_numpy(piece[1:])
-        return inputs, targets
+        return self.sample_of(self.read(index))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of many windows, each (windows, context) int64, by one indexed read."""
+        return self.widened(self.read_many(indices))
+
+    def read(self, index: int) -> tuple[Any, ...]:
+        """Return a window as it is stored: (context + 1,) tokens, and with padding the number of targets, int32."""
+        start = index * self.stride
+        piece = self.tokens[start : start + self.context + 1].astype(self._dtype)
+        if not self.padded:
+            return (torch.from_numpy(piece),)
+        targets = np.int32(len(piece) - 1)
+        return torch.from_numpy(np.pad(piece, (0, self.context + 1 - len(piece)))), targets
+
+    def read_many(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """Return many windows as they are stored, by one indexed read: `read` with one dim more in front."""
         starts = indices.numpy() * self.stride
-        places = starts[:, None] + np.arange(self.context + 1)
-        last = len(self.tokens) - 1
-        if not self.padded or int(places.max(initial=0)) <= last:
-            read = torch.from_numpy(self.tokens[places].astype(np.int64))
-            return read[:, :-1], read[:, 1:]
-        read = torch.from_numpy(self.tokens[np.minimum(places, last)].astype(np.int64))
-        past = torch.from_numpy(places[:, 1:] > last)
-        # the input of a position without target is padding too
-        return read[:, :-1].masked_fill(past, 0), read[:, 1:].masked_fill(past, IGNORED)
+        places, last = starts[:, None] + np.arange(self.context + 1), len(self.tokens) - 1
+        read = self.tokens[np.minimum(places, last) if self.padded else places]
+        tokens = torch.from_numpy(read.astype(self._dtype, copy=False))
+        if not self.padded:
+            return (tokens,)
+        return tokens, torch.from_numpy(np.minimum(last - starts, self.context).astype(np.int32))
+
+    def sample_of(self, stored: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a window as it is stored, each (context,) int64."""
+        inputs, targets = self.widened(tuple(torch.as_tensor(part).unsqueeze(0) for part in stored))
+        return inputs[0], targets[0]
+
+    def widened(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of windows as they are stored, each (windows, context) int64, on their device."""
+        inputs, targets = (
+            part.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+            for part in (batch[0][:, :-1], batch[0][:, 1:])
+        )
+        if len(batch) == 1:
+            return inputs, targets
+        # The input of a position without target is padding too.
+        past = torch.arange(self.context, device=inputs.device) >= batch[1].unsqueeze(1)
+        return inputs.masked_fill_(past, 0), targets.masked_fill_(past, IGNORED)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        """The type of a token in the byte order of this machine, in which alone torch takes it."""
+        return self.tokens.dtype.newbyteorder("=")
 
 
 def tile(tokens: NDArray[Any], *, context: int) -> Windows:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import CollateFunction
-from trainkit.data.reading.pinned_ring import batch_mover
+from trainkit.data.reading.pinned_ring import MoveBatch
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Positions, Request, Ticket
@@ -42,6 +42,7 @@ class Workers:
         num_steps: int,
         device: torch.device,
         settings: LoaderSettings,
+        move: MoveBatch,
         collate: CollateFunction | None = None,
     ) -> None:
         self._dataset, self._collate = dataset, collate
@@ -49,7 +50,7 @@ class Workers:
         self._seed = seed
         self._shards_at = shards_at
         self._num_steps = num_steps
-        self._device, self._move = device, batch_mover(device, settings)
+        self._device, self._move = device, move
         self._settings = settings
         self._ahead: Iterator[Any] | None = None
         self._next_step = -1

@@ -13,7 +13,8 @@ import torch
 from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
-from trainkit.data.sets.in_memory import InMemory
+from trainkit.data.sets.in_memory import ImagesInMemory
+from trainkit.data.stored import Normalisation
 from trainkit.errors import DataError
 from trainkit.fields import placement
 
@@ -30,7 +31,7 @@ _REMEDY: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cifar10(InMemory):
+class Cifar10(ImagesInMemory):
     """CIFAR-10 from the six files of its binary version (Krizhevsky 2009, "Learning multiple layers of features").
 
     The last `val_size` of the 50,000 training images are held out to validate; the 10,000 test images are the test
@@ -56,7 +57,9 @@ class Cifar10(InMemory):
         """Return length and samples, without the data."""
         held_out = int(keys.get("val_size", 5000))
         counts = {"train": 50_000 - held_out, "val": held_out, "test": 10_000}
-        return Declared(num_samples=counts[split], draw=lambda g: (image(g, 3, 32, 32), label(g, 10)))
+        return Declared(
+            num_samples=counts[split], draw=lambda g: (image(g, 3, 32, 32), label(g, 10)), stored_bytes=_RECORD
+        )
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -66,11 +69,9 @@ class Cifar10(InMemory):
         records = np.concatenate([_records(folder / name) for name in names])
         border = len(records) - self.val_size
         part = {"train": slice(0, border), "val": slice(border, None), "test": slice(None)}[self.split]
-        images = torch.from_numpy(records[part, 1:].astype(np.float32)).view(-1, 3, 32, 32).div_(255)
-        if self.scaling == "standard":
-            mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
-            images.sub_(mean).div_(deviation)
-        self._keep(images, torch.from_numpy(records[part, 0].astype(np.int64)))
+        images, classes = (torch.from_numpy(records[part, columns].copy()) for columns in (slice(1, None), 0))
+        scaling = Normalisation(_MEAN, _DEVIATION) if self.scaling == "standard" else Normalisation()
+        self._keep_images(images.view(-1, 3, 32, 32), classes, scaling)
 
 
 def _records(path: Path) -> Any:

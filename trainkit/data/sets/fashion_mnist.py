@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing, fetch
-from trainkit.data.sets.in_memory import InMemory
+from trainkit.data.sets.in_memory import ImagesInMemory
+from trainkit.data.stored import Normalisation
 from trainkit.errors import DataError
 from trainkit.fields import placement
 from trainkit.writing import cache_folder
@@ -35,7 +36,7 @@ _MEAN, _DEVIATION = 0.2860, 0.3530
 
 
 @dataclass(frozen=True, kw_only=True)
-class FashionMnist(InMemory):
+class FashionMnist(ImagesInMemory):
     """Fashion-MNIST from its four idx.gz files (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747).
 
     The last `val_size` of the 60,000 training images are held out to validate; the 10,000 test images are the test
@@ -63,7 +64,9 @@ class FashionMnist(InMemory):
         """Return length and samples, without the data."""
         held_out = int(keys.get("val_size", 5000))
         counts = {"train": 60_000 - held_out, "val": held_out, "test": 10_000}
-        return Declared(num_samples=counts[split], draw=lambda g: (image(g, 1, 28, 28), label(g, 10)))
+        return Declared(
+            num_samples=counts[split], draw=lambda g: (image(g, 1, 28, 28), label(g, 10)), stored_bytes=28 * 28 + 1
+        )
 
     def __post_init__(self) -> None:
         folder = self._folder()
@@ -72,10 +75,10 @@ class FashionMnist(InMemory):
         labels = _read(folder, f"{stem}-labels-idx1-ubyte", header=8, download=self.download)
         border = 60_000 - self.val_size
         part = {"train": slice(0, border), "val": slice(border, None), "test": slice(None)}[self.split]
-        images = torch.from_numpy(pixels.reshape(-1, 1, 28, 28)[part].astype(np.float32)).div_(255)
-        if self.scaling == "standard":
-            images.sub_(_MEAN).div_(_DEVIATION)
-        self._keep(images, torch.from_numpy(labels[part].astype(np.int64)))
+        images = torch.from_numpy(pixels.reshape(-1, 1, 28, 28)[part].copy())
+        standard = Normalisation((_MEAN,), (_DEVIATION,))
+        scaling = standard if self.scaling == "standard" else Normalisation()
+        self._keep_images(images, torch.from_numpy(labels[part].copy()), scaling)
 
     def _folder(self) -> Path:
         if self.path is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -17,6 +17,7 @@ from torch import Tensor
 from trainkit.config.values import Limit, above, at_least
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
+from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
 
 SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -98,7 +99,7 @@ class ImageFolder:
         """Return the samples; the length is that of the files."""
         del split
         size = keys.get("image_size", 224)
-        return Declared(draw=lambda g: (image(g, 3, size, size), label(g)))
+        return Declared(draw=lambda g: (image(g, 3, size, size), label(g)), stored_bytes=3 * size * size + 4)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_images", Images.of(image_size=self.image_size, resize=self.resize))
@@ -117,11 +118,29 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return an image, (3, image_size, image_size) float32, and its class."""
+        pixels, label = self._read(index)
+        return self._normalisation(pixels.unsqueeze(0))[0], int(label)
+
+    def as_stored(self) -> Stored:
+        """Return the images in bytes, cropped and mirrored; they are normalised on the device."""
+        normalisation = self._normalisation
+
+        def widened(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return normalisation(batch[0]), batch[1].to(torch.int64)
+
+        return Stored(samples=Samples(len(self), self._read), widened=widened)
+
+    def _read(self, index: int) -> tuple[Tensor, np.int32]:
+        """Return an image, (3, image_size, image_size) uint8, and its class."""
         name, label = self._files[index]
         image = self._images.read(name, index)
         random_crop = self.augment and self.split == "train"
         image = self._cropped_at_random(image) if random_crop else centre_crop(image, self.resize, self.image_size)
-        return normalised(image, self.mean, self.deviation), label
+        return pixels_of(image), np.int32(label)
+
+    @property
+    def _normalisation(self) -> Normalisation:
+        return Normalisation(tuple(self.mean), tuple(self.deviation))
 
     @property
     def labels(self) -> list[int]:
@@ -147,11 +166,9 @@ def centre_crop(image: Any, resize: int, side: int) -> Any:
     return image.crop((left, top, left + side, top + side))
 
 
-def normalised(image: Any, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-    """Return (3, height, width) float32 of an RGB image of Pillow, each channel less its mean, over its deviation."""
-    pixels = torch.from_numpy(np.array(image, dtype=np.float32)).div_(255)
-    pixels = pixels.sub_(torch.tensor(mean)).div_(torch.tensor(deviation))
-    return pixels.permute(2, 0, 1).contiguous()
+def pixels_of(image: Any) -> Tensor:
+    """Return (3, height, width) uint8 of an RGB image of Pillow."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def _random_box(width: int, height: int, *, min_area: float) -> _Box:

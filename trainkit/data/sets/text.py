@@ -17,6 +17,7 @@ from trainkit.config.values import above, at_least, below
 from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import digest_of, download, existing
 from trainkit.data.reading.windows import Windows, split_tokens, tile
+from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
 from trainkit.fields import placement
 from trainkit.writing import cache_folder
@@ -30,6 +31,8 @@ class _Tokens:
     """The common part of these datasets: windows over one split of a sequence of tokens."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
+    _token_bytes: ClassVar[int] = 2
+    """Bytes of a stored token; a text of more than 65,536 different characters has 4."""
 
     split: Literal["train", "val"]
     """Which part."""
@@ -44,8 +47,8 @@ class _Tokens:
         """Return the samples; the length is that of the files."""
         del split
         vocab_size = keys.get("vocab_size", getattr(cls, "vocab_size", None))
-        size = vocab_size if isinstance(vocab_size, int) else None
-        return Declared(draw=lambda g: window(g, keys.get("context", 64), size))
+        size, context = vocab_size if isinstance(vocab_size, int) else None, keys.get("context", 64)
+        return Declared(draw=lambda g: window(g, context, size), stored_bytes=(context + 1) * cls._token_bytes)
 
     def _keep(self, tokens: NDArray[Any], *, val_share: float) -> None:
         part = split_tokens(tokens, split=self.split, val_share=val_share)
@@ -71,6 +74,12 @@ class _Tokens:
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of many windows, each (windows, context) int64."""
         return self._windows.gather(indices)
+
+    def as_stored(self) -> Stored:
+        """Return the windows in bytes, uint16 or uint32."""
+        windows = self._windows
+        samples = Samples(len(self), windows.read, gather=windows.read_many)
+        return Stored(samples=samples, widened=windows.widened)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +158,7 @@ class PythonSource(_Tokens):
     """
 
     vocab_size: ClassVar[int] = 256
+    _token_bytes: ClassVar[int] = 1
 
     max_bytes: Annotated[int | None, at_least(1)] = None
     """Stop after this many bytes; null reads everything, 10 to 30 MB."""

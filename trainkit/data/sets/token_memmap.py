@@ -14,6 +14,7 @@ from trainkit.config.values import at_least
 from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import existing
 from trainkit.data.reading.windows import Windows, tile
+from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
 
 
@@ -44,7 +45,8 @@ class TokenMemmap:
     def declare(cls, keys: Mapping[str, Any], split: str) -> Declared:
         """Return the samples; the length is that of the files."""
         del split
-        return Declared(draw=lambda g: window(g, keys.get("context", 1024), keys.get("vocab_size")))
+        context, width = keys.get("context", 1024), np.dtype(keys.get("dtype", "uint16")).itemsize
+        return Declared(draw=lambda g: window(g, context, keys.get("vocab_size")), stored_bytes=(context + 1) * width)
 
     def __post_init__(self) -> None:
         file = existing(existing(self.path) / f"{self.split}.bin")
@@ -65,8 +67,14 @@ class TokenMemmap:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a window, each (context,) int64."""
-        inputs, targets = self._windows[index]
-        if self.vocab_size is not None and max(int(inputs.max()), int(targets.max())) >= self.vocab_size:
-            largest = max(int(inputs.max()), int(targets.max()))
+        return self._windows.sample_of(self._read(index))
+
+    def as_stored(self) -> Stored:
+        """Return the windows in uint16 or uint32."""
+        return Stored(samples=Samples(len(self), self._read), widened=self._windows.widened)
+
+    def _read(self, index: int) -> tuple[Any, ...]:
+        found = self._windows.read(index)
+        if self.vocab_size is not None and (largest := int(found[0].numpy().max())) >= self.vocab_size:
             raise DataError(f"sample {index} holds token {largest}, but data.vocab_size={self.vocab_size}.")
-        return inputs, targets
+        return found

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from trainkit.config.values import at_least
 from trainkit.data.reading.files import existing
-from trainkit.data.sets.image_folder import SUFFIXES, Images, centre_crop, normalised
+from trainkit.data.sets.image_folder import SUFFIXES, Images, centre_crop, pixels_of
+from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import DataError
 from trainkit.fields import placement
 
@@ -51,8 +52,20 @@ class ImageFiles:
 
     def __getitem__(self, index: int) -> Tensor:
         """Return an image, (3, image_size, image_size) float32."""
+        return self._normalisation(self._read(index).unsqueeze(0))[0]
+
+    def as_stored(self) -> Stored:
+        """Return the images in bytes; they are normalised on the device."""
+        return Stored(samples=Samples(len(self), self._read), widened=self._normalisation)
+
+    def _read(self, index: int) -> Tensor:
+        """Return an image, (3, image_size, image_size) uint8."""
         image = self._images.read(self.path.expanduser() / self.ids[index], index)
-        return normalised(centre_crop(image, self.resize, self.image_size), self.mean, self.deviation)
+        return pixels_of(centre_crop(image, self.resize, self.image_size))
+
+    @property
+    def _normalisation(self) -> Normalisation:
+        return Normalisation(tuple(self.mean), tuple(self.deviation))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +86,7 @@ class TextLines:
     def __post_init__(self) -> None:
         lines = _text_of(self.path, "data.path").splitlines()
         numbers = self._numbers()
-        rows = np.zeros((len(lines), self.context), dtype=np.int64)
+        rows = np.zeros((len(lines), self.context), dtype=np.uint8 if numbers is None else np.int32)
         for place, line in enumerate(lines):
             try:
                 tokens = list(line.encode()) if numbers is None else [numbers[character] for character in line]
@@ -99,11 +112,17 @@ class TextLines:
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the tokens of a line, (context,) int64."""
-        return self._rows[index]
+        return self._rows[index].to(torch.int64)
 
     def gather(self, indices: Tensor) -> Tensor:
         """Return the tokens of many lines, (lines, context) int64."""
-        return self._rows[indices]
+        return self._rows[indices].to(torch.int64)
+
+    def as_stored(self) -> Stored:
+        """Return the tokens in bytes, or in int32 for characters."""
+        rows = self._rows
+        samples = Samples(len(rows), rows.__getitem__, gather=rows.__getitem__)
+        return Stored(samples=samples, widened=lambda batch: batch.to(torch.int64))
 
 
 def _text_of(path: Path, key: str) -> str:

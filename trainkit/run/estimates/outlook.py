@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch import nn
 
+from trainkit.data.stored import travelling_bytes
 from trainkit.run.estimates.hardware import Hardware, hardware_of
 from trainkit.run.estimates.memory import DeviceMemory, device_memory
 from trainkit.run.estimates.step_time import Budget, RankWork, StepTime, budget_of, rows_of, step_time
@@ -162,8 +162,9 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
     trained = max(sum(size for name, size in part.memory.resident.items() if name in names) for part in parts)
     width = plan.components.precision.master_dtype.itemsize
     slots = round(slots_bytes / max(trained * width, 1))
-    sample = sum(
-        leaf.numel() * leaf.element_size() for leaf in tree_iter(plan.components.sample) if isinstance(leaf, Tensor)
+    components = plan.components
+    sample = travelling_bytes(
+        components.datasets["train"], components.sample, collates=components.hooks.collate is not None
     )
     share = work_share(strategy, cut)
     return RankWork(

@@ -1,0 +1,183 @@
+"""Samples as a dataset stores them: what travels to the device in the place of wider samples.
+
+Tokens are stored in two bytes and images in one byte a number, and a model takes eight and four. A class with the
+method `as_stored` gives its samples in the stored form; a loader reads, collates and copies these, and makes the batch
+that the class documents where the batch is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from trainkit.data.reading.collate import collate, shape_text, to_device
+from trainkit.errors import DataError
+from trainkit.numerics.generators import Untouched
+
+_READS: Final = ("__getitem__", "__getitems__", "gather", "tensors")
+"""Methods of a dataset that return samples."""
+_TAKES_STORED: Final = frozenset({"cpu", "cuda", "meta"})
+"""Kinds of devices on which every dtype of stored samples is converted; for others, the host converts them."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Random access to samples by functions.
+
+    Example:
+        >>> rows = torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)
+        >>> samples = Samples(2, rows.__getitem__, gather=lambda indices: rows[indices])
+        >>> len(samples), samples[1]
+        (2, tensor([3, 4], dtype=torch.uint8))
+    """
+
+    count: int
+    """Number of samples."""
+    read: Callable[[int], Any]
+    """Returns the sample of an index."""
+    gather: Callable[[Tensor], Any] | None = None
+    """Returns the batch of (n,) int64 indices; None: samples are read one by one."""
+    tensors: Callable[[], Any] | None = None
+    """Returns all samples as tensors, the sample first; None: they are not in memory."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample."""
+        return self.read(index)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The samples of a split as they are stored: what the method `as_stored` of a dataset returns."""
+
+    samples: Any
+    """A dataset of equal length with `__getitem__`, and `gather` or `tensors` where the class has them; what it draws
+    is what `__getitem__` of the class draws."""
+    widened: Callable[[Any], Any]
+    """Returns the batch of the class for a batch of `samples`, on its device; it draws nothing."""
+
+
+def stored_of(dataset: Any) -> Stored | None:
+    """Return the stored samples of a dataset; None if its class has no `as_stored`.
+
+    A class that derives from one with `as_stored` and reads samples in its own way has none.
+
+    Raises:
+        DataError: the method returns something else.
+    """
+    order = type(dataset).__mro__
+    place = next((place for place, kind in enumerate(order) if "as_stored" in vars(kind)), None)
+    if place is None or any(name in vars(kind) for kind in order[:place] for name in _READS):
+        return None
+    found = dataset.as_stored()
+    if found is not None and not isinstance(found, Stored):
+        name = type(dataset).__name__
+        raise DataError(f"{name}.as_stored() returns a {type(found).__name__}, not a trainkit.data.stored.Stored.")
+    return found
+
+
+def refuse_other_samples(dataset: Any, stored: Stored) -> None:
+    """Refuse a dataset whose first sample is another one in its stored form.
+
+    Raises:
+        DataError: they differ, or one cannot be read.
+    """
+    with Untouched(seed=0):
+        own = collate([dataset[0]], [0])
+    with Untouched(seed=0):
+        found = stored.widened(collate([stored.samples[0]], [0]))
+    leaves, kind = tree_flatten(own)
+    others, other_kind = tree_flatten(found)
+    if kind != other_kind or not all(map(_are_equal, leaves, others)):
+        name = type(dataset).__name__
+        raise DataError(
+            f"{name}.as_stored() gives {shape_text(found)} for sample 0, which is {shape_text(own)}: numbers, dtypes "
+            "and shapes must be equal."
+        )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return bool(one == other)
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def widening(move: Callable[[Any], Any], stored: Stored | None, device: torch.device) -> Callable[[Any], Any]:
+    """Return the function that moves a batch to a device and makes it the batch of its class.
+
+    Args:
+        move: returns a batch, of any structure, on the device.
+        stored: the form of the batches; None: they are those of the class.
+        device: where they go.
+    """
+    if stored is None:
+        return move
+    widened = stored.widened
+    if device.type in _TAKES_STORED:
+        return lambda batch: widened(move(batch))
+    return lambda batch: move(widened(batch))
+
+
+def travelling_bytes(dataset: Any, sample: Any, *, collates: bool) -> int:
+    """Return the bytes of a sample as a loader reads it and copies it to the device.
+
+    Args:
+        dataset: the training split, or what is declared of it.
+        sample: one of its samples.
+        collates: whether `data.collate` is set, which is called with the samples of the class.
+    """
+    declared = getattr(dataset, "stored_bytes", None) if getattr(dataset, "is_declared", False) else None
+    if isinstance(declared, int) and not collates:
+        return declared
+    stored = None if collates else stored_of(dataset)
+    if stored is not None:
+        with Untouched(seed=0):
+            sample = stored.samples[0]
+    return sum(leaf.nbytes for leaf in tree_leaves(sample) if isinstance(leaf, Tensor | np.ndarray | np.generic))
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Convert images from bytes to float32 on their device: (byte / 255 - mean) / deviation, channel by channel.
+
+    The divisors are tensors of the device: torch multiplies a CUDA tensor by the reciprocal of a number, which rounds
+    otherwise than the division of a CPU.
+
+    Example:
+        >>> Normalisation((0.5,), (0.25,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+        tensor([[[[-2.,  2.]]]])
+    """
+
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, between 0 and 1; empty: pixels stay from 0 to 1."""
+    deviation: tuple[float, ...] = ()
+    """Standard deviation of each channel."""
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return (images, channels, height, width) float32 of uint8 of the same shape."""
+        wide = images.to(torch.float32).div_(_on((255.0,), images.device))
+        if self.mean:
+            wide.sub_(_on(self.mean, images.device)).div_(_on(self.deviation, images.device))
+        return wide
+
+
+def _on(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return (channels, 1, 1) float32 on a device; a copy to an accelerator is made once, because it waits there."""
+    if device.type == "cpu":
+        return torch.tensor(values).view(-1, 1, 1)
+    if (values, device) not in _CONSTANTS:
+        _CONSTANTS[values, device] = to_device(torch.tensor(values).view(-1, 1, 1), device)
+    return _CONSTANTS[values, device]
+
+
+_CONSTANTS: Final[dict[tuple[tuple[float, ...], torch.device], Tensor]] = {}
