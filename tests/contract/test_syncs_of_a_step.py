@@ -26,6 +26,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "fsdp": {"replicas": 2},
     "tensor_parallel": {},
     "pipeline": {},
+    "local_sgd": {"replicas": 1, "average_every": 2},
 }
 TOGETHER: Final = ("mirrored", "fsdp", "tensor_parallel", "pipeline")
 """Strategies whose step takes several processes."""
@@ -74,6 +75,7 @@ LAUNCHES: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp": {"forward": 42, "backward": 86, "reduce": 2, "update": 21},
     "tensor_parallel": {"forward": 38, "backward": 71, "reduce": 1, "update": 21},
     "pipeline": {"forward": 179, "reduce": 7, "update": 21},
+    "local_sgd": {"forward": 76, "backward": 143, "reduce": 0, "update": 16},
 }
 """Strategy -> phase -> launches of a step in fp32, at most, on any rank."""
 
