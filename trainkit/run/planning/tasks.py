@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trainkit.cluster.mig import VISIBLE, mig_instances
+from trainkit.cluster.host import VISIBLE, mig_instances
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import class_built_by

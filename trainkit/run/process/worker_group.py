@@ -24,8 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Protocol, Self
 
-from trainkit.cluster.host import ProcessId, num_cores
-from trainkit.cluster.mig import rank_environ
+from trainkit.cluster.host import ProcessId, num_cores, rank_environ
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ

@@ -22,9 +22,8 @@ from typing import Any, Final
 
 import torch
 
-from trainkit.cluster.host import own_cores, threads_of
+from trainkit.cluster.host import mig_instances, own_cores, threads_of
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.mig import mig_instances
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError

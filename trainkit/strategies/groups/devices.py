@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainkit.cluster.mig import count_devices
+from trainkit.cluster.host import count_devices
 from trainkit.errors import Problem
 
 _PATTERN = re.compile(r"^/?(?:device:)?(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))?$", re.IGNORECASE)

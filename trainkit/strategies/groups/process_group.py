@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from trainkit.bounded import parse_json
+from trainkit.cluster.host import mig_instances
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.mig import mig_instances
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import Problem

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from trainkit.cluster.mig import VISIBLE, mig_instances
+from trainkit.cluster.host import VISIBLE, mig_instances
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 
