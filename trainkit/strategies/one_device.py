@@ -72,5 +72,7 @@ class OneDevice(Strategy):
     def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
         """Move the model to the device."""
         replica = Replica(build_parts(request))
+        if request.graphs is None:
+            return SynchronousExecutor(replica, request.training, make_step=self.shard_step)
         make_step, graphs = makers_of(request, replica, self.shard_step)
         return SynchronousExecutor(replica, request.training, make_step=make_step, graphs=graphs)

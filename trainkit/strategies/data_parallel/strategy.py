@@ -15,30 +15,31 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy, Traits
+from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, StepContext, Strategy, Traits
+from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.graphs.whole_shards import makers_of
 from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
+    MakeStep,
+    SynchronousExecutor,
     backend_or_lanes,
     broadcast_initial,
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.data_parallel.executor import DataParallelExecutor
 from trainkit.strategies.data_parallel.reduction import ReductionOptions
 from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, ReplicaMap, group_problems
-from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
+from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions, RankGroup
 from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
-from trainkit.strategies.reducers import (
-    AutoReducer,
-    PerDeviceReducer,
-    Reducer,
-)
+from trainkit.strategies.reducers import AutoReducer, BackendReducer, PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.gradient_vector import largest_bucket
 from trainkit.strategies.scaling import Remedies, Scaled
+from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.traffic import (
     StepCut,
     Transfer,
@@ -49,6 +50,63 @@ from trainkit.strategies.traffic import (
 )
 from trainkit.strategies.traffic.reductions import Vector, in_lanes, powersgd, reduction
 from trainkit.strategies.traffic.tables import gathered_rows, lookups_of, weights_of
+
+
+class DataParallelExecutor(SynchronousExecutor[Replica]):
+    """A rank with a copy of the model, whose gradients a reducer sums over the ranks.
+
+    Args:
+        recovers: whether an interrupted exchange leaves no state behind.
+        graphs: the graphs of a step; None: steps are eager.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        training: StepContext,
+        *,
+        ranks: RankGroup,
+        make_step: MakeStep[Replica],
+        recovers: bool,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        super().__init__(replica, training, ranks=ranks, make_step=make_step, graphs=graphs)
+        self._recovers = recovers
+
+    def tune(self) -> tuple[str, ...]:
+        """With auto, time the reducers on this model's gradients, or keep the choice of the resumed run."""
+        replica, reducer = self._replica, self._replica.reducer
+        if not isinstance(reducer, AutoReducer):
+            return ()
+        masters = list(replica.masters.values())
+        places = replica.places_of(list(replica.masters))
+        packing = FlatBuffer.like(masters, replica.precision.master_dtype, replica.device, places)
+        return (reducer.choose(packing),)
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return the reducer that auto chose, or the steps of PowerSGD."""
+        reducer = self._replica.reducer
+        if isinstance(reducer, AutoReducer) and reducer.chosen is not None:
+            return {"reduce": reducer.chosen}
+        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
+            return {"compressed_steps": reducer.compressor.steps}
+        return {}
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Restore the choice; PowerSGD's error feedback begins at zero."""
+        reducer = self._replica.reducer
+        if isinstance(reducer, AutoReducer):
+            reducer.recall(extra.get("reduce"))
+        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
+            reducer.compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
+
+    def check_replicas(self) -> str | None:
+        """Return the first parameter whose bits are not the same on all ranks; collective."""
+        return drifted_parameter(self._replica)
+
+    def recover(self, step: int) -> bool:
+        """Undo an interrupted step, unless the exchange leaves state behind (PowerSGD's error feedback)."""
+        return self._recovers and super().recover(step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +275,10 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         refuses_unused = not self.allow_unused and (ranks.data_ranks.num_ranks > 1 or self.is_grouped)
         replica = Replica(replace(parts, refuses_unused=refuses_unused, is_grouped=self.is_grouped))
         broadcast_initial(replica)
-        make_step, graphs = makers_of(request, replica, self.shard_step, is_whole=self.map is None)
+        make_step: MakeStep[Replica] = self.shard_step
+        graphs: StepGraphs | None = None
+        if request.graphs is not None:
+            make_step, graphs = makers_of(request, replica, self.shard_step, is_whole=self.map is None)
         return DataParallelExecutor(
             replica,
             request.training,

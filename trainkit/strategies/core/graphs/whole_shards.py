@@ -40,10 +40,10 @@ the second through functions of Python, which takes as long as about so many ope
 def makers_of(
     request: SetupRequest, replica: Replica, shard_step: type[ShardStep], *, is_whole: bool = True
 ) -> tuple[MakeStep[Replica], StepGraphs | None]:
-    """Return what makes the steps of a replica, and the graphs of whole steps, if a run asks for them.
+    """Return what makes the steps of a replica of a compiled run, and the graphs of whole steps, if it asks for them.
 
     Args:
-        request: names what is compiled.
+        request: names what is compiled, in `graphs`.
         replica: on its devices.
         shard_step: the class of a try at a step.
         is_whole: whether the strategy calls the whole model on one device.
@@ -52,7 +52,8 @@ def makers_of(
         ConfigError: a class of the strategy takes the steps, which no graph would run.
     """
     settings = request.graphs
-    if settings is None or not is_whole:
+    assert settings is not None
+    if not is_whole:
         return shard_step, None
     if settings.covers == "step":
         return shard_step, StepGraphs.of(request, replica, shard_step)
