@@ -23,14 +23,16 @@ _TIMEOUT_S = 60.0
 @dataclass
 class _Drawn:
     in_progress: list[tuple[str, Drawing]] = field(default_factory=list)
+    has_begun: bool = False
     due: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plots(Callback):
-    """`plots/lr.png` within seconds of the start; `plots/loss.png` and one of each metric at intervals, and at the end.
+    """`plots/lr.png` at the first row of metrics; `plots/loss.png` and one of each metric at intervals, and at the end.
 
-    Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s.
+    Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s. None is started
+    before the first row: it would take a core from the start of the training.
     """
 
     observes: ClassVar[bool] = True
@@ -39,16 +41,21 @@ class Plots(Callback):
     """Seconds between two drawings of the metrics during the run; each occupies another core for half a second."""
     _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
 
-    def run_start(self, run: Run) -> None:
-        """Draw the learning rate."""
-        if not run.is_owner:
+    def log(self, run: Run, row: Row) -> None:
+        """Draw the learning rate at the first row."""
+        self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        """Draw the learning rate, if that has not been done yet."""
+        if not run.is_owner or self._drawn.has_begun:
             return
-        self._drawn.due = time.monotonic() + self.every_s
+        self._drawn.has_begun, self._drawn.due = True, time.monotonic() + self.every_s
         rates = {name: lr_points(rate, run.num_steps) for name, rate in (run.rates or {"": run.rate}).items()}
         self._start("lr.png", lr_request(run.folder / "plots/lr.png", title=run.cfg.name, rates=rates))
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Draw the metrics, if a drawing is due."""
+        self._begin(run)
         if not run.is_owner or time.monotonic() < self._drawn.due:
             return
         if not any(drawing.running for _, drawing in self._drawn.in_progress):
@@ -59,6 +66,7 @@ class Plots(Callback):
         """Draw the metrics for the last time, and wait for it."""
         if not run.is_owner:
             return
+        self._begin(run)
         self._collect()  # the later of two drawings of one plot must come last
         if (run.folder / "metrics.jsonl").exists():
             self._draw_metrics(run)
