@@ -10,8 +10,8 @@ import torch
 
 from trainkit.callbacks.screen.reading import Reading, plain_text, terminal_parts
 from trainkit.cli import main
-from trainkit.trainer import instruments as module
-from trainkit.trainer.instruments import CountedWork, Instruments
+from trainkit.trainer import metrics_accumulator as module
+from trainkit.trainer.metrics_accumulator import CountedWork, Instruments
 from trainkit.trainer.phase_clock import PARTS
 
 

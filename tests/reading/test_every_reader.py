@@ -33,7 +33,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
         "open": "a memory segment of this run, by descriptor",
     },
     "sweeps/backends/job_spec.py": {"read_text": "/proc"},
-    "trainer/instruments.py": {"read_text": "/proc"},
+    "trainer/metrics_accumulator.py": {"read_text": "/proc"},
     "config/yaml_files.py": {
         "yaml.safe_load": "a scalar of a text that is within the bounds",
         "open": "a config of the user's that was read within the bounds",

@@ -13,24 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
-from trainkit.run.estimates.hardware import Hardware
-from trainkit.run.estimates.step_time import RankWork
 from trainkit.run.planning.memory import only_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import naming, num_bytes
 from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
-from trainkit.trainer.instruments import CountedWork, Instruments
 from trainkit.trainer.loop import Trigger
-from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, MetricsAccumulator
 from trainkit.writing import write_json_atomically
+
+if TYPE_CHECKING:
+    from trainkit.run.estimates.hardware import Hardware
+    from trainkit.run.estimates.step_time import RankWork
 
 FILE: Final = "plan.json"
 """The file of the plan, in the run folder."""
