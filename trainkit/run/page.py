@@ -93,9 +93,12 @@ class PageWriter:
 
     def look(self) -> None:
         """Read the rows that were added, and write the page if it is due."""
-        rows = self._reader().read()
         age = self._clock() - self._written_at
-        if age >= _EVERY_S or (rows.num_evaluations > self._evaluations and age >= _AFTER_EVALUATION_S):
+        is_due = age >= _EVERY_S
+        if self._folder.metrics.exists():  # without a row there is nothing to read
+            rows = self._reader().read()
+            is_due = is_due or (rows.num_evaluations > self._evaluations and age >= _AFTER_EVALUATION_S)
+        if is_due:
             self.write()
 
     def write(self) -> None:

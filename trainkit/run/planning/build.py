@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.average import Average
+from trainkit.adapters.float8 import Float8
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import with_own_secrets
@@ -144,6 +145,12 @@ def average_of(cfg: RunConfig) -> Average | None:
     return average
 
 
+def conversion_of(cfg: RunConfig) -> Float8 | None:
+    """Return the conversion of layers that a run asks for; None where every layer stays."""
+    conversion: Float8 | None = build(cfg.convert, "convert") if cfg.convert else None
+    return conversion
+
+
 def numerics_of(cfg: RunConfig) -> Numerics:
     """Return the numerics settings for a strategy."""
     return Numerics(
@@ -195,7 +202,9 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
 def transformed_model(cfg: RunConfig, strategy: Strategy, device: str) -> nn.Module:
     """Return the model for the executor on a device, with converted layers, recomputed or compiled."""
     traits = strategy.traits
-    model = converted(build_model(cfg, deferred=traits.supports_meta_init), cfg)
+    model = build_model(cfg, deferred=traits.supports_meta_init)
+    if (conversion := conversion_of(cfg)) is not None:
+        model = converted(model, conversion)
     if (transforms := model_transforms_of(cfg, device, keeps_format=traits.keeps_memory_format)) != NO_TRANSFORMS:
         apply_transforms(model, transforms, compiles=traits_here(strategy).compiles)
     return model

@@ -5,16 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from trainkit.adapters.float8 import Float8
-from trainkit.config.schema import RunConfig
-from trainkit.config.targets.build import build
 from trainkit.errors import Problem
 from trainkit.objectives.from_hidden.output_layer import offered_by
-
-
-def conversion_of(cfg: RunConfig) -> Float8 | None:
-    """Return the conversion of a run; None where every layer stays."""
-    conversion: Float8 | None = build(cfg.convert, "convert") if cfg.convert else None
-    return conversion
 
 
 def output_name(model: nn.Module) -> str | None:
@@ -52,7 +44,6 @@ def conversion_problems(
     return conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
 
 
-def converted(model: nn.Module, cfg: RunConfig) -> nn.Module:
-    """Return a model with the layers that the run converts."""
-    conversion = conversion_of(cfg)
-    return model if conversion is None else conversion.convert(model, output=output_name(model))
+def converted(model: nn.Module, conversion: Float8) -> nn.Module:
+    """Return a model with converted layers; the output layer is left to the conversion."""
+    return conversion.convert(model, output=output_name(model))

@@ -30,10 +30,11 @@ from trainkit.run.planning.build import (
     average_of,
     build_model,
     build_objective,
+    conversion_of,
     matching_groups,
     model_transforms_of,
 )
-from trainkit.run.planning.converting import conversion_of, conversion_problems
+from trainkit.run.planning.converting import conversion_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan

@@ -29,8 +29,7 @@ from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.averages import average_problems
-from trainkit.run.planning.build import Components, average_of, build_components, model_transforms_of
-from trainkit.run.planning.converting import conversion_of
+from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
 from trainkit.strategies.base import Phase, PlanContext
@@ -266,7 +265,7 @@ def _task_problems(
     cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
 ) -> list[Problem]:
     found = elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
-    found += mig_problems(parts, facts) if backend is None else []
+    found += mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
     if cfg.eval.beside or any(task.is_evaluator for task in parts.strategy.tasks(facts)):
         found += evaluator_problems(cfg, parts, facts, backend)
     return found

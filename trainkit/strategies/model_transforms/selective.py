@@ -11,7 +11,8 @@ pipeline splits in two, and refuses a result that an in-place activation changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -29,14 +30,11 @@ _NAMES: Final = (
 )  # fmt: skip
 
 
-def _kept_operations() -> Iterator[object]:
-    for name in _NAMES:  # not every version of torch has each
-        if (packet := getattr(torch.ops.aten, name, None)) is not None:
-            yield packet.default
-
-
-KEPT: Final = frozenset(_kept_operations())
-"""The operations whose results are kept."""
+@cache
+def _kept_operations() -> frozenset[object]:
+    """Return the operations whose results are kept; not every version of torch has each."""
+    packets = (getattr(torch.ops.aten, name, None) for name in _NAMES)
+    return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -77,7 +75,7 @@ class KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, and keep its result if it is an expensive one."""
         found = func(*args, **(kwargs or {}))
-        if func in KEPT and not draws(func, args, kwargs or {}):
+        if func in _kept_operations() and not draws(func, args, kwargs or {}):
             kept = tree_map(_apart, found)
             self.results.append(_Result(func, kept, _versions(kept)))
         return found
@@ -106,7 +104,7 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             TrainkitError: the block runs other operations than in its first computation.
         """
-        if func not in KEPT or draws(func, args, kwargs or {}):
+        if func not in _kept_operations() or draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         number, results = self._next, self._kept.results
         self._next += 1
