@@ -4,7 +4,8 @@
 
 Each part takes at most 9 minutes on one device, and all of them at most 45; without PART all run, one after the other.
 A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds. A part that fails says so there,
-and the others run. `--small` runs all parts on the CPU in a few minutes, with tiny trainings: it tries this script.
+and the others run. `--small` tries this script: it runs all parts on the CPU with tiny trainings,
+and of the precisions, strategies and failures of a part the first alone.
 
 tests       the tests that need a GPU
 prove       the numbers of mirrored and fsdp, each alone in a process group, against those of one device
@@ -68,6 +69,10 @@ class Bench:
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.small else {}
         return {**os.environ, "PYTHONPATH": str(ROOT), **own}
 
+    def tried(self, choices: Sequence[str]) -> Sequence[str]:
+        """Return the choices of a part that run: with `--small` the first."""
+        return choices[:1] if self.small else choices
+
     def run(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run Python in the root of the project until the deadline."""
         return subprocess.run(
@@ -99,29 +104,28 @@ def tests(bench: Bench) -> Iterator[Row]:
 
 def prove(bench: Bench) -> Iterator[Row]:
     """Prove strategies alone in a process group against one device."""
-    for precision in ("fp64",) if bench.small else ("fp64", "fp32", "bf16_mixed"):
-        done = bench.run(
-            "-m", "trainkit", "prove", "recipe=digits", "strategy=mirrored,fsdp", *ALONE, f"precision={precision}"
-        )
+    strategies = f"strategy={','.join(bench.tried(('mirrored', 'fsdp')))}"
+    for precision in bench.tried(("fp64", "fp32", "bf16_mixed")):
+        done = bench.run("-m", "trainkit", "prove", "recipe=digits", strategies, *ALONE, f"precision={precision}")
         said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
         yield f"prove, {precision}", _verdict(done.returncode == 0), "; ".join(said) or _end(done)
 
 
 def alone(bench: Bench) -> Iterator[Row]:
     """Compare trainings in a process group of one rank with one device."""
-    choices = [["strategy=mirrored", *ALONE], ["strategy=fsdp", *ALONE]]
-    yield from _compared(bench, choices, ["fp64"] if bench.small else list(TOLERANCES))
+    strategies = bench.tried(("strategy=mirrored", "strategy=fsdp"))
+    yield from _compared(bench, [[strategy, *ALONE] for strategy in strategies])
 
 
 def pair(bench: Bench) -> Iterator[Row]:
     """Compare two ranks on one device with one device."""
-    choices = [["strategy=pair_on_one_device"], ["strategy=pair_on_one_device", "strategy.reduce=ring"]]
-    yield from _compared(bench, choices, ["fp64"] if bench.small else list(TOLERANCES))
+    reducers = bench.tried(("backend", "ring"))
+    yield from _compared(bench, [["strategy=pair_on_one_device", f"strategy.reduce={one}"] for one in reducers])
 
 
-def _compared(bench: Bench, choices: Sequence[Sequence[str]], precisions: Sequence[str]) -> Iterator[Row]:
+def _compared(bench: Bench, choices: Sequence[Sequence[str]]) -> Iterator[Row]:
     steps = ("recipe=digits", "steps=20", "batch.micro_size=16", "model.dropout=0.1", "clip.max_norm=1.0")
-    for precision in precisions:
+    for precision in bench.tried(tuple(TOLERANCES)):
         with tempfile.TemporaryDirectory() as folder:
             base = Path(folder) / "base"
             done, result = bench.train(base, *steps, f"precision={precision}", "strategy=one_device")
@@ -155,7 +159,7 @@ def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 def failures(bench: Bench) -> Iterator[Row]:
     """Let rank 1 of two raise, and be killed; both must be named."""
-    for action in ("raise", "kill"):
+    for action in bench.tried(("raise", "kill")):
         with tempfile.TemporaryDirectory() as folder:
             done, result = bench.train(
                 Path(folder) / "run", "recipe=digits", "steps=20", "strategy=pair_on_one_device",
@@ -168,8 +172,8 @@ def failures(bench: Bench) -> Iterator[Row]:
 def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     """Measure steps in turns with a hand-written loop; the ratio is that of samples a second."""
     workload = WORKLOADS[name](bench.small)
-    rounds, steps = (1, 30) if bench.small else (3, 60)
-    modes = ("off",) if bench.small else ("off", "default", *(("step",) if name == "mlp" else ()))
+    rounds, steps = (1, 15) if bench.small else (3, 60)
+    modes = bench.tried(("off", "default", *(("step",) if name == "mlp" else ())))
     device = "cpu" if bench.small else "cuda"
     hand: list[float] = []
     ours: dict[str, list[float]] = {mode: [] for mode in modes}

@@ -67,7 +67,7 @@ def gpt(small: bool) -> Workload:
 
 def resnet(small: bool) -> Workload:
     """Return ResNet-50 on 256 images of 224 x 224, or ResNet-18 on a few small ones."""
-    size, batch, classes = (32, 8, 10) if small else (224, 256, 1000)
+    size, batch, classes = (32, 4, 10) if small else (224, 256, 1000)
     depth: Literal[18, 50] = 18 if small else 50
 
     def make_model() -> nn.Module:
