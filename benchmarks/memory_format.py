@@ -15,91 +15,17 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
-from time import process_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import report
-from benchmarks.pair import WORKLOADS
-from trainkit.cluster.tasks import Identity
-from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.precision import Precision
-from trainkit.objectives.classification import Classification
-from trainkit.strategies.base import (
-    LossWeighting,
-    Numerics,
-    SetupRequest,
-    StepContext,
-    Ticket,
-    UpdateParams,
-)
-from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
-from trainkit.strategies.model_transforms.memory_format import MemoryFormat
-from trainkit.strategies.one_device import OneDevice
+from benchmarks.stepping import RECIPES, plain_loop, take_turns, trainkit_loop
+from trainkit.strategies.model_transforms import ModelTransforms
 
-CONVNET = WORKLOADS["convnet"]
-LEARNING_RATE = 1e-3
-
-
-def plain_loop() -> Callable[[], None]:
-    """Return a step of a loop as most people write it: a shuffling DataLoader, AdamW with torch's defaults."""
-    model = CONVNET.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    data = TensorDataset(*CONVNET.make_data())
-
-    def batches() -> Iterator[list[Tensor]]:
-        while True:
-            yield from DataLoader(data, batch_size=CONVNET.batch, shuffle=True)
-
-    endless = batches()
-
-    def step() -> None:
-        inputs, targets = next(endless)
-        optimizer.zero_grad()
-        functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
-
-
-def trainkit_loop(memory_format: MemoryFormat) -> Callable[[], None]:
-    """Return a step of `strategy=one_device`, with data in memory and the fused AdamW of the shipped config."""
-    inputs, targets = CONVNET.make_data()
-    plan = BatchPlan(num_samples=len(inputs), global_size=CONVNET.batch, micro_size=CONVNET.batch)
-    training = StepContext(
-        plan=plan,
-        objective=Classification(),
-        weighing=LossWeighting(per_sample=1.0, planned=1.0),
-        rule=lambda _version: UpdateParams(lr_factor=1.0, max_norm=None),
-    )
-    model = apply_transforms(CONVNET.make_model(), ModelTransforms(memory_format=memory_format))
-    executor = OneDevice(device="cpu").setup(
-        SetupRequest(
-            model=model,
-            identity=Identity.solo("cpu"),
-            precision=Precision(),
-            numerics=Numerics(),
-            make_optimizer=lambda params: torch.optim.AdamW(list(params.values()), lr=LEARNING_RATE, fused=True),
-            training=training,
-            open_data=lambda _device: None,  # type: ignore[arg-type, return-value] # one_device opens none
-        )
-    )
-    numbers = count()
-
-    def step() -> None:
-        order = torch.randint(len(targets), (CONVNET.batch,))
-        ticket = Ticket(next(numbers), (0,))
-        executor.step(ticket, [(inputs.index_select(0, order), targets.index_select(0, order))])
-
-    return step
+CONVNET = RECIPES["convnet"]
 
 
 def main() -> None:
@@ -110,18 +36,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     loops = {
-        "hand-written loop": plain_loop(),
-        "trainkit, contiguous": trainkit_loop("contiguous"),
-        "trainkit, channels_last": trainkit_loop("channels_last"),
+        "hand-written loop": plain_loop(CONVNET),
+        "trainkit, contiguous": trainkit_loop(CONVNET, ModelTransforms(memory_format="contiguous")),
+        "trainkit, channels_last": trainkit_loop(CONVNET, ModelTransforms(memory_format="channels_last")),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(given.rounds + 1):
-        for name, step in loops.items():
-            began = process_time()
-            for _ in range(given.steps):
-                step()
-            if number:  # the first round warms up
-                seconds[name].append((process_time() - began) / given.steps)
+    seconds = take_turns(loops, rounds=given.rounds, steps=given.steps, warmup=given.steps)
     base = seconds["hand-written loop"]
     rows = [[name, f"{statistics.median(own) * 1e3:.1f}", report.ratio(own, base)] for name, own in seconds.items()]
     body = f"{CONVNET.title}, fp32, AdamW, one thread.\n\n"

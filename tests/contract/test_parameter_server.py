@@ -23,6 +23,7 @@ from trainkit.numerics.batch import BatchPlan, SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.core import copies
+from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.parameter_server.coordinator.staleness import BOUNDED, Policy, Staleness
 from trainkit.strategies.parameter_server.coordinator.update_log import read_record
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
@@ -46,6 +47,15 @@ def store() -> Iterator[tuple[str, int]]:
 def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
     chosen = {"workers": workers, "servers": servers, "timeout_s": 60.0, **settings}
     return replace(case, strategy="parameter_server", settings=chosen)
+
+
+@pytest.mark.long
+def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[str, int]) -> None:
+    compiled = ModelTransforms(compile_mode="default", backend="aot_eager")
+    case = Case(micro_size=4, optimizer="adamw", max_norm=0.5, num_steps=3, resume_at=2, shaping=compiled)
+    (found,) = train_in_threads(store, served(case, 1, 1, devices_per_worker=2))
+    assert reference.differences(found.weights, oracle(case)) == []
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
-from trainkit.strategies.model_transforms.shape import Compiled
+from trainkit.strategies.model_transforms.compiling import Compiled
 
 pytestmark = pytest.mark.pairwise
 

@@ -98,11 +98,9 @@ class CentralExecutor(Executor):
 
     def _partials(self, works: Sequence[ThreadWork], num_shards: int) -> Iterator[tuple[int, Sums]]:
         """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
-        computed, device, lanes = (
-            self._copies.run(ThreadWork.sums, works),
-            self._variables.device,
-            self._variables.lanes,
-        )
+        device, lanes, copies = self._variables.device, self._variables.lanes, self._copies
+        in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
+        computed = copies.run(ThreadWork.sums, works, in_turn=in_turn)
         found = [{lane: moved(sums, device) for lane, sums in one} for one in computed]
         if lanes is None:
             yield 0, total_of([own[0] for own in found if own])
@@ -223,7 +221,13 @@ class AsyncCentralExecutor(CentralExecutor):
         if self._variables.packing is None:
             work.agree_on_grad_layout()
             copies.settle(work.replica)
-        self._running[copies.submit(self._computed, work)] = sent
+        compiles = copies.may_compile([(sent.copy, work.batches)])
+        if compiles:
+            wait(self._running)
+        future = copies.submit(self._computed, work)
+        self._running[future] = sent
+        if compiles:
+            wait([future])
 
     def _computed(self, work: ThreadWork) -> _Gradient:
         """Read the current variables and compute a whole step with them, on a thread."""

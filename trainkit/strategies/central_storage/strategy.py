@@ -29,6 +29,7 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.model_transforms import uncompiled
 
 _CPU_THREADS = 2
 """Default number of copies on a host without GPUs: as many as mirrored has."""
@@ -52,7 +53,7 @@ class CentralStorage(Strategy):
     arXiv:1605.08695, section 4.4.
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="nothing")
+    traits: ClassVar[Traits] = Traits(compiles="model")
 
     parameter_device: Annotated[int | str, placement] = "auto"
     """Where parameters and optimizer are; `auto`: the CPU, or the compute device where there is one alone."""
@@ -136,8 +137,8 @@ class CentralStorage(Strategy):
             for device, on_phase in zip(devices, phases, strict=True)
         ]
         local = LocalModel(
-            # the evaluated model must not change meanwhile: in `async` the copies always compute
-            model=variables.model if is_async else copies[0].model,
+            # the evaluated model must not change meanwhile, nor be compiled: in `async` the copies always compute
+            model=uncompiled(variables.model) if is_async else copies[0].model,
             device=variables.device if is_async else devices[0],
             device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),
             data_ranks=variables.data_ranks,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import GENERATORS_LOCK
@@ -21,6 +22,7 @@ from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.groups.devices import use_device
+from trainkit.strategies.model_transforms import is_compiled
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 Sums = Sequence[Tensor | None]
@@ -41,6 +43,9 @@ class ComputingCopies:
     def __init__(self, source: Replica, copies: Sequence[Replica]) -> None:
         self.source, self.copies = source, list(copies)
         self._is_alone = len(copies) == 1 and copies[0] is source
+        self._compiles = any(is_compiled(one.model) for one in copies)
+        self._seen: set[tuple[object, ...]] = set()
+        """(copy, the shapes of a shard that it has computed)."""
         self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="compute")
         self._had_threads = torch.get_num_threads()
         if not self._is_alone:
@@ -57,10 +62,33 @@ class ComputingCopies:
         """Compute on a thread."""
         return self._threads.submit(compute, work)
 
-    def run(self, compute: Callable[[_Work], _Result], works: Sequence[_Work]) -> list[_Result]:
-        """Compute works on a thread each, and return the results; all threads have ended, even if one fails."""
+    def may_compile(self, given: Iterable[tuple[int, Sequence[Batch]]]) -> bool:
+        """Return whether code may be compiled for (copy, its batches), because a shape is new to a copy.
+
+        torch.compile sets flags of the whole process while it works, so that another thread may then run its code
+        eagerly, with other roundings, or fail: no other copy may compute meanwhile.
+        """
+        if not self._compiles or self._is_alone:
+            return False
+        shapes = {(copy, *_shapes(batch)) for copy, batches in given for batch in batches}
+        is_new = not shapes <= self._seen
+        self._seen |= shapes
+        return is_new
+
+    def run(
+        self, compute: Callable[[_Work], _Result], works: Sequence[_Work], *, in_turn: bool = False
+    ) -> list[_Result]:
+        """Compute works on a thread each, and return the results; all threads have ended, even if one fails.
+
+        Args:
+            compute: runs on the threads.
+            works: one a copy.
+            in_turn: whether each waits for the one before.
+        """
         if self._is_alone:
             return [compute(work) for work in works]
+        if in_turn:
+            return [self.submit(compute, work).result() for work in works]
         running = [self.submit(compute, work) for work in works]
         wait(running)  # no thread may compute while the copies are torn down
         return [one.result() for one in running]
@@ -89,6 +117,10 @@ class ComputingCopies:
         for one in (self.source, *self.copies):
             if one is not first:
                 one.adopt_layout(first)
+
+
+def _shapes(batch: Batch) -> Iterator[torch.Size]:
+    return (value.shape for value in tree_leaves(batch) if isinstance(value, Tensor))
 
 
 def _held(replica: Replica, *, frozen: bool) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Transform a model before it is placed: its memory format, what backward recomputes, and what is compiled."""
 
+from trainkit.strategies.model_transforms.compiling import is_compiled, uncompiled
 from trainkit.strategies.model_transforms.memory_format import format_for
 from trainkit.strategies.model_transforms.selective import selective_contexts
 from trainkit.strategies.model_transforms.shape import (
@@ -18,8 +19,10 @@ __all__ = [
     "ModelTransforms",
     "apply_transforms",
     "format_for",
+    "is_compiled",
     "recomputed_modules",
     "selective_contexts",
     "shaping_notes",
     "shaping_problems",
+    "uncompiled",
 ]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Final, Literal
 
-import torch
 from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.randomness import draws_at_random, draws_nothing, sets_key
+from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
-from trainkit.strategies.model_transforms.memory_budget import BACKENDS, BudgetedBackend
+from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
+from trainkit.strategies.model_transforms.memory_budget import BACKENDS
 from trainkit.strategies.model_transforms.memory_format import (
     MemoryFormat,
     apply_format,
@@ -66,80 +65,6 @@ def _is_row(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     return isinstance(module, nn.Sequential) and any(next(child.children(), None) is not None for child in module)
-
-
-_MOST_VARIANTS = 64
-"""Compiled variants of one piece of code before it runs uncompiled; blocks of other widths share this limit."""
-
-
-class Compiled:
-    """The compiled forward pass of a module, which replaces its own: `module.forward = Compiled(module, ...)`.
-
-    Compiled at its first call, and again for other shapes and for evaluation.
-
-    Args:
-        mode: a mode of the inductor backend; None for any other.
-        budget: the share of activations that backward keeps; None: what the backend chooses.
-    """
-
-    runs_once: ClassVar[bool] = True
-    """Whether a forward pass is computed once: a loss may be computed inside."""
-
-    def __init__(self, module: nn.Module, *, backend: str, mode: str | None, budget: float | None = None) -> None:
-        self.module, self.inner = module, module.forward
-        self.backend, self.mode, self.budget = backend, mode, budget
-        self._compiled: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled module on its inputs."""
-        if torch.compiler.is_compiling():  # as a part of a larger graph
-            return self.inner(*args, **kwargs)
-        if self._compiled is None:
-            self._compiled = self._compile()
-        return self._compiled(*args, **kwargs)
-
-    def _compile(self) -> Callable[..., Any]:
-        config = torch._dynamo.config  # noqa: SLF001 - the public name of the setting
-        config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
-        # the tracer reads the gradient of inputs that are no leaves, which causes a warning
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-        for module in self.module.modules():
-            _keep_keys_out(module)
-        if self.budget is not None:
-            limited = BudgetedBackend(self.backend, self.mode, self.budget)
-            return torch.compile(self.inner, backend=limited)
-        made: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled code: a copy of the model compiles for itself, because this code uses these parameters."""
-        return {**self.__dict__, "_compiled": None}
-
-
-class CompiledFunction:
-    """A function that is compiled at its first call; a copy of it compiles for itself."""
-
-    def __init__(self, function: Callable[..., Any], *, backend: str) -> None:
-        self.function, self.backend = function, backend
-        self._compiled: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the compiled function."""
-        if self._compiled is None:
-            self._compiled = torch.compile(self.function, backend=self.backend)
-        return self._compiled(*args)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled code."""
-        return {**self.__dict__, "_compiled": None}
-
-
-def _keep_keys_out(module: nn.Module) -> None:
-    """Exclude the hooks that set a block's random key from compilation, which would turn the key into a constant."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
-        for number, hook in hooks.items():
-            if sets_key(hook):
-                hooks[number] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 
 Compiles = Literal["model", "blocks", "nothing"]

@@ -22,6 +22,7 @@ from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.model_transforms import uncompiled
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.state import CoordinatorExecutor
 from trainkit.strategies.parameter_server.coordinator.update_log import FILE
@@ -54,7 +55,7 @@ class ParameterServer(Strategy):
     Learning with the Parameter Server; Chen et al. 2016, arXiv:1604.00981; tf.distribute.ParameterServerStrategy.
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="nothing")
+    traits: ClassVar[Traits] = Traits(compiles="model")
 
     workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
@@ -226,8 +227,12 @@ class ParameterServer(Strategy):
         )
 
     def setup(self, request: SetupRequest) -> CoordinatorExecutor:
-        """Make the chief's models, one to evaluate and one to compute with, and connect to the servers."""
+        """Make the chief's models, one to evaluate and one to compute with, and connect to the servers.
+
+        A thread computes while this one evaluates: two threads must not compile, so the evaluated model is eager.
+        """
         computing = _replica(replace(request, model=copy.deepcopy(request.model)))
+        uncompiled(request.model)
         return CoordinatorExecutor(self._settings(), request, _replica(request), computing)
 
     def run_auxiliary(self, context: TaskContext) -> None:

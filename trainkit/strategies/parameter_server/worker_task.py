@@ -20,6 +20,7 @@ from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor, cloned_batch
 from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.model_transforms import is_compiled
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport, gradient_keys
@@ -40,10 +41,12 @@ def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
     return {places[id(table.weight)]: table for table in tables_of(model).values()}
 
 
-def read_when_looked_up(tables: Mapping[int, nn.Module], pull_rows: Callable[[int, Tensor], Tensor]) -> None:
-    """Pull the rows that a table needs before each of its lookups."""
-    for place, table in tables.items():
-        table.register_forward_pre_hook(_reader(place, pull_rows), with_kwargs=True)
+def read_when_looked_up(model: nn.Module, pull_rows: Callable[[int, Tensor], Tensor]) -> None:
+    """Pull the rows that a table with sparse gradients needs before each of its lookups, outside of compiled code."""
+    compiles = is_compiled(model)
+    for place, table in sparse_tables(model).items():
+        read = _reader(place, pull_rows)
+        table.register_forward_pre_hook(torch.compiler.disable(read) if compiles else read, with_kwargs=True)  # type: ignore[no-untyped-call]
 
 
 def _reader(place: int, pull_rows: Callable[[int, Tensor], Tensor]) -> Callable[..., None]:
@@ -96,7 +99,9 @@ class WorkerReplicas(ComputingCopies):
         if self.source.packing is None:
             works[0].agree_on_grad_layout()
             self.settle(self.source)
-        by_place = {place: sums for share in self.run(_sums_of, shares) for place, sums in share.items()}
+        in_turn = self.may_compile((rank, work.batches) for rank, share in enumerate(shares) for work in share.values())
+        found = self.run(_sums_of, shares, in_turn=in_turn)
+        by_place = {place: sums for share in found for place, sums in share.items()}
         places = sorted(works)
         sums = [moved(by_place[place], self.source.device) for place in places]
         weights = [float(works[place].weight) for place in places]
@@ -177,7 +182,7 @@ class Worker:
         self._row_lock = Lock()
         self._tables = sparse_tables(replicas.source.model)
         for replica in replicas.copies:
-            read_when_looked_up(sparse_tables(replica.model), self._pull_rows)
+            read_when_looked_up(replica.model, self._pull_rows)
 
     def run(self, channel: WorkChannel, waits: Callable[[int], None] = lambda _step: None) -> None:
         """Execute work orders until there are no more.

@@ -1,0 +1,125 @@
+"""Steps of one device, taken in turns in one process: a hand-written loop beside trainkit's executor.
+
+What counts is the processor time of the process, which other programs on the machine change less than the time of a
+clock; with one thread the two are equal on an idle machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from time import process_time
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import workload
+from benchmarks.pair import LR, WORKLOADS, Workload
+from trainkit.cluster.tasks import Identity
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Objective
+from trainkit.objectives.classification import Classification
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.strategies.base import (
+    LossWeighting,
+    Numerics,
+    SetupRequest,
+    StepContext,
+    Ticket,
+    UpdateParams,
+)
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+from trainkit.strategies.one_device import OneDevice
+
+DIGITS = Workload(
+    key="digits",
+    title="digits, MLP 64-128-10, batch 64",
+    batch=workload.BATCH,
+    steps=0,
+    window=0,
+    overrides=(),
+    make_model=workload.model,
+    make_data=workload.arrays,
+)
+RECIPES: Mapping[str, Workload] = {"digits": DIGITS, **WORKLOADS}
+
+Step = Callable[[], None]
+"""Takes one step."""
+
+
+def plain_loop(of: Workload) -> Step:
+    """Return a step of a loop as most people write it: a shuffling DataLoader, AdamW with torch's defaults."""
+    model = of.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    data = TensorDataset(*of.make_data())
+
+    def batches() -> Iterator[list[Tensor]]:
+        while True:
+            yield from DataLoader(data, batch_size=of.batch, shuffle=True)
+
+    endless = batches()
+
+    def step() -> None:
+        inputs, targets = next(endless)
+        optimizer.zero_grad()
+        of.loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def trainkit_loop(of: Workload, transforms: ModelTransforms) -> Step:
+    """Return a step of `strategy=one_device`, with data in memory and the fused AdamW of the shipped config."""
+    inputs, targets = of.make_data()
+    objective: Objective = LanguageModelling(padding=False) if targets.dim() > 1 else Classification()
+    per_sample = float(targets[0].numel())
+    training = StepContext(
+        plan=BatchPlan(num_samples=len(inputs), global_size=of.batch, micro_size=of.batch),
+        objective=objective,
+        weighing=LossWeighting(per_sample=per_sample, planned=per_sample),
+        rule=lambda _version: UpdateParams(lr_factor=1.0, max_norm=None),
+    )
+    executor = OneDevice(device="cpu").setup(
+        SetupRequest(
+            model=apply_transforms(of.make_model(), transforms, compiles=OneDevice.traits.compiles),
+            identity=Identity.solo("cpu"),
+            precision=Precision(),
+            numerics=Numerics(),
+            make_optimizer=lambda params: torch.optim.AdamW(list(params.values()), lr=LR, fused=True),
+            training=training,
+            open_data=lambda _device: None,  # type: ignore[arg-type, return-value] # one_device opens none
+            graphs=transforms.graph_settings,
+        )
+    )
+    numbers = count()
+
+    def step() -> None:
+        number = next(numbers)
+        order = torch.randint(len(targets), (training.plan.batch_size(number),))
+        executor.step(Ticket(number, (0,)), [(inputs.index_select(0, order), targets.index_select(0, order))])
+
+    return step
+
+
+def take_turns(loops: Mapping[str, Step], *, rounds: int, steps: int, warmup: int) -> dict[str, list[float]]:
+    """Return each loop's seconds of processor time a step, one number a round.
+
+    Args:
+        loops: the contenders.
+        rounds: turns that count, of each.
+        steps: of a turn.
+        warmup: steps of each before, which compile.
+    """
+    for step in loops.values():
+        for _ in range(warmup):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, step in loops.items():
+            began = process_time()
+            for _ in range(steps):
+                step()
+            seconds[name].append((process_time() - began) / steps)
+    return seconds
