@@ -191,11 +191,11 @@ def events_of(roots: Iterable[Any]) -> Iterator[Any]:
         pending.extend(event.children)
 
 
-def planned(arguments: Sequence[str]) -> list[DeviceMemory]:
-    """Return the memory that the plan gives, of each rank of a replica."""
+def planned(arguments: Sequence[str]) -> tuple[list[DeviceMemory], bool]:
+    """Return the memory that the plan gives, of each rank of a replica, and whether each rank copies its state."""
     plan = make_plan(api.compose(arguments).cfg)
     model = meta_model(plan)
-    return part_memories(plan.resolved(lambda: model), model)
+    return part_memories(plan.resolved(lambda: model), model), plan.components.strategy.traits.is_sharded
 
 
 def measured(arguments: Sequence[str]) -> list[dict[str, int]]:
@@ -228,10 +228,13 @@ def main() -> None:
 def cells(arguments: Sequence[str]) -> list[str]:
     """Return what was measured and predicted, as MiB and ratios; the refusal where the config is not legal."""
     try:
-        parts = planned(arguments)
+        parts, is_sharded = planned(arguments)
         if parts[0].peak is None:
             return ["-", "-", "-", "-", *parts[0].notes()]
-        ranks = [Compared.of(rank, parts[rank % len(parts)], found) for rank, found in enumerate(measured(arguments))]
+        ranks = [
+            Compared.of(rank, parts[rank % len(parts)], found, copies=is_sharded or rank == 0)
+            for rank, found in enumerate(measured(arguments))
+        ]
     except TrainkitError as error:
         return ["-", "-", "-", "-", str(error).strip().splitlines()[-1][:100]]
     lasting = max(ranks, key=lambda one: abs(one.lasting - 1))
@@ -262,11 +265,12 @@ class Compared:
         return self.planned / self.measured
 
     @classmethod
-    def of(cls, rank: int, plan: DeviceMemory, found: Mapping[str, int]) -> Compared:
-        """Compare a rank with its part of the plan."""
+    def of(cls, rank: int, plan: DeviceMemory, found: Mapping[str, int], *, copies: bool) -> Compared:
+        """Compare a rank with its part of the plan; `copies`: whether it has a copy for checkpoints."""
         held = plan.held
         lasting = held.parameter_bytes + held.gradient_bytes + (held.optimizer_bytes or 0)
-        return cls(rank=rank, lasting=lasting / found["lasting"], planned=plan.peak or 0, measured=found["peak"])
+        peak = (plan.peak or 0) - (0 if copies else held.staging_bytes)
+        return cls(rank=rank, lasting=lasting / found["lasting"], planned=peak, measured=found["peak"])
 
 
 def write(rows: Sequence[Sequence[str]]) -> None:

@@ -36,8 +36,8 @@ def told(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3) ->
 def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
     assert told() == [
         (
-            "rank 0, step 3: cpu is out of memory. The run needs 427 KiB a device, and activations: parameters "
-            "107 KiB, gradients 107 KiB, optimizer 213 KiB. To need less, try one of:"
+            "rank 0, step 3: cpu is out of memory. The run needs 746 KiB a device, and activations: parameters "
+            "107 KiB, gradients 107 KiB, optimizer 213 KiB, copy for checkpoints 320 KiB. To need less, try one of:"
         ),
         "  strategy=fsdp strategy.replicas=4  about 1/4 of the model a device, on 4 of them",
         "  activation_checkpointing=full      keeps the inputs of each block alone",

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
+from trainkit import api
 from trainkit.cli import main
+from trainkit.run.estimates.hardware import hardware_of
+from trainkit.run.estimates.memory import device_memory
+from trainkit.run.estimates.verdict import verdict_of
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import make_plan
 
 GPT = (
     "recipe=python_source", "model.width=64", "model.num_layers=3", "model.context=64", "data.context=64",
@@ -34,7 +40,7 @@ def test_what_does_not_fit_ends_with_exit_code_2_where_that_is_asked(
     large = ("model.hidden=[60000,60000]", "hardware=laptop")
     assert main(["plan", *large, "--fail-if-too-big"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert "  fits             no: needs 80.9 GiB, laptop with eight cores has 16 GiB" in lines
+    assert "  fits             no: needs 94.3 GiB, laptop with eight cores has 16 GiB" in lines
     assert planned(*large)["fits"] is False
     assert planned("hardware=laptop", "--fail-if-too-big")["fits"] is True
 
@@ -73,11 +79,26 @@ def test_changes_are_joined_where_none_is_enough_alone(planned: Callable[..., di
 
 def test_the_copy_of_a_checkpoint_counts_on_the_cpu(planned: Callable[..., dict[str, Any]]) -> None:
     wide = ("recipe=digits", "model.hidden=[4000,4000]", "hardware=laptop", "hardware.memory_gib=0.6")
-    found = planned(*wide)
-    assert found["memory"]["peak"] < found["memory"]["checkpoint"]
-    assert found["fits"] is False
+    found, without = planned(*wide), planned(*wide, "checkpoint.background=false")
+    assert found["memory"]["staging"] == 3 * found["memory"]["parameters"] + 24, "Adam's slots, and six counts of steps"
+    assert found["memory"]["peak"] - without["memory"]["peak"] == found["memory"]["staging"]
+    assert (found["fits"], without["fits"]) == (False, True)
     assert found["remedies"][0]["overrides"] == "checkpoint.background=false"
-    assert planned(*wide, "checkpoint.background=false")["fits"] is True
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("mirrored", 1), ("fsdp", 2)])
+def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: str, copies: int) -> None:
+    def needs(on: str) -> tuple[int, int]:
+        own = ("recipe=digits", f"strategy={strategy}", "strategy.replicas=2", "hardware=laptop")
+        plan = make_plan(api.compose([*own, f"checkpoint.background={on}"]).cfg)
+        model, hardware = meta_model(plan), hardware_of(plan.cfg)
+        assert hardware is not None
+        memory = device_memory(plan.resolved(lambda: model), model)
+        return verdict_of(plan, memory, hardware).needs, memory.held.staging_bytes
+
+    (with_copy, staged), (without, none) = needs("true"), needs("false")
+    assert none == 0 < staged
+    assert with_copy - without == copies * staged
 
 
 def test_tasks_of_a_host_share_its_memory(planned: Callable[..., dict[str, Any]]) -> None:

@@ -55,6 +55,8 @@ class PlannedMemory(TypedDict):
     """State of the optimizer; null if unknown."""
     frozen: int
     """Models that the objective reads and does not train."""
+    staging: int
+    """The copy of the state on the host that is written in the background; in `peak` where the device is the CPU."""
     activations: int | None
     """Batches, what backward needs, outputs and temporary tensors, when they are most; null if unknown."""
     peak: int | None
@@ -62,7 +64,7 @@ class PlannedMemory(TypedDict):
     moment: Literal["forward", "backward", "exchange", "optimizer step"] | None
     """The part of a step with the peak; null if unknown."""
     checkpoint: int
-    """Bytes while a checkpoint is written; on the CPU with `checkpoint.background`, with its copy."""
+    """Bytes while a checkpoint is copied; on the CPU with `checkpoint.background`, with the copy."""
 
 
 class PlannedRemedy(TypedDict):

@@ -40,7 +40,7 @@ class DeviceMemory:
     moment: Moment | None = None
     """The part of a step with the peak."""
     checkpoint: int = 0
-    """Bytes while a checkpoint is written: on the CPU with `checkpoint.background`, the state and a copy of it."""
+    """Bytes while a checkpoint is copied: on the CPU with `checkpoint.background`, the state and its copy."""
     part: int = 0
     """The number of the device within a replica, where several compute one."""
     unknown_because: str | None = None
@@ -63,12 +63,14 @@ class DeviceMemory:
             parts += f", gathered for a while {num_bytes(held.gathered_bytes)}"
         if held.frozen_bytes:
             parts += f", frozen models {num_bytes(held.frozen_bytes)}"
+        if held.staging_bytes and held.staged_here:
+            parts += f", copy for checkpoints {num_bytes(held.staging_bytes)}"
         yield "memory a device", f"{num_bytes(held.total_bytes)} and activations: {parts}"
         if self.activations is not None and self.peak is not None:
             yield "activations", f"{num_bytes(self.activations)} at the most, of batches, outputs and temporary tensors"
             yield "peak a device", f"{num_bytes(self.peak)}, in the {self.moment}"
-        if self.checkpoint > (self.peak or 0):
-            yield "at a checkpoint", f"{num_bytes(self.checkpoint)}, with the copy that is written meanwhile"
+        if held.staging_bytes and not held.staged_here:
+            yield "on the host", f"{num_bytes(held.staging_bytes)} of pinned memory, the copy for checkpoints"
 
     def notes(self) -> list[str]:
         """Return a line that says why something is not known."""
@@ -87,6 +89,7 @@ class DeviceMemory:
             "gathered": held.gathered_bytes,
             "optimizer": held.optimizer_bytes,
             "frozen": held.frozen_bytes,
+            "staging": held.staging_bytes,
             "activations": self.activations,
             "peak": self.peak,
             "moment": self.moment,
@@ -123,7 +126,7 @@ def part_memories(
         found = _Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
         held = memory_of(plan, model)
-        return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(plan, held), unknown_because=_reason(error))]
+        return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
     step = _Step(plan=plan, model=model, lines=found, shards=shards)
     return [step.on_device(place, part) for place, part in enumerate(parts)]
 
@@ -304,7 +307,7 @@ class _Step:
             activations=activations,
             peak=best.num_bytes,
             moment=best.moment,
-            checkpoint=_checkpoint_bytes(self.plan, held),
+            checkpoint=_checkpoint_bytes(held),
             part=place,
         )
 
@@ -331,13 +334,10 @@ def _cast_bytes(sizes: Sequence[int], precision: Precision, *, several: bool) ->
     return most
 
 
-def _checkpoint_bytes(plan: RunPlan, held: Memory) -> int:
-    """Return what the memory of a device holds while a checkpoint is written; a GPU has its copy on the host."""
+def _checkpoint_bytes(held: Memory) -> int:
+    """Return what a device holds while the state is copied for a checkpoint: gradients are freed where they can be."""
     freed = held.gradient_bytes if held.bucket_bytes is None else 0
-    lasting = held.total_bytes - freed - held.gathered_bytes
-    if not plan.cfg.checkpoint.background or any(task.device != "cpu" for task in plan.tasks):
-        return lasting
-    return lasting + held.parameter_bytes + held.buffer_bytes + (held.optimizer_bytes or 0)
+    return held.total_bytes - freed - held.gathered_bytes
 
 
 def _buffered_shards(plan: RunPlan) -> float:

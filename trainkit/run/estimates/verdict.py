@@ -28,7 +28,7 @@ class Verdict:
     """
 
     needs: int
-    """Bytes at the peak of a step or at a checkpoint, of all processes that share the memory."""
+    """Bytes at the peak of a step, of all processes that share the memory."""
     has: int
     """Bytes of memory."""
     name: str
@@ -57,12 +57,19 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware) -> Verdi
     """
     apiece = memory.most if hardware.whole_host else memory.peak or memory.held.total_bytes
     apiece += PROCESS_BYTES if hardware.whole_host else CONTEXT_BYTES
+    sharers = _sharers(plan, hardware)
     return Verdict(
-        needs=apiece * _sharers(plan, hardware),
+        needs=apiece * sharers - _unstaged(plan, memory, hardware, sharers),
         has=hardware.memory_bytes,
         name=hardware.name,
         is_complete=memory.peak is not None,
     )
+
+
+def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: Hardware, sharers: int) -> int:
+    """Return the bytes of copies that tasks do not have: one has it where each holds all of the state."""
+    counted = hardware.whole_host and memory.held.staged_here and not plan.components.strategy.traits.is_sharded
+    return memory.held.staging_bytes * (sharers - 1) if counted else 0
 
 
 def _sharers(plan: RunPlan, hardware: Hardware) -> int:

@@ -45,11 +45,16 @@ class Memory:
 
     frozen_bytes: int = 0
     """Parameters and buffers of models that the objective reads and does not train."""
+    staging_bytes: int = 0
+    """The copy of the state on the host that is written in the background; kept from the first step to the end."""
+    staged_here: bool = False
+    """Whether that copy is in the memory of the device: on the CPU."""
 
     @property
     def total_bytes(self) -> int:
         """The sum of all known parts."""
         model = self.parameter_bytes + self.buffer_bytes + self.gathered_bytes + self.frozen_bytes
+        model += self.staging_bytes if self.staged_here else 0
         return model + self.gradient_bytes + self.exchange_bytes + (self.optimizer_bytes or 0)
 
 
@@ -134,16 +139,20 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
     trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
     count = sum(held.values())
     apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    optimizer = _optimizer_bytes(plan, model, held, master_width)
     return Memory(
         num_params=sum(param.numel() for param in model.parameters()),
         parameter_bytes=count * width + apart,
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        buffer_bytes=buffers,
         gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, and freed
         exchange_bytes=round(estimate.gradient_copies * trained) * master_width,
         bucket_bytes=None if estimate.bucket is None else _bucket(plan, estimate.bucket, trained) * master_width,
-        optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
+        optimizer_bytes=optimizer,
         gathered_bytes=estimate.transient * master_width,
         frozen_bytes=sum(_frozen_bytes(one, width) for _, one in frozen_models(plan.components.objective)),
+        staging_bytes=count * master_width + buffers + (optimizer or 0) if plan.cfg.checkpoint.background else 0,
+        staged_here=all(task.device == "cpu" for task in plan.tasks),
     )
 
 

@@ -107,6 +107,8 @@ def _parts(memory: Memory) -> str:
         "gradients": memory.gradient_bytes + memory.exchange_bytes,
         "optimizer": memory.optimizer_bytes or 0,
     }
+    if memory.staging_bytes and memory.staged_here:
+        known["copy for checkpoints"] = memory.staging_bytes
     if memory.frozen_bytes:
         known["frozen models"] = memory.frozen_bytes
     return ", ".join(f"{label} {num_bytes(size)}" for label, size in known.items())

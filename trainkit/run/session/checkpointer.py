@@ -30,6 +30,7 @@ from trainkit.trainer.checkpoint import (
     sha256_of_pieces,
     weights_sha256,
 )
+from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.events import CallbackHooks, Run
 from trainkit.trainer.left_out import REMEDY, RollbackNeeded
 from trainkit.trainer.loop import TriggerSchedule
@@ -54,8 +55,9 @@ class Checkpointer:
         fingerprint: str,
         confirm: Callable[[], None] | None,
         enter: Callable[[str], None],
+        snapshot: Snapshot,
     ) -> None:
-        self._plan, self._run, self._executor = plan, run, executor
+        self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings = plan.cfg.checkpoint
         self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
@@ -66,6 +68,7 @@ class Checkpointer:
             self._finite = buffers.keys() - set(nonfinite(buffers))
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
+        self._prepared = False
 
     @cached_property
     def _saver(self) -> BackgroundSaver:
@@ -83,7 +86,7 @@ class Checkpointer:
     @property
     def _saving(self) -> dict[str, Any]:
         kept: dict[str, Any] = {"retention": retention_of(self._plan.cfg), "background": self._settings.background}
-        return kept | {"confirm": self._confirm, "owner": self._owner}
+        return kept | {"confirm": self._confirm, "owner": self._owner, "snapshot": self._snapshot}
 
     @property
     def _writer(self) -> BackgroundSaver | ShardedSaver:
@@ -241,11 +244,30 @@ class Checkpointer:
 
     def notify_saved(self) -> None:
         """Notify the callbacks of the checkpoints written since the last call."""
+        self._prepare()
         if self._together is not None:
             self._together.proceed()
         for checkpoint in self._writer.finished():
             self._enter("callback")
             self._callbacks.call("checkpoint_saved", self._run, checkpoint.folder)
+
+    def _prepare(self) -> None:
+        """Allocate the memory of the copies once, after the first step: the optimizer has its state then.
+
+        Servers hold the state of a parameter server: to see it takes as long as a save, so that nothing is prepared.
+        """
+        plan, step = self._plan, self._run.state.step
+        if self._prepared or not 0 < step < plan.last_step or plan.is_measurement or not self.writes_here:
+            return
+        self._prepared = True
+        auxiliary = set(plan.auxiliary_ranks)
+        if any(task.rank in auxiliary and not task.is_evaluator for task in plan.tasks):
+            return
+        pieces = self.collect()
+        if self._together is not None:
+            self._together.prepare(pieces)
+        else:
+            self._saver.prepare({name: parts[0].tensor for name, parts in pieces.items()})
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks."""
@@ -258,6 +280,20 @@ class Checkpointer:
         if self._together is not None:
             return sha256_of_pieces(sharded_state_dict(self._executor), self._executor.local.all_ranks)
         return weights_sha256(self._executor.state_dict()) if self._run.is_owner else None
+
+
+def snapshot_of(cfg: RunConfig, device: str, *, own_loop: bool) -> Snapshot:
+    """Return what copies the state of a run to the host.
+
+    On a GPU, copies go on beside the steps where each update is announced and the loop is that of trainkit: a graph of
+    a whole step announces one phase, and a loop of the user's own may change a parameter between two steps.
+
+    Example:
+        >>> from trainkit.config.schema import RunConfig
+        >>> snapshot_of(RunConfig(), "cuda:0", own_loop=False).overlaps
+        True
+    """
+    return Snapshot(overlaps=device.startswith("cuda") and cfg.compile.mode != "step" and not own_loop)
 
 
 def retention_of(cfg: RunConfig) -> Retention:

@@ -24,7 +24,7 @@ from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
 from trainkit.run.session.auxiliary import unprefetched_loader
-from trainkit.run.session.checkpointer import Checkpointer, LastSave
+from trainkit.run.session.checkpointer import Checkpointer, LastSave, snapshot_of
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import own_loss_refusal, progress_of, status_of
@@ -72,20 +72,20 @@ class TaskSession:
         self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
-        self.fingerprint = fingerprint
+        self._snapshot = snapshot_of(self.cfg, identity.task.device, own_loop=given_loss is not None)
+        on_phase = self._snapshot.heard(on_phase)
         self._stop_requested, self._on_phase = stop_requested, self._account.heard(on_phase)
         self._data_state: dict[str, Any] | None = None
-        self._evaluation_due, self._failed = False, False
-        self._cleanup = ExitStack()
+        self._evaluation_due, self._failed, self._cleanup = False, False, ExitStack()
         strategy = self.parts.strategy
         training = make_step_context(self.plan)
         self._training = training if given_loss is None else given_loss.context_of(training)
-        self._given_loss, self.logged = given_loss, LoggedFigures()
+        self.fingerprint, self._given_loss, self.logged = fingerprint, given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task.device)
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)
-        in_steps = self._account.heard(on_phase if within_steps else ignore_phase)
+        in_steps = self._account.heard(on_phase if within_steps else self._snapshot.heard(ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
         self.executor: Executor = strategy.setup(self._request(model, identity, folder))
@@ -103,6 +103,7 @@ class TaskSession:
             fingerprint=fingerprint,
             confirm=self.check_fence,
             enter=self.enter,
+            snapshot=self._snapshot,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
         self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
@@ -145,8 +146,7 @@ class TaskSession:
 
     def enter(self, phase: str) -> None:
         """Report that this rank begins another phase."""
-        if self._on_phase is not None:
-            self._on_phase(phase, self.run.state.step)
+        self._on_phase(phase, self.run.state.step)
 
     def warn(self, message: str) -> None:
         """Add a note to the startup summary, before it is printed."""

@@ -24,32 +24,11 @@ from trainkit.strategies.tensors.sharded import ShardedState
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention
 from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, file_key, prune, save, untied, write_part
+from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.cleanup import delete_temporary_folder, owner_of
 from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import Checkpoint
 from trainkit.trainer.ownership import OwnershipToken
-
-
-class Snapshot:
-    """The latest copies by name; they take the memory of one checkpoint, and a second one allocates nothing."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy to the host; waits for the device once, after all copies have been started."""
-        self.buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self.buffers[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        return dict(self.buffers)
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self.buffers.get(name)
-        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-            return buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class BackgroundSaver:
@@ -68,13 +47,14 @@ class BackgroundSaver:
         background: bool = True,
         confirm: Callable[[], None] | None = None,
         owner: OwnershipToken | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._root = root
         self._owner = owner
         self._confirm = confirm
         self._retention = retention
         self._background = background
-        self._snapshot = Snapshot()
+        self._snapshot = snapshot or Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[Checkpoint] = []
@@ -109,6 +89,11 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the memory of the copies in the background; the first save then waits for the copies alone."""
+        if self._background:
+            self._snapshot.prepare(untied(tensors)[0])
+
     def finished(self) -> list[Checkpoint]:
         """Return the checkpoints written since the last call, without waiting.
 
@@ -141,11 +126,12 @@ class BackgroundSaver:
         try:
             self.wait()
         finally:
-            self._snapshot.buffers.clear()
+            self._snapshot.release()
         return self.finished()
 
     def _write(self, **arguments: Any) -> None:
         try:
+            self._snapshot.wait_copied()
             self._finished.append(save(self._root, **arguments))
         except BaseException as error:  # noqa: BLE001 - carried to the thread that trains
             self._error = error
@@ -190,6 +176,7 @@ class ShardedSaver:
         background: whether the files are written in the background.
         confirm: called by rank 0 before a checkpoint is renamed; raises if another group owns the folder now.
         owner: the run; None: the owner of `root`. Only rank 0 needs it.
+        snapshot: makes the copies; None: a new one.
     """
 
     def __init__(
@@ -201,11 +188,12 @@ class ShardedSaver:
         background: bool = True,
         confirm: Callable[[], None] | None = None,
         owner: OwnershipToken | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._root, self._all_ranks = root, all_ranks
         self._given = owner
         self._retention, self._background, self._confirm = retention or Retention(), background, confirm
-        self._snapshot = Snapshot()
+        self._snapshot = snapshot or Snapshot()
         self._pending: _PendingSave | None = None
         self._finished: list[Checkpoint] = []
 
@@ -235,6 +223,12 @@ class ShardedSaver:
             self.wait()
         else:
             found.writing.start()
+
+    def prepare(self, pieces: ShardedState) -> None:
+        """Allocate the memory of the copies in the background; not collective."""
+        if self._background:
+            parts = ((name, place, piece) for name, found in pieces.items() for place, piece in enumerate(found))
+            self._snapshot.prepare({file_key(name, place): piece.tensor for name, place, piece in parts})
 
     def proceed(self) -> None:
         """Complete the checkpoint in progress, if all ranks have written their files; collective while there is one.
@@ -273,7 +267,7 @@ class ShardedSaver:
         try:
             self.wait()
         finally:
-            self._snapshot.buffers.clear()
+            self._snapshot.release()
         return self.finished()
 
     @functools.cached_property
@@ -322,6 +316,7 @@ class ShardedSaver:
         try:
             if rank:  # rank 0 reaches this failpoint when it completes the checkpoint
                 hit("save", found.step)
+            self._snapshot.wait_copied()
             if any(pieces.values()) or not rank:
                 found.part = write_part(found.draft, pieces, rank=rank)
         except OSError as error:

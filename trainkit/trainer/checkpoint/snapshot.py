@@ -1,0 +1,161 @@
+"""Copies of tensors on the host, in memory that is allocated before it is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainkit.strategies.base import PhaseListener
+from trainkit.trainer.checkpoint.copy_stream import CopyStream, Pairs, stream_of
+
+_PAGE: Final = 4096
+"""Bytes of the smallest pages of memory."""
+Part = Literal["model", "optimizer", "other"]
+"""A part of the state: parameters and buffers, the state of the optimizer, and what callbacks keep."""
+_CHANGED_BY: Final[Mapping[str, tuple[Part, ...]]] = {"data": (), "forward": ("model",), "backward": ("model",)}
+"""Phase -> the parts that it may change: some models change their own parameters in a forward pass, and an optimizer's
+state changes in updates alone. Any other phase may change all of them.
+"""
+_ALL: Final[tuple[Part, ...]] = ("model", "optimizer", "other")
+
+
+class _Kind(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    pinned: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kind:
+        return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
+
+    def allocated(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.pinned)
+
+
+class Snapshot:
+    """The latest copies by name; they take the memory of one checkpoint, and a second one allocates nothing.
+
+    A page of new memory is found and cleared by the system when it is written for the first time, which takes several
+    times as long as the copy: `prepare` does so in a thread while the training goes on.
+
+    Tensors of the host are copied when `take` returns. Those of a GPU are copied on streams of their own, to pinned
+    memory: the host goes on, and the stream of the training waits for the copies before it changes what they copy.
+
+    Args:
+        overlaps: whether steps announce their phases, and nothing else changes the state between two steps. If not, the
+            stream of the training waits for all copies at once.
+        stream_of: returns the copies of a device; None: its tensors are copied at once.
+    """
+
+    def __init__(
+        self, *, overlaps: bool = False, stream_of: Callable[[torch.device], CopyStream | None] = stream_of
+    ) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.overlaps, self._stream_of = overlaps, stream_of
+        self._preparing: threading.Thread | None = None
+        self._copying: list[CopyStream] = []
+        """The copies since the last `take`."""
+        self._awaited: dict[Part, list[CopyStream]] = {}
+        """Those that the training has not waited for."""
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the memory of later copies in the background; the tensors may change meanwhile."""
+        kinds = {name: _Kind.of(tensor) for name, tensor in tensors.items()}
+        self.wait_prepared()
+        self._preparing = threading.Thread(target=self._allocate, args=(kinds,), name="staging", daemon=True)
+        self._preparing.start()
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy to the host; the copies are complete when `wait_copied` has returned.
+
+        Args:
+            tensors: by the names of a checkpoint, `param/`, `buffer/` and `optimizer/` before their own.
+        """
+        self.wait_prepared()
+        self._hold(_ALL)
+        self.buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        found: dict[tuple[Part, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        for name, tensor in tensors.items():
+            found.setdefault((_part_of(name), tensor.device), []).append((tensor.detach(), self.buffers[name]))
+        self._copying = []
+        for part in _ALL:  # in the order in which the training waits for them
+            for device in {device for one, device in found if one == part}:
+                self._copy(part, device, found[part, device])
+        self._hold(("other",) if self.overlaps else _ALL)
+        return dict(self.buffers)
+
+    def heard(self, on_phase: PhaseListener) -> PhaseListener:
+        """Return a listener that lets the device wait for copies before a phase that may change their tensors."""
+        if not self.overlaps:
+            return on_phase
+
+        def listen(phase: str, step: int) -> None:
+            if self._awaited:
+                self._hold(_CHANGED_BY.get(phase, _ALL))
+            on_phase(phase, step)
+
+        return listen
+
+    def wait_copied(self) -> None:
+        """Wait, on the host, until the copies of the last `take` are complete; from any thread.
+
+        Raises:
+            RuntimeError: a device has failed.
+        """
+        for stream in self._copying:
+            stream.wait()
+
+    def wait_prepared(self) -> None:
+        """Wait until the memory is allocated."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.wait_prepared()
+        self._hold(_ALL)
+        self.buffers.clear()
+        self._copying = []
+
+    def _copy(self, part: Part, device: torch.device, pairs: Pairs) -> None:
+        stream = self._stream_of(device)
+        if stream is None:
+            for source, target in pairs:
+                target.copy_(source)
+            return
+        stream.start(pairs)
+        self._copying.append(stream)
+        self._awaited.setdefault(part, []).append(stream)
+
+    def _hold(self, parts: tuple[Part, ...]) -> None:
+        """Let the training wait on its devices for the copies of parts; the host goes on."""
+        for part in parts:
+            for stream in self._awaited.pop(part, ()):
+                stream.hold()
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer, kind = self.buffers.get(name), _Kind.of(tensor)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (kind.shape, kind.dtype):
+            return buffer
+        return kind.allocated()
+
+    def _allocate(self, kinds: Mapping[str, _Kind]) -> None:
+        with suppress(RuntimeError):  # no memory: the save itself will say so
+            for name, kind in kinds.items():
+                if name not in self.buffers:
+                    buffer = kind.allocated()
+                    buffer.reshape(-1).view(torch.uint8)[::_PAGE].zero_()  # a byte of each page
+                    self.buffers[name] = buffer
+
+
+def _part_of(name: str) -> Part:
+    kind = name.partition("/")[0]
+    if kind == "optimizer":
+        return "optimizer"
+    return "model" if kind in ("param", "buffer") else "other"
