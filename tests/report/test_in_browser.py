@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainkit
+from tests.support.browsing import needs_browser, opened
 from tests.support.settings import latest
 from trainkit.cli import main
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.page import write_run_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-headless-shell") or ""
 AXE = os.environ.get("TRAINKIT_TEST_AXE", "")
 SMALL = (
     "recipe=null",
@@ -30,23 +29,7 @@ SMALL = (
 )
 HOSTILE = ("</script><script>window.hit=1</script>", "<img src=x onerror=window.hit=1>", "\u202egnorw", "x" * 10_000)
 needs_axe = pytest.mark.skipif(not AXE, reason="set TRAINKIT_TEST_AXE to the axe.min.js of the npm package axe-core")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install chromium"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("playwright") is None, reason="needs playwright: pip install playwright"
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield found
-        found.close()
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +46,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["report", str(folder)]) == 0
     assert main(["report", str(folder / "0"), str(folder / "1"), "--out", str(folder / "comparison.html")]) == 0
     return folder
-
-
-def opened(browser: Any, path: Path, *, width: int = 1280, scheme: str = "light", bypass: bool = False) -> Any:
-    """Open a page from the disk without a network; an error of the console fails the test at `errors`."""
-    context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True, bypass_csp=bypass
-    )
-    page = context.new_page()
-    page.errors = []
-    page.on("console", lambda one: page.errors.append(one.text) if one.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.goto(path.absolute().as_uri())
-    page.wait_for_selector("footer")
-    return page
 
 
 ALL = pytest.mark.parametrize("name", ["0/report.html", "comparison.html", "report.html"])
@@ -140,6 +109,34 @@ def test_a_page_prints_to_one_page_of_a4(browser: Any, pages: Path, name: str) -
     page.context.close()
 
 
+def test_paper_shows_whole_parts_and_names_those_that_it_leaves_out(browser: Any, tmp_path: Path) -> None:
+    settings = [
+        {"key": f"a.key_{number}", "value": number, "recipe": None, "set_by": "command line", "tag": "maths"}
+        for number in range(150)
+    ]
+    (tmp_path / "settings.json").write_text(json.dumps({"settings": settings}))
+    command = ["trainkit", *(f"a.key_{number}={number}" for number in range(150))]
+    (tmp_path / "environment.json").write_text(json.dumps({"argv": command}))
+    rows = [{"step": step, "samples": step, **{f"a/m{name}": step / 7 for name in range(6)}} for step in range(1, 50)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_run_page(RunFolder(tmp_path), tmp_path / "report.html")
+    page = opened(browser, tmp_path / "report.html", scheme="dark")
+    whole = page.evaluate("page.innerHTML.length")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("page.getBoundingClientRect().height * 25.4 / 96") <= 270
+    left_out = page.locator(".paper-note").inner_text()
+    assert "long commands" in left_out
+    assert "charts after the first 4" in left_out
+    assert "rows of tables" in left_out
+    assert page.locator("h2:visible").all_inner_texts()[-1] == "Config"
+    assert page.evaluate("css('--ground')") == "#fff"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator(".paper-note, .off-paper").count() == 0
+    assert page.evaluate("page.innerHTML.length") >= whole
+    assert page.errors == []
+    page.context.close()
+
+
 def test_brushing_two_axes_leaves_the_jobs_inside_both(browser: Any, pages: Path) -> None:
     page = opened(browser, pages / "report.html")
     page.get_by_label("optimizer.lr from").select_option("0.01")
@@ -199,7 +196,7 @@ def test_a_hostile_name_is_text(browser: Any, pages: Path, tmp_path: Path, name:
 @ALL
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_has_no_serious_finding(browser: Any, pages: Path, name: str, scheme: str) -> None:
-    page = opened(browser, pages / name, scheme=scheme, bypass=True)
+    page = opened(browser, pages / name, scheme=scheme, bypass_csp=True)
     page.evaluate(Path(AXE).read_text())
     found = page.evaluate("axe.run()")["violations"]
     assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []

@@ -13,7 +13,7 @@ from trainkit.redaction import mask
 from trainkit.report.web.curves import LoggedRows, Point, number
 from trainkit.report.web.page import COMPARISON_BYTES, compact_curve, fit, make_page, printable
 
-SCRIPTS: Final = ("dom.js", "charts.js", "coordinates.js", "comparison.js")
+SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "coordinates.js", "comparison.js")
 _POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12, 4)
 _FEW: Final = 8
 """Runs up to which every metric is drawn; of more runs, the monitored metric and the training loss."""
@@ -70,7 +70,11 @@ def comparison_page(comparison: Comparison) -> str:
         shown = {**data, "curves": curves_of(comparison, most), "points": most}
         return make_page(data["title"], shown, scripts=SCRIPTS)
 
-    return fit(page, limit=COMPARISON_BYTES, points=_POINTS)
+    def least(most: int) -> int:
+        shown = [run.rows.curves.get(name) for name in _names(comparison) for run in comparison.runs]
+        return sum(6 * len(curve.points(most)) for curve in shown if curve is not None)  # value, samples and seconds
+
+    return fit(page, limit=COMPARISON_BYTES, points=_POINTS, least=least)
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
@@ -133,11 +137,6 @@ def _run(one: ComparedRun, goal: MonitoredMetric) -> dict[str, Any]:
 
 def curves_of(comparison: Comparison, most: int) -> list[dict[str, Any]]:
     """Return the curves of the runs by metric, each point with the samples and seconds of its step."""
-    goal = comparison.goal.metric
-    known = dict.fromkeys(name for run in comparison.runs for name in run.rows.curves)
-    if len(comparison.runs) > _FEW:
-        known = {name: None for name in known if name in (goal, "train/loss")}
-    names = sorted(known, key=lambda name: (name != goal, "loss" not in name))[:_MOST_METRICS]
     return [
         {
             "name": printable(name),
@@ -147,8 +146,17 @@ def curves_of(comparison: Comparison, most: int) -> list[dict[str, Any]]:
                 if name in run.rows.curves
             ],
         }
-        for name in names
+        for name in _names(comparison)
     ]
+
+
+def _names(comparison: Comparison) -> list[str]:
+    """Return the metrics whose curves are shown, the monitored one and the losses first."""
+    goal = comparison.goal.metric
+    known = dict.fromkeys(name for run in comparison.runs for name in run.rows.curves)
+    if len(comparison.runs) > _FEW:
+        known = {name: None for name in known if name in (goal, "train/loss")}
+    return sorted(known, key=lambda name: (name != goal, "loss" not in name))[:_MOST_METRICS]
 
 
 def _curve(rows: LoggedRows, name: str, most: int) -> dict[str, Any]:

@@ -44,16 +44,19 @@ def make_page(title: str, data: Mapping[str, Any], *, scripts: Sequence[str]) ->
     )
 
 
-def fit(make: Callable[[int], str], *, limit: int, points: Sequence[int]) -> str:
+def fit(make: Callable[[int], str], *, limit: int, points: Sequence[int], least: Callable[[int], int]) -> str:
     """Return the page with the largest number of points a curve that fits into a number of bytes; else the smallest.
 
     Args:
         make: returns the page with at most so many points a curve.
         limit: largest number of bytes.
         points: numbers of points to try, largest first.
+        least: returns the bytes that the points take at least; a page that they exceed is not made.
     """
     page = ""
     for most in points:
+        if least(most) > limit and most != points[-1]:
+            continue
         page = make(most)
         if len(page.encode()) <= limit:
             break

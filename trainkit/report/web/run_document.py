@@ -21,7 +21,7 @@ from trainkit.report.web.page import RUN_PAGE_BYTES, compact_curve, fit, make_pa
 from trainkit.report.web.run_files import RunFiles
 from trainkit.report.web.trust import trust_strip
 
-SCRIPTS: Final = ("dom.js", "charts.js", "run.js")
+SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "run.js")
 _POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12)
 _MOST_MARKS: Final = 300
 _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
@@ -85,7 +85,10 @@ def run_page(facts: RunFacts) -> str:
         shown = {**data, "curves": curves, "points": most}
         return make_page(data["title"], shown, scripts=SCRIPTS)
 
-    return fit(page, limit=RUN_PAGE_BYTES, points=_POINTS)
+    def least(most: int) -> int:
+        return sum(2 * len(curve.points(most)) for curve in facts.rows.curves.values())  # a digit and a comma
+
+    return fit(page, limit=RUN_PAGE_BYTES, points=_POINTS, least=least)
 
 
 def _compact(curve: Curve, most: int) -> dict[str, Any]:

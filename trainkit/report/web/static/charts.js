@@ -89,11 +89,13 @@ function build(one) {
   const width = Math.max(220, one.place.clientWidth);
   if (one.plot) one.plot.destroy();
   one.width = width;
+  const height = Math.round(Math.min(260, Math.max(170, width * .52)));
+  one.place.style.minHeight = `${height}px`;  // uPlot sizes itself a moment later, and paper is measured at once
   const axis = {stroke: css("--soft"), grid: {stroke: css("--line"), width: 1}, ticks: {show: false}, font: "12px system-ui, sans-serif"};
   const y = one.series.flatMap((s) => s.y).filter(isNumber);
   const wide = Math.max(...[Math.min(...y), Math.max(...y)].map((v) => short(v).length), 3);
   one.plot = new uPlot({
-    width, height: Math.round(Math.min(260, Math.max(170, width * .52))), legend: {show: false},
+    width, height, legend: {show: false},
     scales: {x: {time: false}}, padding: [10, 12, 0, 0],
     cursor: {drag: {x: true, y: false}, points: {size: 7}, y: false},
     axes: [{...axis, size: 32, values: (_, ticks) => ticks.map((v) => (Number.isInteger(v) || one.unit !== "step" ? v.toLocaleString("en") : ""))},
@@ -173,4 +175,3 @@ addEventListener("resize", () => {
   pending = setTimeout(() => { if (charts.some((one) => one.plot && Math.abs(one.place.clientWidth - one.width) > 4)) again(); }, 120);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-addEventListener("beforeprint", () => { for (const one of charts.slice(0, 4)) if (!one.plot) start(one); });
