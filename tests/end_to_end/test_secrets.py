@@ -147,6 +147,9 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
         done.stdout,
     )
     assert '"+logger.w.api_key=(redacted)"' in (sweep / "sweep.json").read_text()
+    clean("report", str(sweep))
+    clean("report", str(sweep / "0"), str(sweep / "1"))
+    assert (sweep / "report.html").is_file()
     clean("top", str(sweep))
     clean("ensemble", str(sweep), "--k", "2")
     assert "logger.w.tokens=(redacted): a secret is not kept" in clean("top", str(sweep), "--then", code=2)
