@@ -26,8 +26,8 @@ import messages  # type: ignore[import-not-found]
 import reference  # type: ignore[import-not-found]
 
 _PAGES: Final = (
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "recipes/*/README.md",
-    "benchmarks/results/*.md",
+    "README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md",
+    "recipes/*/README.md", "benchmarks/results/*.md",
 )  # fmt: skip
 _SHIM: Final = "https://unpkg.com/iframe-worker/shim"
 """Where a page of the generator loads iframe-worker from (MIT; the file and its licence lie beside this script)."""

@@ -12,7 +12,7 @@ import pytest
 from tests.packaging.conftest import ROOT
 from tests.support import quick
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "AGENTS.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"^<!-- (run|run, long|fails: \d+(?:, prints)?) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
