@@ -20,6 +20,7 @@ import io
 import json
 import os
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -246,6 +247,8 @@ def _end_with(reader: int) -> None:
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, 10, signal.SIGKILL)  # F_SETSIG
     fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([reader], [], [], 0)[0]:  # it was gone before: no signal comes
+        os.killpg(0, signal.SIGKILL)
 
 
 def _run_trainkit(arguments: list[str]) -> int:
