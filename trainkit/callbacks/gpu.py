@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,9 @@ class Gpu(Callback):
     The driver is asked when a row is logged, at most every `every_s` seconds, and no step waits for the device. A
     figure that a GPU does not report is left out.
 
+    Raises:
+        MissingExtraError: the package nvidia-ml-py is not installed.
+
     Source: NVML API reference, device queries.
     """
 
@@ -42,18 +47,16 @@ class Gpu(Callback):
     """Least seconds between two questions to the driver; rows in between have no such figures."""
     _found: _Found = field(default_factory=_Found, init=False, repr=False, compare=False)
 
-    def run_start(self, run: Run) -> None:
-        """Find the GPUs; say so where there are none.
+    def __post_init__(self) -> None:
+        if sys.modules.get("pynvml") is None and importlib.util.find_spec("pynvml") is None:
+            raise MissingExtraError(key="callbacks.gpu", package="nvidia-ml-py", extra="gpu")
 
-        Raises:
-            MissingExtraError: the package nvidia-ml-py is not installed.
-        """
-        try:
-            import pynvml  # noqa: PLC0415 - optional
-        except ImportError:
-            raise MissingExtraError(key="callbacks.gpu", package="nvidia-ml-py", extra="gpu") from None
+    def run_start(self, run: Run) -> None:
+        """Find the GPUs; say so where there are none."""
         if not run.is_owner:
             return
+        import pynvml  # noqa: PLC0415 - optional
+
         try:
             pynvml.nvmlInit()
             self._found.handles = [handle_of(pynvml, one) for one in _devices(run)]
