@@ -67,7 +67,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 MISTAKES = {
     "length-of-the-run": ["epochs=two"],
-    "batch": ["batch.micro_size=0"],
+    "shards-of-a-step": ["batch.micro_size=0"],
     "optimizer-and-learning-rate": ["optimizer=adamv"],
     "model": ["model=mpl"],
     "compiling-and-memory": ["compile.mode=fast"],
@@ -124,7 +124,7 @@ def test_a_missing_package_has_a_section_whatever_key_needs_it() -> None:
 def test_one_line_names_three_sections_at_most() -> None:
     problems = [Problem(key=key, rule="is wrong.") for key in ("batch", "model", "batch.micro_size", "seed", "data")]
     found = address_line(ConfigError(problems))
-    assert found == f"More: {PAGE}#batch, #model, #precision-and-reproducibility"
+    assert found == f"More: {PAGE}#shards-of-a-step, #model, #precision-and-reproducibility"
 
 
 def test_a_hostile_key_chooses_among_the_sections_only() -> None:

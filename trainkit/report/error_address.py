@@ -20,7 +20,7 @@ LAUNCH: Final = "cluster-and-launch"
 SECTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "length-of-the-run": ("epochs", "steps", "stop_at_step"),
-        "batch": ("batch",),
+        "shards-of-a-step": ("batch",),
         "optimizer-and-learning-rate": ("optimizer", "optimizers", "lr_scaling", "warmup", "schedule", "clip"),
         "model": ("model", "average"),
         "compiling-and-memory": ("compile", "activation_checkpointing", "memory_format"),
