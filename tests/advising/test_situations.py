@@ -27,6 +27,7 @@ HOST = "--devices=8 --hardware=h100_sxm"
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("training", "devices", "strategy", "count"), [
     pytest.param("recipe=digits", HOST, "one_device", 1, id="a small model on a strong host"),
     pytest.param("recipe=digits", f"{HOST} --for=cost", "one_device", 1, id="a small model for little money"),

@@ -20,6 +20,7 @@ def first_contact(out: Path, *parts: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_every_part_holds_on_the_cpu(tmp_path: Path) -> None:
     done = first_contact(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -57,6 +57,7 @@ def failpoint(length: int, rank: int) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("length", "ranks"), CASES)
 def test_a_prediction_killed_five_times_has_every_id_in_order_and_the_same_bytes(
     run: Path, tmp_path: Path, length: int, ranks: int
