@@ -21,6 +21,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 
 from tests.support import quick
 from tests.support.browsing import browser
+from tests.support.graphs import fresh_graphs
 from tests.support.installing import clean_environ, installed, wheel
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
@@ -29,7 +30,7 @@ from tests.support.thinning import thin
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
 
-__all__ = ["browser", "clean_environ", "installed", "wheel"]
+__all__ = ["browser", "clean_environ", "fresh_graphs", "installed", "wheel"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +19,12 @@ from trainkit.strategies.core.copies import ComputingCopies
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, is_compiled
 from trainkit.strategies.parameter_server.worker_task import read_when_looked_up
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
+
 COMPILED = ModelTransforms(compile_mode="default", backend="aot_eager")
 POINTS = Case(micro_size=4, optimizer="adamw", max_norm=0.5, num_steps=4, resume_at=2, shaping=COMPILED)
 """Two shards a step, clipped, and continued in a new placement."""
 THREADS: dict[str, Any] = {"strategy": "central_storage"}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No graph of another test is taken."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,12 @@ def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("fresh_graphs")
 def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[str, int]) -> None:
     compiled = ModelTransforms(compile_mode="default", backend="aot_eager")
     case = Case(micro_size=4, optimizer="adamw", max_norm=0.5, num_steps=3, resume_at=2, shaping=compiled)
     (found,) = train_in_threads(store, served(case, 1, 1, devices_per_worker=2))
     assert reference.differences(found.weights, oracle(case)) == []
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

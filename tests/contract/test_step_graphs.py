@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +23,18 @@ from trainkit.strategies.core.graphs.formulas import formula_of
 from trainkit.strategies.core.graphs.refusals import step_problems
 from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
-)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_graphs"),
+    pytest.mark.skipif(
+        not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
+    ),
+]
 
 GRAPHS = ModelTransforms(compile_mode="step", backend="aot_eager")
 """The same graphs as the default's, without the code that takes seconds to make."""
 POINTS = Case(shaping=GRAPHS)
 TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping=GRAPHS)
 """Counted weights, clipping, three shards a step, and a last batch of another size."""
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No graph of another test is taken."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from random import gauss as shake
@@ -24,22 +24,16 @@ from trainkit.strategies.core.graphs import whole_shards
 from trainkit.strategies.core.graphs.whole_shards import ShardGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
-)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_graphs"),
+    pytest.mark.skipif(
+        not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
+    ),
+]
 
 DEFAULT = ModelTransforms(compile_mode="default", backend="aot_eager")
 POINTS = Case(shaping=DEFAULT, num_steps=4)
 TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping=DEFAULT)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No graph of another test is taken."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
