@@ -12,6 +12,7 @@ import pytest
 
 from tests.launchers.test_launchers import FIXED, TORCHRUN, environ, sha256
 from tests.launchers.two_hosts import Host, two_hosts
+from tests.support.descendants import descendants
 from tests.support.settings import latest
 from tests.support.verdicts import plain
 
@@ -40,15 +41,10 @@ def agent(host: Host, leads: bool, first: Host) -> subprocess.Popen[bytes]:
 
 def lose(process: subprocess.Popen[bytes]) -> None:
     """End a process and all below it at once, without a word."""
-    for pid in [*below(process.pid), process.pid]:
+    for pid in [*descendants(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
-
-
-def below(pid: int) -> list[int]:
-    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
-    return [found for child in children for found in (child, *below(child))]
 
 
 def wait_for_step(step: int, process: subprocess.Popen[bytes], within_s: float = 120) -> int:

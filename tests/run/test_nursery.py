@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.running import run
+from tests.support.descendants import descendants
 from tests.support.verdicts import plain
 from trainkit.run.process import fork_server as ranks
 from trainkit.run.process.fork_server import ForkServerClient
@@ -28,13 +29,6 @@ LAST = 400
 Training = tuple[subprocess.Popen[str], Path, int, dict[str, int]]
 
 
-def below(pid: int) -> dict[int, str]:
-    """The children and grandchildren of a process, by name."""
-    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
-    named = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in children}
-    return named | {pid: name for child in children for pid, name in below(child).items()}
-
-
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     """A long run that has written a checkpoint, its nursery's number and its ranks'."""
@@ -45,9 +39,9 @@ def training(tmp_path: Path) -> Iterator[Training]:
         while not list(folder.glob("checkpoints/step_*")):
             assert process.poll() is None
             time.sleep(0.02)
-        found = below(process.pid)
+        found = descendants(process.pid)
         pids = {name: pid for pid, name in found.items() if name.startswith("worker:")}
-        (nursery,) = (pid for pid in found if pids.keys() & set(below(pid).values()))
+        (nursery,) = (pid for pid in found if pids.keys() & set(descendants(pid).values()))
         yield process, folder, nursery, pids
         process.kill()
 
@@ -66,7 +60,7 @@ def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)
-    while sorted(below(nursery).values()) != ["worker:0", "worker:1"] or below(nursery).keys() & set(pids.values()):
+    while not _are_two_ranks(found := descendants(nursery)) or found.keys() & set(pids.values()):
         assert process.poll() is None
         time.sleep(0.01)
     _, told = process.communicate(timeout=120)
@@ -92,6 +86,10 @@ def test_all_end_with_the_supervisor(training: Training) -> None:
     while time.monotonic() < gone and any(_runs(pid) for pid in (nursery, *pids.values())):
         time.sleep(0.01)
     assert not [pid for pid in (nursery, *pids.values()) if _runs(pid)]
+
+
+def _are_two_ranks(found: dict[int, str]) -> bool:
+    return sorted(found.values()) == ["worker:0", "worker:1"]
 
 
 def _runs(pid: int) -> bool:
