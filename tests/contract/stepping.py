@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 from tests.support import drawing_models, own_objectives, reference, zoo
-from tests.support.launches_of_a_step import Calls, StepTrace
+from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
@@ -287,16 +288,18 @@ def run_rank(place: Place | None, case: Case) -> Trained:
 
 
 def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
-    """What the last step of a case calls on this rank, by phase."""
+    """What the last step of a case calls on this rank, by phase; the operations of a compiled step as of its graphs."""
     rank, trace = _Rank(place, case), StepTrace()
     rank.on_phase = trace.listen
-    executor = rank.setup(0)
-    tune(executor)
-    rank.steps(executor, case.num_steps - 1)
-    ticket = next(iter(executor.tickets(rank.at, case.num_steps)))
-    batches = rank.fetch(ticket)
-    with trace:
-        executor.step(ticket, batches)
+    with counting_graphs(trace) if case.shaping.graph_settings else nullcontext():
+        executor = rank.setup(0)
+        tune(executor)
+        rank.steps(executor, case.num_steps - 1)
+        ticket = next(iter(executor.tickets(rank.at, case.num_steps)))
+        batches = rank.fetch(ticket)
+        trace.phases.clear()  # the graphs of earlier steps
+        with trace:
+            executor.step(ticket, batches)
     executor.close()
     return trace.phases
 

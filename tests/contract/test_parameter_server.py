@@ -1,7 +1,6 @@
 """A synchronous parameter server is the training of one device, and so is an asynchronous one with one worker."""
 
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.contract import stepping
 from tests.contract.running import run, weights
@@ -32,16 +30,6 @@ pytestmark = pytest.mark.pairwise
 
 CLASSES = Case(task="classes", global_size=16, micro_size=3)
 TOKENS = Case(task="tokens", global_size=8, micro_size=2)
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[tuple[str, int]]:
-    """A rendezvous store of this process."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    held = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield "127.0.0.1", port
-    del held
 
 
 def served(case: Case, workers: int, servers: int, **settings: object) -> Case:

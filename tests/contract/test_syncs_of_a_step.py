@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.contract.stepping import Case, calls_of_a_step
-from tests.support.launches_of_a_step import Calls, StepTrace
+from tests.contract import stepping
+from tests.contract.stepping import Case, calls_of_a_step, train_in_threads
+from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
 from tests.support.pool import Pool
 from trainkit.cli import main
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.base import Batch, PlanContext, StepOutcome
+from trainkit.strategies.base import Batch, GraphSettings, PlanContext, StepOutcome
+from trainkit.strategies.core.graphs.whole import WholeGraph
 from trainkit.strategies.core.synchronous import SynchronousExecutor
+from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport
+from trainkit.strategies.parameter_server.worker_task import Mode, Worker
 
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "one_device": {},
@@ -94,6 +102,63 @@ def test_a_step_reads_nothing_copies_nothing_from_the_host_and_launches_no_more(
             assert {phase: one.launches for phase, one in phases.items() if one.launches > most[phase]} == {}
 
 
+def calls_of_a_worker(store: tuple[str, int], case: Case) -> dict[str, Calls]:
+    """What the only worker calls for the last step, by phase; the data that the test makes are left out."""
+    trace, execute = StepTrace(), Worker._execute
+
+    def traced(worker: Worker, order: WorkOrder, channel: WorkChannel) -> WorkReport:
+        with trace if order.step == case.num_steps - 1 else nullcontext():
+            return execute(worker, order, channel)
+
+    with patch.object(Worker, "_execute", traced), patch.object(stepping, "ignore_phase", trace.listen):
+        train_in_threads(store, case)
+    del trace.phases["data"]
+    return trace.phases
+
+
+WORKER: Final[Mapping[Mode, Mapping[str, int]]] = {
+    "sync": {"forward": 76, "backward": 142, "reduce": 0},
+    "async": {"forward": 76, "backward": 143, "reduce": 15},
+}
+"""Launches of a worker for a step in fp32, at most: the update is that of the servers, in async the clipping the worker's."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision"),
+    [("sync", one) for one in PRECISIONS] + [("async", one) for one in PRECISIONS if one != "fp16_mixed"],
+)
+def test_a_worker_reads_what_it_reports_and_copies_nothing_from_the_host(
+    mode: Mode, precision: str, store: tuple[str, int]
+) -> None:
+    settings = {"workers": 1, "servers": 1, "timeout_s": 60.0, "mode": mode}
+    case = replace(case_of("one_device", precision), strategy="parameter_server", settings=settings)
+    phases = calls_of_a_worker(store, case)
+    reads = {phase: calls.reads for phase, calls in phases.items() if calls.reads}
+    # Loss and weight of each of two work orders; in async those of one, and the norm.
+    assert reads == {"reduce": 4 if mode == "sync" else 3}
+    assert [phase for phase, calls in phases.items() if calls.host_copies] == []
+    if precision == "fp32":
+        assert {phase: one.launches for phase, one in phases.items() if one.launches > WORKER[mode][phase]} == {}
+
+
+GRAPHS: Final = 198
+"""Operations of a step by graphs in fp32, at most; inductor fuses most of them."""
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "fp16_mixed"])
+def test_graphs_of_a_step_read_nothing_and_copy_only_the_numbers_of_the_step(precision: str) -> None:
+    graphs = ModelTransforms(compile_mode="step", backend="aot_eager")
+    phases = calls_of_a_step(None, replace(case_of("one_device", precision), task="tokens", shaping=graphs))
+    decides = precision == "fp16_mixed"
+    assert {phase: calls.reads for phase, calls in phases.items() if calls.reads} == ({"update": 1} if decides else {})
+    # Start value, learning rate, step count and largest norm: one tensor a kind of graph, on a GPU from pinned memory.
+    assert sum(calls.host_copies for calls in phases.values()) == (2 if decides else 1)
+    if precision == "fp32":
+        assert phases["forward"].launches <= GRAPHS
+
+
 def test_a_read_and_a_copy_are_seen() -> None:
     with StepTrace() as trace:
         total = torch.tensor([1.0, 2.0]).sum()
@@ -108,6 +173,20 @@ ON_ONE_GPU: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 FIRST: Final = 3
 """Steps that may wait: they find the layout of gradients and buffers, and copy what stays on the device."""
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+def test_a_read_inside_a_graph_is_seen() -> None:
+    trace = StepTrace()
+    with counting_graphs(trace):
+        graph = WholeGraph(
+            lambda one: one.new_full((2,), one.sum().item()),
+            GraphSettings(covers="step", backend="aot_eager"),
+            torch.device("cpu"),
+        )
+        with torch._dynamo.config.patch(capture_scalar_outputs=True), trace:
+            graph(torch.ones(3))
+    assert trace.total.reads == 1
 
 
 @pytest.mark.gpu

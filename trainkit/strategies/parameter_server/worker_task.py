@@ -238,7 +238,7 @@ class Worker:
                 sums,
                 computed.divisor,
                 self._training.rule(read),
-                loss_sum=torch.tensor(computed.loss_sum, device=replica.device),
+                loss_sum=torch.full((), computed.loss_sum, device=replica.device),  # by a kernel: no copy
             )
             if status is not Status.applied:
                 return replace(report, is_finite=False)
