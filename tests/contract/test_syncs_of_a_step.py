@@ -120,7 +120,7 @@ WORKER: Final[Mapping[Mode, Mapping[str, int]]] = {
     "sync": {"forward": 76, "backward": 142, "reduce": 0},
     "async": {"forward": 76, "backward": 143, "reduce": 15},
 }
-"""Launches of a worker for a step in fp32, at most: the update is that of the servers, in async the clipping the worker's."""
+"""Launches of a worker for a step in fp32, at most: servers update the variables, and clip where they sum a step."""
 
 
 @pytest.mark.parametrize(
