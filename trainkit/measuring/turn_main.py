@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
-from trainkit.errors import TrainkitError
-from trainkit.redaction import masked_output
+from trainkit.errors import ConfigError, TrainkitError
+from trainkit.frames import first_line
+from trainkit.redaction import mask, masked_output
 from trainkit.run.process.worker_group import watch_parent
 from trainkit.run.signals import exit_without_teardown
 
@@ -33,8 +35,19 @@ def main(arguments: list[str]) -> int:
             train(RunConfig.from_dict(values), run_dir=folder)
         except TrainkitError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the turn
+            _report(folder.parent, error)
             return error.exit_code
     return 0
+
+
+def _report(folder: Path, error: TrainkitError) -> None:
+    """Write which error has ended the turn; a disk that refuses leaves it to the log."""
+    from trainkit.measuring.turns import ERROR_FILE  # noqa: PLC0415 - imports torch, as the training has by now
+    from trainkit.writing import write_json_atomically  # noqa: PLC0415 - the same
+
+    line = str(error.problems[0]) if isinstance(error, ConfigError) else first_line(error)
+    with suppress(OSError):
+        write_json_atomically(folder / ERROR_FILE, {"error": type(error).__name__, "line": mask(line)})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.sweeps.results.metric_stream import last_line
 
 _MEASUREMENT: Final = "trainkit.callbacks.measurement.Measurement"
+ERROR_FILE: Final = "error.json"
+"""The error that has ended a turn, beside its run folder: `error`, its class, and `line`, its first line."""
 _KEYS: Final[Mapping[str, Kind]] = {
     "steps": int, "samples": int, "seconds": float, "targets": float, "ranks": list, "peak_bytes": int,
     "began_at": float, "first_step_s": float, "compile_s": float, "step_spread": float, "replicas": int, "device": str,
@@ -56,6 +59,20 @@ class Turn:
     start_s: float = 0.0
     """Seconds from the start of the process to the first step."""
     failure: str = ""
+    error: str = ""
+    """The class of the error that has ended it, or `SIGKILL`; empty where it ended otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A training that has run in processes of its own, and has ended."""
+
+    folder: Path
+    """Its run folder, which may lack any file."""
+    failure: str = ""
+    """Why it failed, in one line; empty: it did not."""
+    error: str = ""
+    """The class of trainkit's error that has ended it, or `SIGKILL`; empty for anything else."""
 
 
 def measured_config(cfg: RunConfig, *, warmup_steps: int, num_steps: int) -> RunConfig:
@@ -65,7 +82,7 @@ def measured_config(cfg: RunConfig, *, warmup_steps: int, num_steps: int) -> Run
     """
     node = {"_target_": _MEASUREMENT, "warmup_steps": warmup_steps, "num_steps": num_steps}
     return replace(
-        _alone(cfg, node),
+        alone(cfg, {"measurement": node}),
         stop_at_step=warmup_steps + num_steps,
         eval=replace(cfg.eval, every_steps=None, every_epochs=None, beside=False),
     )
@@ -75,15 +92,16 @@ def config_until(cfg: RunConfig, target: Target) -> RunConfig:
     """Return the config of a turn that trains until an evaluation has a result, or to its end."""
     ends = {"until": target.metric, "target": target.value, "mode": target.mode}
     node = {"_target_": _MEASUREMENT, "warmup_steps": 1, **ends}
-    return replace(_alone(cfg, node), eval=replace(cfg.eval, beside=False))
+    return replace(alone(cfg, {"measurement": node}), eval=replace(cfg.eval, beside=False))
 
 
-def _alone(cfg: RunConfig, node: Mapping[str, Any]) -> RunConfig:
+def alone(cfg: RunConfig, callbacks: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return a config that prints and writes nothing, restarts nothing, and has these callbacks alone."""
     return replace(
         cfg,
         resume=None,
         quiet=True,
-        callbacks={"measurement": dict(node)},
+        callbacks={name: dict(node) for name, node in callbacks.items()},
         logger={},
         checkpoint=replace(cfg.checkpoint, every_steps=None, every_epochs=None, every_s=None, export=False),
         supervisor=replace(cfg.supervisor, max_restarts=0),
@@ -98,6 +116,20 @@ def run_turn(cfg: RunConfig, folder: Path) -> Turn:
         cfg: from `measured_config` or `config_until`.
         folder: a new folder for the files of the turn.
     """
+    started = time.time()
+    ended = train_apart(cfg, folder)
+    if ended.failure:
+        return Turn(figures={}, failure=ended.failure, error=ended.error)
+    return finished_turn(ended.folder, started)
+
+
+def train_apart(cfg: RunConfig, folder: Path) -> Ended:
+    """Train a config in a new process, which has ended by the return, with the processes that it started.
+
+    Args:
+        cfg: a checked config.
+        folder: a new folder for the files of the training.
+    """
     given = RunFolder(folder / "given")
     given.path.mkdir(parents=True)
     secrets = write_resolved(given, cfg)
@@ -106,15 +138,24 @@ def run_turn(cfg: RunConfig, folder: Path) -> Turn:
     }  # fmt: skip
     ended: SimpleQueue[ProcessExit] = SimpleQueue()
     command = (sys.executable, "-m", "trainkit.measuring.turn_main", str(given.resolved), str(folder / "run"))
-    started = time.time()
     log = folder / "output.log"
     with WorkerGroup(0, ended.put) as group:
         group.start(0, command, environ, log)
         code = ended.get().code
     if code == 0:
-        return finished_turn(folder / "run", started)
+        return Ended(folder=folder / "run")
+    error, line = _reported(folder / ERROR_FILE) or ("SIGKILL" if code == -signal.SIGKILL else "", last_line(log))
     ending = f"exit {code}" if code >= 0 else f"signal {-code}"
-    return Turn(figures={}, failure=": ".join(part for part in (ending, last_line(log)) if part))
+    return Ended(folder=folder / "run", failure=": ".join(part for part in (ending, line) if part), error=error)
+
+
+def _reported(path: Path) -> tuple[str, str] | None:
+    """Return the class and the line of the error that a turn has reported; None: it ended without one."""
+    try:
+        found = read_map(path, {"error": str, "line": str})
+    except AbsentFileError:
+        return None
+    return found["error"], f"{found['error']}: {found['line']}"
 
 
 def finished_turn(run: Path, started: float) -> Turn:
