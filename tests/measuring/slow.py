@@ -61,3 +61,15 @@ class Products(nn.Module):
         for _ in range(4):
             product = product @ self.square
         return out + product[0, 0]
+
+
+class Broken(nn.Module):
+    """A classifier of digits whose scores are no numbers."""
+
+    def __init__(self, in_features: int = 64, out_features: int = 10) -> None:
+        super().__init__()
+        self.layer = nn.Linear(in_features, out_features)
+
+    def forward(self, points: Tensor) -> Tensor:
+        out: Tensor = self.layer(points.flatten(1))
+        return out * float("nan")

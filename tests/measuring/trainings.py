@@ -9,8 +9,9 @@ import trainkit
 from trainkit.config.check import checked
 from trainkit.config.grammar import replacing
 from trainkit.config.schema import RunConfig
+from trainkit.errors import TrainkitError
 from trainkit.measuring.bench import Candidate
-from trainkit.measuring.turns import Turn, finished_turn
+from trainkit.measuring.turns import Ended, Turn, finished_turn
 from trainkit.run.runner import train
 
 
@@ -28,3 +29,12 @@ def here(cfg: RunConfig, folder: Path) -> Turn:
     started = time.time()
     train(cfg, run_dir=folder)
     return finished_turn(folder, started)
+
+
+def here_apart(cfg: RunConfig, folder: Path) -> Ended:
+    """Train in this process what a measurement trains in one of its own."""
+    try:
+        train(cfg, run_dir=folder)
+    except TrainkitError as error:
+        return Ended(folder=folder, failure=str(error), error=type(error).__name__)
+    return Ended(folder=folder)

@@ -294,7 +294,10 @@ _IMPORTED: Final = {
         "trainkit.run.supervisor.supervisor",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),
-    "drawing": ("trainkit.report.curves", "trainkit.report.bench_plot", "trainkit.report.sweep_plot"),
+    "drawing": (
+        "trainkit.report.curves", "trainkit.report.bench_plot", "trainkit.report.range_plot",
+        "trainkit.report.sweep_plot",
+    ),
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
 _QUICKENED: Final = {

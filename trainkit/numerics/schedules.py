@@ -140,6 +140,32 @@ class WarmupStableDecay:
         return 1.0 - (1.0 - self.end) * fall
 
 
+@dataclass(frozen=True, kw_only=True)
+class RateRange:
+    """Grow by the same ratio each step: first^(1 - x) last^x, x the share of the steps that is behind.
+
+    The schedule of `trainkit find lr`.
+
+    Example:
+        >>> [round(RateRange(first=0.01, last=1.0, steps=3)(step, 100), 12) for step in range(3)]
+        [0.01, 0.1, 1.0]
+
+    Source: Smith 2015, arXiv:1506.01186, section 3.3, with an exponential instead of a linear growth.
+    """
+
+    first: float
+    """The factor of step 0."""
+    last: float
+    """The factor of the last step of the test."""
+    steps: int
+    """Steps from the first factor to the last one, both counted; at least 2."""
+
+    def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule
+        """Return the factor of a step."""
+        share = step / (self.steps - 1)
+        return float(self.first ** (1 - share) * self.last**share)
+
+
 Rule = Literal["linear", "sqrt", "none"]
 
 

@@ -41,6 +41,12 @@ def bench_request(path: Path, *, title: str, choices: Sequence[Mapping[str, Any]
     return {"draw": "bench", "path": str(path), "title": title, "choices": [dict(one) for one in choices]}
 
 
+def range_request(path: Path, *, title: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request for the plot of a range test: its steps and suggestions, as in find_lr.json."""
+    kept = {name: content[name] for name in ("points", "steepest", "tenth_of_minimum")}
+    return {"draw": "range", "path": str(path), "title": title, **kept}
+
+
 class Drawing:
     """One plot in progress."""
 
@@ -96,6 +102,11 @@ def draw(request: Mapping[str, Any]) -> None:
             from trainkit.report import bench_plot  # noqa: PLC0415 - the same
 
             bench_plot.draw_bench(Path(request["path"]), title=request["title"], choices=request["choices"])
+        case "range":
+            from trainkit.report import range_plot  # noqa: PLC0415 - the same
+
+            fields = {name: request[name] for name in ("title", "points", "steepest", "tenth_of_minimum")}
+            range_plot.draw_range(Path(request["path"]), **fields)
         case "sweep":
             from trainkit.report import sweep_plot  # noqa: PLC0415 - the same
 

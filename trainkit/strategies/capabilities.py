@@ -121,6 +121,20 @@ def changes_maths_here(strategy: Strategy) -> bool:
 
 
 @runtime_checkable
+class UpdatesAsynchronously(Protocol):
+    """A strategy that may apply gradients as they come."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether it does, with its current fields: the loss of a step belongs to parameters of earlier updates."""
+
+
+def is_asynchronous(strategy: Strategy) -> bool:
+    """Return whether a strategy, with its current fields, applies gradients as they come."""
+    return isinstance(strategy, UpdatesAsynchronously) and strategy.is_asynchronous
+
+
+@runtime_checkable
 class ConditionalTraits(Protocol):
     """A strategy whose fields decide some of its properties."""
 

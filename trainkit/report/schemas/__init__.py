@@ -32,6 +32,13 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "top": Document(about="trainkit top DIR --json", kind="trainkit.report.schemas.looking.Ranking"),
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
     "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.documents.BenchDocument"),
+    "find_lr": Document(
+        about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.find_documents.FindLrDocument"
+    ),
+    "find_micro_size": Document(
+        about="trainkit find micro_size --json, and find_micro_size.json",
+        kind="trainkit.measuring.find_documents.FindMicroSizeDocument",
+    ),
     "scale": Document(about="trainkit scale --json, and scale.json", kind="trainkit.scaling.documents.ScaleDocument"),
     "scale_simulate": Document(
         about="trainkit scale --simulate --json", kind="trainkit.scaling.documents.SimulationDocument"

@@ -196,7 +196,23 @@ def _memory_bytes() -> int:
     """Return the memory of the first GPU, else that of this machine, or of the container that limits it."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _within_container(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the memory of this host that processes may take without swapping, within the limit of the container.
+
+    Source: proc(5), MemAvailable; where the system does not say, the whole memory.
+    """
+    try:
+        lines = meminfo.read_text(encoding="ascii", errors="replace").splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return _within_container(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return _within_container(kib * 1024)
+
+
+def _within_container(whole: int) -> int:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

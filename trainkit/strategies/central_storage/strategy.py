@@ -95,6 +95,11 @@ class CentralStorage(Strategy):
         """Whether several threads update asynchronously."""
         return self.mode == "async" and len(self._computing(torch.cuda.device_count())) > 1
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether every gradient is an update of its own."""
+        return self.mode == "async"
+
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note if asynchronous updates train differently."""
         if not self.changes_maths_here:

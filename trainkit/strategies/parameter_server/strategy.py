@@ -88,6 +88,11 @@ class ParameterServer(Strategy):
         mixes = self.spare_mode == "replace" and self.spare_replicas > 0
         return (self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full"
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether every gradient is an update of its own."""
+        return self.mode == "async"
+
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the fields, with each other and with the context."""
         return _limits(self, context)

@@ -17,6 +17,7 @@ VERBS: Final[Mapping[str, str]] = {
     "plan": "print the whole run before anything starts: tasks, batch, rates, memory",
     "prove": "compare strategies step by step with one device: prove strategy=mirrored",
     "bench": "the same training under several choices, measured in turns: bench strategy=one_device,mirrored",
+    "find": "the learning rate, or the shards of a step, to train with: find lr; find micro_size",
     "resume": "continue a run: resume RUN [strategy=... and other placement]",
     "explain": "a key's value, where it was set, and what changing it may change: explain KEY",
     "diff": "which differences of two runs can matter: diff RUN RUN",
@@ -45,7 +46,7 @@ MODULES: Final[Mapping[str, str]] = {
         "looking": ("plan", "explain", "diff", "schema", "report", "top", "ls", "calibrate", "watch"),
         "using": ("ensemble", "evaluate", "export", "generate", "predict", "quantize"),
         "starting": ("emit", "init"),
-        "measuring": ("advise", "bench", "scale"),
+        "measuring": ("advise", "bench", "find", "scale"),
     }.items()
     for verb in verbs
 }

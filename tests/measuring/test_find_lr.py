@@ -1,0 +1,204 @@
+"""`trainkit find lr`: the range test, its curve, and what it suggests."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.measuring.trainings import config, here_apart
+from trainkit.cli import main
+from trainkit.config.schema import RunConfig
+from trainkit.errors import NonFiniteError, TrainingError
+from trainkit.measuring import range_test as module
+from trainkit.measuring.find_showing import rate_document, rate_lines
+from trainkit.measuring.lr_curve import Divergence, LrCurve, RatePoint
+from trainkit.measuring.range_test import RangeResult, range_config, range_test
+from trainkit.measuring.turns import Ended
+from trainkit.report.range_plot import draw_range
+from trainkit.run.planning.plan import make_plan
+from trainkit.verbs.looking.schema import schema_of
+
+
+def curve_of(loss: list[float], *, ratio: float = 1.2) -> LrCurve:
+    return LrCurve.of([RatePoint(lr=1e-4 * ratio**place, loss=value) for place, value in enumerate(loss)])
+
+
+def range_of(low: float, high: float, steps: int, *overrides: str) -> RangeResult:
+    cfg = config(*overrides)
+    return range_test(
+        range_config(cfg, low=low, high=high, steps=steps, peak=make_plan(cfg).rate.peak), start=here_apart
+    )
+
+
+def test_the_steepest_fall_and_a_tenth_of_the_minimum_are_suggested() -> None:
+    falling = [2 - math.tanh((place - 30) / 6) for place in range(60)]
+    curve = curve_of([*falling, 2.0, 4.0, 8.0])
+    assert curve.steepest == pytest.approx(1e-4 * 1.2**30, rel=0.02)
+    assert curve.minimum is not None
+    assert 1.2**50 < curve.minimum / 1e-4 < 1.2**60
+    assert curve.tenth_of_minimum == pytest.approx(curve.minimum / 10, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        [2.0 + 0.1 * (-1) ** place for place in range(40)],  # noise alone
+        [2.0 + 0.1 * place for place in range(40)],  # rises from the first step
+        [2.0, 1.0, 0.5],  # too short
+        [],
+    ],
+)
+def test_a_loss_that_does_not_fall_suggests_nothing(loss: list[float]) -> None:
+    curve = curve_of(loss)
+    assert (curve.steepest, curve.minimum, curve.tenth_of_minimum) == (None, None, None)
+    assert len(curve.smoothed) == len(loss)
+
+
+@pytest.mark.parametrize(
+    ("losses", "at"),
+    [
+        ([2.0, 1.0, 1.0, 1.0, 40.0], 4),
+        ([2.0, 1e-6, 1e-6, 1e-6, 1e-3, 1e-2], None),  # nearly no loss: four times the least is no divergence
+        ([-1.0, -2.0, -2.0, -3.0, 90.0], 4),  # a likelihood
+        ([2.0, 3.0, 4.0, 5.0, 6.0], None),
+    ],
+)
+def test_a_loss_diverges_above_its_first_value_and_four_times_the_least(losses: list[float], at: int | None) -> None:
+    seen = Divergence()
+    found = [place for place, loss in enumerate(losses) if seen.add(loss)]
+    assert found == ([] if at is None else [at])
+
+
+def test_the_rate_grows_by_a_ratio_and_the_losses_are_those_of_the_training(tmp_path: Path) -> None:
+    found = range_of(1e-6, 1e-4, 12)
+    rates = [point.lr for point in found.curve.points]
+    assert rates == pytest.approx([1e-6 * 100 ** (step / 11) for step in range(12)])
+    assert found.ended == "range"
+    cut = range_of(1e-6, 1e-4, 12, "batch.micro_size=16")
+    assert [point.loss for point in cut.curve.points] == pytest.approx([point.loss for point in found.curve.points])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_test_ends_where_the_loss_diverges_or_is_no_longer_finite() -> None:
+    diverged = range_of(1e-4, 100.0, 40, "optimizer=sgd")
+    assert diverged.ended in ("diverged", "not_finite")
+    assert 10 <= len(diverged.curve.points) < 40
+    broken = range_of(1e30, 1e38, 12, "optimizer=sgd")
+    assert broken.ended == "not_finite"
+    assert all(math.isfinite(point.loss) for point in broken.curve.points)
+
+
+def test_a_loss_that_is_not_finite_at_the_first_step_is_an_error() -> None:
+    with pytest.raises(NonFiniteError, match=r"^the loss is not finite before the first update, at any learning rate"):
+        range_of(1e-6, 1.0, 10, "model._target_=tests.measuring.slow.Broken", "~model.hidden")
+
+
+def test_a_training_that_fails_for_another_reason_is_an_error(tmp_path: Path) -> None:
+    def start(cfg: RunConfig, folder: Path) -> Ended:
+        del cfg
+        return Ended(folder=folder, failure="exit 1: OutOfMemoryError: no room", error="OutOfMemoryError")
+
+    with pytest.raises(TrainingError, match=r"^the range test failed: exit 1: OutOfMemoryError: no room$"):
+        range_test(config(), start=start)
+
+
+def test_the_override_undoes_the_scaling_of_the_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    falling = [2 - math.tanh((place - 30) / 6) for place in range(60)]
+    found = RangeResult(curve=curve_of(falling), ended="range")
+    content = rate_document(found, command="x", asked=(1e-4, 1.0, 60), global_size=64, scale=4.0, notes=[])
+    assert content["steepest"]["override"] == f"optimizer.lr={content['steepest']['lr'] / 4:.3g}"
+    jsonschema.Draft202012Validator(schema_of("find_lr")).validate(content)
+    assert any("after lr_scaling" in line for line in rate_lines(found, content))
+
+
+def test_the_curve_is_drawn_also_where_nothing_is_suggested(tmp_path: Path) -> None:
+    steps = [{"lr": 10.0**place, "loss": 1.0, "smoothed": 1.0} for place in range(-5, 0)]
+    draw_range(tmp_path / "a.png", title="x", points=steps, steepest=None, tenth_of_minimum={"lr": 1e-3})
+    draw_range(tmp_path / "b.png", title="x", points=[], steepest=None, tenth_of_minimum=None)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_written_without_out(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module.range_test, "__kwdefaults__", {"start": here_apart})
+    assert main(["find", "lr", "recipe=null", "optimizer=sgd", "--steps", "30", "--min-lr", "1e-4", "--json"]) in (0, 1)
+    content = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema_of("find_lr")).validate(content)
+    assert (content["min_lr"], content["max_lr"], content["steps"], content["global_size"]) == (1e-4, 10.0, 30, 64)
+    assert content["command"] == "trainkit find lr recipe=null optimizer=sgd --steps=30 --min-lr=1e-4 --json"
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["recipe=digits", "strategy=mirrored", "strategy.replicas=2"]
+    assert main(["find", "lr", *keys, "--min-lr", "1e-4", "--out", "found"]) == 0
+    printed = capsys.readouterr().out
+    content = json.loads((cwd / "found" / "find_lr.json").read_text())
+    assert content["ended"] in ("diverged", "not_finite")
+    assert 1e-3 < content["steepest"]["lr"] < 1e-1
+    assert content["steepest"]["override"] in printed
+    assert sorted(path.name for path in (cwd / "found").iterdir()) == ["find_lr.json", "find_lr.png"]
+    assert [path.name for path in cwd.iterdir()] == ["found"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["lr", "--rounds", "2"], ["--rounds: has no effect with find lr. (command line)"]),
+        (["lr", "--steps", "3"], ["--steps=3: must be 10 or more, 100,000 at most. (command line)"]),
+        (
+            ["lr", "--min-lr", "x", "--max-lr", "-1"],
+            [
+                "--min-lr=x: must be a number above 0. (command line)",
+                "--max-lr=-1: must be a number above 0. (command line)",
+            ],
+        ),
+        (
+            ["lr", "--min-lr", "20"],
+            ["--min-lr=20: must leave a range: it would go from 20 to 10. (command line)"],
+        ),
+        (["rate"], ["find=rate: finds one of lr, micro_size. (command line)"]),
+        (
+            ["lr", "optimizer.lr=0.0"],
+            ["optimizer.lr=0.0: must be above 0: the test multiplies it. (command line)"],
+        ),
+        (
+            ["lr", "batch.global_size=5000"],
+            [
+                (
+                    "batch.global_size=5000: larger than the 1437 training samples: no step has so many. "
+                    "Use 1437 or less. (command line)"
+                )
+            ],
+        ),
+        (
+            ["lr", "strategy=central_storage", "strategy.mode=async"],
+            [
+                (
+                    "strategy.mode=async: applies gradients as they come, so that no loss belongs to the learning rate "
+                    "of its step. Find the rate under strategy=one_device, or strategy.mode=sync. (command line)"
+                )
+            ],
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    arguments: list[str], lines: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["find", *arguments, *([] if arguments == ["rate"] else ["recipe=null"])]) == 2
+    assert [line.strip() for line in capsys.readouterr().err.splitlines()[1:]] == lines
+    assert list(cwd.iterdir()) == []
+
+
+def test_several_optimizers_have_no_common_rate(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["find", "lr", "recipe=gan"]) == 2
+    assert "optimizers: has a learning rate for each of" in capsys.readouterr().err

@@ -1,0 +1,267 @@
+"""`trainkit find lr OVERRIDES`, `trainkit find micro_size OVERRIDES`: measure which value of a key to use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from trainkit.config.values import whole_number
+from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import redacted_argument
+from trainkit.report.json_output import print_json
+from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
+from trainkit.verbs.support.measured import (
+    launch_problems,
+    line_printer,
+    out_problems,
+    problem_of,
+    result_folder,
+    training_problems,
+)
+from trainkit.verbs.support.pasted import pasted
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
+    from trainkit.measuring.range_test import RangeResult
+    from trainkit.run.estimates.verdict import HostMemory
+    from trainkit.run.planning.plan import RunPlan
+
+WORDS: Final = ("lr", "micro_size")
+"""The possible values of its argument, for completion."""
+USAGE: Final = f"{{{','.join(WORDS)}}} OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "min-lr": Flag(help="lr: the learning rate of the first step; 1e-7 without", value="RATE"),
+    "max-lr": Flag(help="lr: the largest learning rate; 10 without", value="RATE"),
+    "steps": Flag(
+        help="lr: steps from one to the other, 100 without; micro_size: measured steps of a turn, about two seconds "
+        "without",
+        value="N",
+    ),
+    "rounds": Flag(help="micro_size: turns of each size; 1 without", value="N"),
+    "json": JSON_FLAG,
+    "out": Flag(help="write the results into this new folder: a JSON file, and the curve of lr as PNG", value="FOLDER"),
+}
+_OF_ONE: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
+"""Flag -> the only argument that takes it."""
+_MOST: Final = {"steps": 100_000, "rounds": 1_000}
+_RANGE: Final = (1e-7, 10.0)
+_STEPS: Final = 100
+_DRAWING_S: Final = 60.0
+_print_line: Final = line_printer("find")
+
+
+def run(call: Call) -> int:
+    """Find and print; 0 where there is a value to suggest, else 1."""
+    call.check_arity(arguments=1)
+    what = call.arguments[0]
+    if what not in WORDS:
+        raise ConfigError([problem_of("find", f"finds one of {', '.join(WORDS)}.", what)])
+    problems = [*_flag_problems(call, what), *launch_problems("find", "try every value")]
+    point = _point(call, problems)
+    if problems or point is None:
+        raise ConfigError(problems)
+    return _find_lr(call, point) if what == "lr" else _find_micro_size(call, point)
+
+
+def _find_lr(call: Call, point: Composition) -> int:
+    from trainkit.measuring.find_showing import rate_document, rate_lines  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.range_test import range_config, range_test  # noqa: PLC0415 - the same
+
+    plan = _plan(point, _rate_problems)
+    low, high = _rates(call)
+    steps = int(call.flags.get("steps", _STEPS))
+    _print_line(f"{steps} steps from {low:g} to {high:g}, until the loss diverges")
+    cfg = range_config(point.cfg, low=low, high=high, steps=steps, peak=plan.rate.peak)
+    with ExitStack() as stack:
+        folder = _folder(call, stack)
+        found = range_test(cfg)
+        content = rate_document(
+            found,
+            command=_command(call),
+            asked=(low, high, steps),
+            global_size=plan.batch.global_size,
+            scale=plan.rate.peak / plan.rate.base,
+            notes=[*point.notes, *_range_notes(plan, found)],
+        )
+        failure = _draw(folder, content)
+        if failure:
+            content["notes"].append(failure)
+        _show(call, folder, "find_lr", content, rate_lines(found, content))
+    return int(found.curve.steepest is None)
+
+
+def _find_micro_size(call: Call, point: Composition) -> int:
+    from trainkit.measuring.find_showing import size_document, size_lines  # noqa: PLC0415 - imports torch
+    from trainkit.measuring.micro_sizes import overrides_for, search_micro_size  # noqa: PLC0415 - the same
+
+    plan = _plan(point, lambda _: ())
+    rounds = int(call.flags.get("rounds", "1"))
+    steps = int(call.flags["steps"]) if "steps" in call.flags else None
+    with ExitStack() as stack:
+        folder = _folder(call, stack)
+        found = search_micro_size(
+            point.cfg, plan, memory=_host_memory(plan), rounds=rounds, steps=steps, log=_print_line
+        )
+        overrides = overrides_for(point.cfg, found)
+        notes = [*point.notes, *_size_notes(plan)]
+        content = size_document(found, command=_command(call), rounds=rounds, overrides=overrides, notes=notes)
+        _show(call, folder, "find_micro_size", content, size_lines(found, overrides))
+    return int(found.best is None)
+
+
+def _plan(point: Composition, problems_of: Any) -> RunPlan:
+    """Return the plan of a training that can be tried.
+
+    Raises:
+        ConfigError: its problems, those of its plan, or a batch that the data cannot fill.
+    """
+    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - the same
+
+    plan_all_points([point])
+    plan = make_plan(point.cfg)
+    problems = [*problems_of(plan), *_batch_problems(plan)]
+    if problems:
+        raise point.with_origins(ConfigError(problems))
+    return plan
+
+
+def _batch_problems(plan: RunPlan) -> Iterator[Problem]:
+    size, count = plan.batch.global_size, plan.batch.num_samples
+    if count < size:
+        rule = f"larger than the {count} training samples: no step has so many. Use {count} or less."
+        yield Problem(key="batch.global_size", value=size, rule=rule)
+
+
+def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
+    """Yield why the learning rate of a training cannot be found by a range test."""
+    from trainkit.strategies.capabilities import is_asynchronous  # noqa: PLC0415 - imports torch
+
+    if plan.optimizers:
+        names = ", ".join(one.name for one in plan.optimizers)
+        rule = f"has a learning rate for each of {names}, and the test moves one. Take bench --until for each."
+        yield Problem(key="optimizers", rule=rule)
+    elif plan.rate.peak <= 0:
+        yield Problem(key="optimizer.lr", value=plan.rate.base, rule="must be above 0: the test multiplies it.")
+    if is_asynchronous(plan.components.strategy):
+        rule = (
+            "applies gradients as they come, so that no loss belongs to the learning rate of its step. Find the rate "
+            "under strategy=one_device, or strategy.mode=sync."
+        )
+        yield Problem(key="strategy.mode", value="async", rule=rule)
+
+
+def _range_notes(plan: RunPlan, found: RangeResult) -> Iterator[str]:
+    """Yield what the user should know of a range test."""
+    left = "the range replaces the schedule"
+    yield f"{left} and the warmup of {plan.rate.warmup_steps} steps." if plan.rate.warmup_steps else f"{left}."
+    if found.curve.minimum is not None and found.curve.minimum >= 0.9 * found.curve.points[-1].lr:
+        yield "the loss is least at the end of the range: the test has not seen where it rises again."
+
+
+def _size_notes(plan: RunPlan) -> list[str]:
+    """Return whether the size of a shard changes the training, not only its speed."""
+    from trainkit.run.planning.memory import meta_model  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.notes import coupling_of  # noqa: PLC0415 - the same
+
+    found = coupling_of(plan, meta_model(plan))
+    if found.depends_on_cut:
+        return [f"{found.text}: another batch.micro_size is another training."]
+    return [f"coupling: not probed, {found.not_probed}."] if found.not_probed else []
+
+
+def _host_memory(plan: RunPlan) -> HostMemory | None:
+    """Return the memory against which sizes are planned: on the CPU, where too large a size may end other programs."""
+    from trainkit.run.estimates.this_machine import available_bytes  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.verdict import HostMemory  # noqa: PLC0415 - the same
+
+    on_cpu = all(task.device == "cpu" for task in plan.tasks)
+    return HostMemory(memory_bytes=available_bytes()) if on_cpu and plan.backend is None else None
+
+
+def _point(call: Call, problems: list[Problem]) -> Composition | None:
+    """Compose the training; None where that adds problems."""
+    try:
+        point = replace(call, arguments=()).compose()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    problems += training_problems("find", point)
+    return point
+
+
+def _flag_problems(call: Call, what: str) -> Iterator[Problem]:
+    """Yield the problems of the flags."""
+    for name, text in call.flags.items():
+        if _OF_ONE.get(name, what) != what:
+            yield problem_of(f"--{name}", f"has no effect with find {what}.")
+        elif name in _MOST:
+            low = 10 if (name, what) == ("steps", "lr") else 1
+            if whole_number(text, low=low, high=_MOST[name]) is None:
+                yield problem_of(f"--{name}", f"must be {low} or more, {_MOST[name]:,} at most.", text)
+    if what == "lr":
+        yield from _range_problems(call)
+    yield from out_problems(call)
+
+
+def _range_problems(call: Call) -> Iterator[Problem]:
+    low, high = _rates(call)
+    wrong = [name for name, rate in (("min-lr", low), ("max-lr", high)) if not 0 < rate < float("inf")]
+    for name in wrong:
+        yield problem_of(f"--{name}", "must be a number above 0.", call.flags[name])
+    if not wrong and low >= high:
+        name = "max-lr" if "max-lr" in call.flags else "min-lr"
+        yield problem_of(f"--{name}", f"must leave a range: it would go from {low:g} to {high:g}.", call.flags[name])
+
+
+def _rates(call: Call) -> tuple[float, float]:
+    """Return the ends of the range; NaN for a text that is no number."""
+    found = []
+    for name, default in zip(("min-lr", "max-lr"), _RANGE, strict=True):
+        try:
+            found.append(float(call.flags.get(name, default)))
+        except ValueError:
+            found.append(float("nan"))
+    return found[0], found[1]
+
+
+def _folder(call: Call, stack: ExitStack) -> Path | None:
+    """Return the folder of `--out`, which is created; None without: nothing is written."""
+    out = call.flags.get("out")
+    return None if out is None else stack.enter_context(result_folder("find", out))
+
+
+def _show(call: Call, folder: Path | None, name: str, content: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Write the results where the user asks for it, and print them."""
+    if folder is not None:
+        from trainkit.storage import reporting  # noqa: PLC0415 - imports torch
+        from trainkit.writing import write_json_atomically  # noqa: PLC0415 - the same
+
+        with reporting(folder):
+            write_json_atomically(folder / f"{name}.json", content)
+    if "json" in call.flags:
+        print_json(content)
+        return
+    notes = [f"  note: {note}" for note in content["notes"]]
+    where = [] if folder is None else [f"  folder  {folder}"]
+    sys.stdout.write("\n".join([*lines, *([""] if notes or where else []), *notes, *where]) + "\n")
+
+
+def _draw(folder: Path | None, content: Mapping[str, Any]) -> str:
+    """Draw find_lr.png; return why there is none, or an empty text."""
+    if folder is None:
+        return ""
+    from trainkit.report.drawing import Drawing, range_request  # noqa: PLC0415 - not for --help
+
+    path = folder / "find_lr.png"
+    failure = Drawing(range_request(path, title=content["command"], content=content)).wait(_DRAWING_S)
+    return f"find_lr.png is not drawn: {failure}" if failure else ""
+
+
+def _command(call: Call) -> str:
+    flags = [f"--{name}" + (f"={text}" if text else "") for name, text in call.flags.items()]
+    return pasted(call, "find", [*call.arguments, *map(redacted_argument, call.overrides), *flags])
