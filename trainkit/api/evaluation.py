@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
-from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
-from trainkit.data.splits import read_sample
+from trainkit.callbacks.figures.sample_pictures import images_of, inputs_at
+from trainkit.callbacks.tensorboard import grid, png_bytes
 from trainkit.errors import ConfigError, UnreadableError
-from trainkit.numerics.generators import Untouched
 from trainkit.objectives.details import WORST
-from trainkit.objectives.fields import input_of
 from trainkit.objectives.tables import Table
 from trainkit.run.folder.lock import locked
 from trainkit.run.inference.job import Job, prepare, split_of
@@ -164,25 +161,16 @@ def _write(folder: Path, job: Job, content: Mapping[str, Any]) -> None:
 def _worst_samples(job: Job, content: Mapping[str, Any]) -> list[tuple[int, Any]]:
     """Return the inputs of the samples with the highest loss, by their places."""
     table = content["tables"].get(f"{job.request.split}/{WORST}")
-    found = []
-    for row in table["rows"] if table else ():
-        place = int(row[0])
-        with Untouched(seed=0):
-            sample = read_sample(job.dataset, place)
-            found.append((place, input_of(sample, getattr(job.parts.objective, "input", None))))
-    return found
+    places = [int(row[0]) for row in table["rows"]] if table else []
+    return list(zip(places, inputs_at(job.dataset, places, getattr(job.parts.objective, "input", None)), strict=True))
 
 
 def _picture(folder: Path, inputs: Sequence[Any]) -> bool:
     """Write the inputs as one picture if they are images of one size."""
-    tensors = [torch.as_tensor(one) if isinstance(one, Tensor | np.ndarray) else None for one in inputs]
-    images = [one for one in tensors if one is not None and one.dim() == 3]
-    if not images or len(images) < len(inputs) or len({one.shape for one in images}) > 1:
+    images = images_of(inputs)
+    if not images or len({one.shape for one in images}) > 1:
         return False
-    shown = next(images_in(torch.stack(images)), None)
-    if shown is None:
-        return False
-    (folder / "worst.png").write_bytes(png_bytes(grid(shown.numpy())))
+    (folder / "worst.png").write_bytes(png_bytes(grid(np.stack(images))))
     return True
 
 

@@ -6,6 +6,7 @@ another core for half a second, and a plot that fails cannot affect the training
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -45,6 +46,22 @@ def range_request(path: Path, *, title: str, content: Mapping[str, Any]) -> dict
     """Return the request for the plot of a range test: its steps and suggestions, as in find_lr.json."""
     kept = {name: content[name] for name in ("points", "steepest", "tenth_of_minimum")}
     return {"draw": "range", "path": str(path), "title": title, **kept}
+
+
+def histograms_request(folder: Path, *, title: str, records: Path) -> dict[str, Any]:
+    """Return the request for a plot of each kind in `histograms.jsonl`: `gradients.png`, `weights.png` ..."""
+    return {"draw": "histograms", "folder": str(folder), "title": title, "records": str(records)}
+
+
+def confusion_request(path: Path, *, title: str, classes: Sequence[str], counts: Any) -> dict[str, Any]:
+    """Return the request for the plot of a confusion matrix: a row of counts for each true class."""
+    return {"draw": "confusion", "path": str(path), "title": title, "classes": list(classes), "counts": counts}
+
+
+def samples_request(path: Path, *, title: str, samples: Sequence[tuple[bytes, Sequence[str]]]) -> dict[str, Any]:
+    """Return the request for a plot of images, each a PNG with the lines of its caption."""
+    listed = [{"png": base64.b64encode(png).decode(), "caption": list(lines)} for png, lines in samples]
+    return {"draw": "samples", "path": str(path), "title": title, "samples": listed}
 
 
 class Drawing:
@@ -112,6 +129,21 @@ def draw(request: Mapping[str, Any]) -> None:
 
             fields = {name: request[name] for name in ("title", "metric", "mode", "jobs")}
             sweep_plot.draw_sweep(Path(request["path"]), **fields)
+        case "histograms":
+            from trainkit.report import histogram_plot  # noqa: PLC0415 - the same
+
+            lines = read_lines(Path(request["records"]))
+            histogram_plot.draw_histograms(Path(request["folder"]), title=request["title"], lines=lines)
+        case "confusion":
+            from trainkit.report import class_plots  # noqa: PLC0415 - the same
+
+            fields = {name: request[name] for name in ("title", "classes", "counts")}
+            class_plots.draw_confusion(Path(request["path"]), **fields)
+        case "samples":
+            from trainkit.report import class_plots  # noqa: PLC0415 - the same
+
+            pictures = [(base64.b64decode(one["png"]), one["caption"]) for one in request["samples"]]
+            class_plots.draw_samples(Path(request["path"]), title=request["title"], samples=pictures)
 
 
 def _main(stream: TextIO, parent: int) -> None:

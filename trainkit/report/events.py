@@ -12,7 +12,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,39 @@ class EventFile:
             sum_squares=sum(count * number**2 for number, count in counts.items()),
             bucket_limit=[number + 0.5 for number in numbers],
             bucket=[counts.get(number, 0) for number in numbers],
+        )
+        value = Summary.Value(tag=name, histo=histo)
+        self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))
+
+    def buckets(
+        self,
+        name: str,
+        limits: Sequence[float],
+        counts: Sequence[int],
+        *,
+        ends: tuple[float, float, float, float],
+        step: int,
+        wall_time: float,
+    ) -> None:
+        """Add a histogram.
+
+        Args:
+            name: its tag.
+            limits: the upper limit of each bucket, ascending.
+            counts: the values in each bucket.
+            ends: the least and the largest value, the sum of the values and the sum of their squares.
+            step: the step that it is of.
+            wall_time: seconds since the epoch.
+        """
+        low, high, total, squares = ends
+        histo = HistogramProto(
+            min=low,
+            max=high,
+            num=sum(counts),
+            sum=total,
+            sum_squares=squares,
+            bucket_limit=limits,
+            bucket=counts,
         )
         value = Summary.Value(tag=name, histo=histo)
         self._add(Event(wall_time=wall_time, step=step, summary=Summary(value=[value])))

@@ -27,6 +27,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.step_values import (
+    GradientListener,
     GraphSettings,
     LeftOut,
     LocalModel,
@@ -39,12 +40,14 @@ from trainkit.strategies.step_values import (
     StepOutcome,
     UpdateParams,
     UpdateRule,
+    UpdateTensors,
 )
 
 __all__ = [
     "Batch",
     "Data",
     "Executor",
+    "GradientListener",
     "GraphSettings",
     "LeftOut",
     "LocalModel",
@@ -68,6 +71,7 @@ __all__ = [
     "Traits",
     "UpdateParams",
     "UpdateRule",
+    "UpdateTensors",
     "ignore_phase",
 ]
 
@@ -184,6 +188,8 @@ class Traits:
     """Whether it takes layers that compute in another number format (`convert`): it neither cuts nor traces them."""
     compiles_step: bool = False
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
+    shows_gradients: bool = False
+    """Whether its steps call `StepContext.on_gradients`."""
     keeps_memory_format: bool = True
     """Whether parameters keep the memory format of the model; parts of sharded ones are contiguous."""
 

@@ -33,7 +33,9 @@ class OneDevice(Strategy):
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="model", several_optimizers=True, converts=True, compiles_step=True)
+    traits: ClassVar[Traits] = Traits(
+        compiles="model", several_optimizers=True, converts=True, compiles_step=True, shows_gradients=True
+    )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 

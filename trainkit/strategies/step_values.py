@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,34 @@ class Phase:
         return 0 if (step + 1) % self.every else self.repeats
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateTensors:
+    """What a step is about to update, on this rank."""
+
+    grads: Mapping[str, Tensor]
+    """Gradients by canonical name, of the mean loss over all shards and replicas: not scaled, not clipped. A parameter
+    without a gradient has none.
+    """
+    weights: Mapping[str, Tensor]
+    """The parameters that the optimizer updates, before the update."""
+    counted: Mapping[str, bool] | None
+    """Where ranks hold parts of tensors: whether a sum over `ranks` counts the part of this one, because no other rank
+    with the same part counts it. None: every rank has all tensors whole.
+    """
+    ranks: Collective
+    """All processes that hold parts."""
+
+
+class GradientListener(Protocol):
+    """Looks at the gradients of some steps, without changing them."""
+
+    def wants(self, step: int) -> bool:
+        """Return whether it looks at this step, counted from 0; the same on every rank that holds parts."""
+
+    def take(self, step: int, tensors: UpdateTensors) -> None:
+        """Look at what the step is about to update; in a step of several passes, called before each update."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
     """The inputs of every step of a training; the same on every rank."""
@@ -169,6 +197,8 @@ class StepContext:
     """The phase that this context is for; None where a step has no phases."""
     draw_key: int = 0
     """Number that keys the random numbers of this pass, besides step and shard; 0 where a step has one pass."""
+    on_gradients: GradientListener | None = None
+    """Looks at gradients before they are used (`Traits.shows_gradients`)."""
 
     def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
         """Run the model on a shard of a step, and return the loss of this phase."""
@@ -220,6 +250,11 @@ class LocalModel:
     def num_ranks(self) -> int:
         """Data ranks of the run."""
         return self.data_ranks.num_ranks
+
+    @property
+    def counted_parts(self) -> Mapping[str, bool] | None:
+        """Whether this rank counts its part of each parameter in sums over ranks; None where it holds them whole."""
+        return None
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Compute with another loss scale from now on."""

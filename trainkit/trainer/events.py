@@ -1,5 +1,6 @@
 """Callbacks: hooks that are called during a training, and the view of the run and its progress that they receive.
 
+validate           before anything starts
 run_start          before the first step, when everything is placed
   step_end         after every step (only callbacks that override it are called)
   row_figures      before a row of metrics is logged, for figures that the row shall have, too
@@ -32,13 +33,15 @@ from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
-from trainkit.errors import CALLBACK_NOTE, TrainingError, TrainkitError
+from trainkit.errors import CALLBACK_NOTE, Problem, TrainingError, TrainkitError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective
 from trainkit.objectives.tables import Table
-from trainkit.strategies.base import PhaseListener, Status, StepOutcome
+from trainkit.strategies.base import GradientListener, PhaseListener, Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps
+from trainkit.trainer.listeners import GradientListeners
+from trainkit.trainer.planned import Planned
 
 __all__ = ["Callback", "Ending", "Row", "Run"]
 
@@ -224,11 +227,23 @@ class Callback:
     measures_only: ClassVar[bool] = False
     """Whether a run with it is a measurement: the run writes no checkpoint, and cannot be resumed."""
 
+    details: ClassVar[tuple[str, ...]] = ()
+    """Names of what `Objective.details` gives that evaluations during the training shall measure, too."""
+
+    def validate(self, planned: Planned) -> list[Problem]:
+        """Return why this callback cannot look at the run; of an object that sees no other hook. Pure."""
+        del planned
+        return []
+
     def run_start(self, run: Run) -> None:
         """Handle the start, before the first step."""
 
     def phase_listener(self) -> PhaseListener | None:
         """Return what receives (phase, step) when a phase of a step begins, on the hot path; None: nothing does."""
+        return None
+
+    def gradient_listener(self) -> GradientListener | None:
+        """Return what looks at the gradients of some steps; None: nothing does. Asked before `run_start`."""
         return None
 
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
@@ -322,6 +337,11 @@ class CallbackHooks:
             on_phase(phase, step)
 
         return listen
+
+    def gradient_listener(self) -> GradientListener | None:
+        """Return what passes the gradients of a step to those of the callbacks that want them; None: none does."""
+        listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
+        return GradientListeners(listeners) if listeners else None
 
     def of(self, hook: str) -> list[Callable[..., Any]]:
         """Return a hook of the callbacks that override it, to be called at each step.

@@ -17,11 +17,12 @@ from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.redaction import mask
 from trainkit.report.numbers import count, duration, figure
 from trainkit.report.web.curves import Curve, LoggedRows, number
+from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import RUN_PAGE_BYTES, compact_curve, fit, make_page, printable
 from trainkit.report.web.run_files import RunFiles
 from trainkit.report.web.trust import trust_strip
 
-SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "run.js")
+SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
 _POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12)
 _MOST_MARKS: Final = 300
 _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
@@ -126,6 +127,7 @@ def run_document(facts: RunFacts) -> dict[str, Any]:
         "time": _time(facts),
         "ranks": [vars_of(one) for one in facts.ranks[:_MOST_ROWS]],
         "worst": _worst(files),
+        "figures": figures_of(files.folder),
         "settings": _settings(files),
         "recipe": None if cfg is None or cfg.recipe is None else printable(cfg.recipe),
         "environment": list(_environment(files.environment)),

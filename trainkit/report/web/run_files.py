@@ -97,7 +97,7 @@ class RunFiles:
             if isinstance(listed, list)
             else list(_rows(folder / "restarts.jsonl")),
             evaluation=evaluation,
-            picture=None if place is None else _picture(place / "worst.png"),
+            picture=None if place is None else picture_at(place / "worst.png"),
             unreadable=unreadable,
         )
 
@@ -153,7 +153,8 @@ def _worst(folder: Path) -> tuple[Mapping[str, Any] | None, Path | None]:
     return None, None
 
 
-def _picture(path: Path) -> str | None:
+def picture_at(path: Path) -> str | None:
+    """Return a PNG of at most 48 kB as the address of an image; None if it is none, or is larger."""
     with contextlib.suppress(UnreadableError):
         content = read_bytes(path, limit=_PICTURE_BYTES)
         if content.startswith(_PNG):

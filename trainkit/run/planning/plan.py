@@ -30,6 +30,7 @@ from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.averages import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
+from trainkit.run.planning.callbacks import callback_problems
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
 from trainkit.strategies.base import Phase, PlanContext
@@ -222,6 +223,7 @@ def make_plan(
     rate_of = partial(learning_rate_of, cfg, batch, num_steps)
     optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
     found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
+    found += callback_problems(cfg, parts)
     found += average_problems(facts.average, parts.datasets, num_steps) if facts.average else []
     if found:
         raise ConfigError(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -12,6 +12,7 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.objectives.base import Metric
 from trainkit.objectives.tables import Table
 from trainkit.run.planning.averages import averaged_split
 from trainkit.run.planning.build import average_of
@@ -91,7 +92,7 @@ class EvalRunner:
             self._validated_at = self.run.state.step
 
     def _measured(self, split: str, label: str | None = None) -> Evaluation:
-        found = self.measure(split, label=label)
+        found = self.measure(split, label=label, more=self._details(split))
         self._refuse_unknown(label or split, found)
         return found
 
@@ -123,8 +124,31 @@ class EvalRunner:
             return
         raise TrainingError(f"{split} cannot be evaluated in {hook}: {why}.")
 
-    def measure(self, split: str, dataset: Any = None, *, label: str | None = None) -> Evaluation:
-        """Evaluate a split, or a dataset in its place; collective. `label` replaces the split in names of metrics."""
+    def _details(self, split: str) -> dict[str, Metric]:
+        """Return what callbacks want measured besides the metrics of the objective, new for each evaluation."""
+        names = dict.fromkeys(name for one in self.callbacks for name in one.details)
+        if not names:
+            return {}
+        objective, dataset = self.plan.components.objective, self.plan.components.datasets[split]
+        known, own = objective.details(dataset, batch_size=self.plan.eval_batch_size).metrics, objective.metrics()
+        return {name: known[name] for name in names if name in known and name not in own}
+
+    def measure(
+        self,
+        split: str,
+        dataset: Any = None,
+        *,
+        label: str | None = None,
+        more: Mapping[str, Metric] | None = None,
+    ) -> Evaluation:
+        """Evaluate a split, or a dataset in its place; collective.
+
+        Args:
+            split: the split.
+            dataset: samples in its place.
+            label: replaces the split in names of metrics.
+            more: metrics besides those of the objective.
+        """
         batches = EvalBatches(
             self.plan.components.datasets[split] if dataset is None else dataset,
             batch_size=self.plan.eval_batch_size,
@@ -141,6 +165,7 @@ class EvalRunner:
             self._with_heartbeats(batches),
             split=label or split,
             num_counted=batches.num_counted,
+            more_metrics=more,
         )
 
     def _refuse_unknown(self, split: str, found: Evaluation) -> None:

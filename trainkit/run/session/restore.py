@@ -24,7 +24,7 @@ from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.folder.starting_weights import load_checkpoint, starting_weights
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor, StepContext, UpdateParams
+from trainkit.strategies.base import Executor, GradientListener, StepContext, UpdateParams
 from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
@@ -123,7 +123,7 @@ def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
     return lambda ticket: positions.indices(ticket).tolist()
 
 
-def make_step_context(plan: RunPlan) -> StepContext:
+def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = None) -> StepContext:
     """Return the settings that every step of a plan needs."""
     rate, max_norm = plan.rate, plan.cfg.clip.max_norm
     return StepContext(
@@ -132,6 +132,7 @@ def make_step_context(plan: RunPlan) -> StepContext:
         weighing=plan.components.weighing,
         rule=lambda version: UpdateParams(rate.factor(version), max_norm),
         phases=plan.phases,
+        on_gradients=on_gradients,
     )
 
 

@@ -78,7 +78,7 @@ class TaskSession:
         self._data_state: dict[str, Any] | None = None
         self._evaluation_due, self._failed, self._cleanup = False, False, ExitStack()
         strategy = self.parts.strategy
-        training = make_step_context(self.plan)
+        training = make_step_context(self.plan, self.callbacks.gradient_listener())
         self._training = training if given_loss is None else given_loss.context_of(training)
         self.fingerprint, self._given_loss, self.logged = fingerprint, given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task.device)

@@ -16,7 +16,7 @@ from trainkit.strategies.base import Batch, LeftOut, Status, StepContext, StepOu
 from trainkit.strategies.core.optimizer import NamedSteppers
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.core.update import apply_update, observer
 from trainkit.strategies.step_values import Phase
 
 R = TypeVar("R", bound=Replica)
@@ -116,7 +116,14 @@ class PhasedStep(Generic[R]):
             sums = work.run()
         replica.on_phase("update", ticket.step)
         whole.begin_update(ticket.step)
-        status, norm = apply_update(replica, sums, work.divisor, context.rule(ticket.step), loss_sum=work.loss_sum)
+        status, norm = apply_update(
+            replica,
+            sums,
+            work.divisor,
+            context.rule(ticket.step),
+            loss_sum=work.loss_sum,
+            observe=observer(replica, context, ticket.step),
+        )
         whole.set_loss_scale(replica.loss_scale)
         return work, status, norm
 

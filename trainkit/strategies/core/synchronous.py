@@ -41,7 +41,7 @@ from trainkit.strategies.core.replica import (
     restore_replica,
 )
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.core.update import apply_update, observer
 from trainkit.strategies.groups.devices import use_device
 from trainkit.strategies.groups.process_group import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
@@ -213,7 +213,13 @@ class SynchronousExecutor(Executor, Generic[R]):
         replica.on_phase("update", step)
         replica.begin_update(step)
         status, norm = apply_update(
-            replica, sums, work.divisor, training.rule(step), loss_sum=work.loss_sum, graphed=work.graphed_update
+            replica,
+            sums,
+            work.divisor,
+            training.rule(step),
+            loss_sum=work.loss_sum,
+            graphed=work.graphed_update,
+            observe=None if training.on_gradients is None else observer(replica, training, step),
         )
         replica.end_update(step)
         left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from trainkit.strategies.base import Status, UpdateParams
+from trainkit.strategies.base import Status, StepContext, UpdateParams, UpdateTensors
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import with_values
 from trainkit.strategies.core.step import GraphedUpdate, LossDivisor
+
+Observe = Callable[[Sequence[Tensor | None]], None]
+"""Looks at the gradients of an update, in the order of the parameters."""
 
 
 def apply_update(
@@ -22,6 +25,7 @@ def apply_update(
     *,
     loss_sum: Tensor | None = None,
     graphed: GraphedUpdate | None = None,
+    observe: Observe | None = None,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
@@ -32,6 +36,7 @@ def apply_update(
         update: learning rate and clip of this update.
         loss_sum: () the loss of this rank, None if it had no shard.
         graphed: clips and updates the parameters; None: both are eager.
+        observe: is called with the gradients of an update that is about to be made, before they are clipped.
 
     Returns:
         The status of the step, and the global norm before clipping if it was needed, () on the device.
@@ -62,18 +67,46 @@ def apply_update(
         return status, None
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
-    if graphed is not None:
-        norm = graphed(grads, update)
-    else:
-        norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
-        replica.stepper.step(grads, update.lr_factor)
-        if replica.masters_apart:
-            replica.refresh_params()
+    if observe is not None:
+        observe(grads)
+    norm = _update(replica, grads, present, update, norms_of) if graphed is None else graphed(grads, update)
     if replica.buffers.names:
         replica.buffers.finish(buffers)
     if moves:
         replica.set_loss_scale(scale.after(overflow=False))
     return Status.applied, norm
+
+
+def _update(
+    replica: Replica,
+    grads: Sequence[Tensor | None],
+    present: list[Tensor],
+    update: UpdateParams,
+    norms_of: Callable[[float], Tensor],
+) -> Tensor | None:
+    """Clip the gradients and step the optimizer; return the norm before clipping."""
+    norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
+    replica.stepper.step(grads, update.lr_factor)
+    if replica.masters_apart:
+        replica.refresh_params()
+    return norm
+
+
+def observer(replica: Replica, training: StepContext, step: int) -> Observe | None:
+    """Return what passes the gradients of a step to the listener of the training; None if it wants none of them."""
+    listener = training.on_gradients
+    if listener is None or not listener.wants(step):
+        return None
+
+    def observe(grads: Sequence[Tensor | None]) -> None:
+        named = zip(replica.params, grads, strict=True)
+        found = {name: grad for name, grad in named if grad is not None}
+        tensors = UpdateTensors(
+            grads=found, weights=replica.masters, counted=replica.counted_parts, ranks=replica.all_ranks
+        )
+        listener.take(step, tensors)
+
+    return observe
 
 
 def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor) -> Status:

@@ -118,7 +118,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     """
 
     traits: ClassVar[Traits] = Traits(
-        elastic=True, compiles="model", several_optimizers=True, converts=True, compiles_step=True
+        elastic=True, compiles="model", several_optimizers=True, converts=True, compiles_step=True, shows_gradients=True
     )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""

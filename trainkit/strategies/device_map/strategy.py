@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from trainkit.config.values import above
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy
+from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
@@ -37,6 +37,8 @@ class DeviceMap(Strategy):
         >>> DeviceMap(map={"embed": "cpu", "rest": 0}).tasks(PlanContext(num_gpus=1))
         (Task(role='worker', index=0, rank=0, device='cuda:0'),)
     """
+
+    traits: ClassVar[Traits] = Traits(shows_gradients=True)
 
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""

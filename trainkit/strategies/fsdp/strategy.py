@@ -69,6 +69,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
         several_optimizers=True,
         keeps_memory_format=False,
         converts=True,
+        shows_gradients=True,
     )
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1

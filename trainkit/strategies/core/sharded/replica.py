@@ -155,6 +155,11 @@ class ShardedReplica(Replica):
             parts = replace(parts, join_norms=joined_norms(cuts, self.device))
         return type(self)(parts, cuts=self.cuts, expect=self.expect, reload=self.reload)
 
+    @property
+    def counted_parts(self) -> Mapping[str, bool] | None:
+        """Whether this rank counts its part of each parameter in sums over ranks; None where it holds them whole."""
+        return {name: self.cuts[name].is_written for name in self.params} if self.cuts else None
+
     def set_stand_in(self, batch: Batch) -> None:
         """Store a batch for steps in which this rank has none."""
         self.stand_in = batch

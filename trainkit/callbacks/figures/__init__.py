@@ -1,0 +1,1 @@
+"""Callbacks that show tensors, classes and samples as figures."""

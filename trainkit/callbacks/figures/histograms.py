@@ -1,0 +1,286 @@
+"""Histograms of gradients, activations and weights, layer by layer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.callbacks.every_run import keep_until
+from trainkit.callbacks.figures.activations import Activations, observed_layers
+from trainkit.callbacks.figures.distribution import Distribution, measure
+from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
+from trainkit.config.values import above, at_least
+from trainkit.errors import Problem
+from trainkit.fields import cosmetic
+from trainkit.objectives.base import Collective
+from trainkit.reading import open_regular
+from trainkit.report.drawing import histograms_request
+from trainkit.storage import naming
+from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
+from trainkit.trainer.events import Callback, Row, Run
+from trainkit.trainer.planned import Planned
+
+_log = logging.getLogger(__name__)
+
+FILE: Final = "histograms.jsonl"
+"""The file of a run folder with a line for each recorded step."""
+KINDS: Final = ("gradients", "activations", "weights")
+Kind = Literal["gradients", "activations", "weights"]
+T = TypeVar("T")
+_Measured = dict[str, tuple[Tensor, Tensor]]
+"""Name -> what `distribution.measure` gives."""
+
+
+@dataclass(kw_only=True)
+class _Recorder:
+    """Looks at the steps that are due, and keeps what it counts on the devices until the step is complete."""
+
+    every_steps: int
+    kinds: Sequence[str]
+    layers: Sequence[str]
+    most_layers: int
+    is_active: bool = False
+    """Whether this rank counts: rank 0, and every rank where ranks hold parts."""
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    """The layers whose outputs are counted here."""
+    activations: Activations = field(default_factory=Activations)
+    found: dict[str, _Measured] = field(default_factory=dict)
+    counted: Mapping[str, bool] | None = None
+    ranks: Collective | None = None
+    step: int | None = None
+    """The step that is being recorded, counted from 0."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Kind -> a line about layers that are not shown."""
+
+    def wants(self, step: int) -> bool:
+        """Return whether a step is recorded: the first of a training, and each whose number divides."""
+        return self.is_active and (step == 0 or (step + 1) % self.every_steps == 0)
+
+    def on_phase(self, phase: str, step: int) -> None:
+        """Begin to look when a due step begins; outputs count in forward passes alone."""
+        if phase == "data":
+            self.step, self.found = (step, {}) if self.wants(step) else (None, {})
+            if self.step is not None and self.modules:
+                self.activations.begin(self.modules.items())
+        elif self.step is not None:
+            self.activations.is_forward = phase == "forward"
+
+    def take(self, step: int, tensors: UpdateTensors) -> None:
+        """Count gradients and weights of an update that is about to be made."""
+        del step
+        self.counted, self.ranks = tensors.counted, tensors.ranks
+        for kind, named in (("gradients", tensors.grads), ("weights", tensors.weights)):
+            if kind in self.kinds:
+                measured = {name: measure(named[name]) for name in self.chosen(kind, named)}
+                self.found.setdefault(kind, {}).update(measured)
+
+    def chosen(self, kind: str, names: Iterable[str]) -> list[str]:
+        """Return the layers to show: those that a pattern matches; of too many, some at equal distances."""
+        fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.layers)]
+        kept = evenly(fitting, self.most_layers)
+        if len(kept) < len(fitting):
+            self.left_out[kind] = f"{len(kept)} of {len(fitting)}"
+        return kept
+
+    def complete(self) -> dict[str, dict[str, Distribution]]:
+        """Return the distributions of the step, by kind and layer; collective where ranks hold parts."""
+        self.activations.end()
+        found, counted, ranks = self.found, self.counted, self.ranks
+        if not found:  # the step was left out
+            return {}
+        if counted is not None and ranks is not None:
+            found = {kind: summed(measured, counted, ranks) for kind, measured in found.items()}
+        if self.activations.found:
+            found["activations"] = self.activations.found
+        self.found, self.step = {}, None
+        return {
+            kind: {name: Distribution.of(*pair) for name, pair in found[kind].items()}
+            for kind in KINDS
+            if kind in found
+        }
+
+
+@dataclass
+class _Written:
+    recorder: _Recorder | None = None
+    events: EventFolder = field(default_factory=lambda: EventFolder("histograms"))
+    figures: FigureQueue | None = None
+    has_said: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histograms(Callback):
+    """Shows how the values of gradients, activations and weights are distributed, layer by layer, at some steps.
+
+    TensorBoard shows them as histograms and distributions, `plots/gradients.png` and its kin as quantiles over the
+    steps, and the page of the run as a table of the newest ones; `histograms.jsonl` has their figures.
+
+    A gradient is the one of the update: of the mean loss over all shards and replicas, not scaled, not clipped. Weights
+    are those that it was computed with. Activations are the outputs of the layers that hold no others, for the shards
+    of rank 0. Parameters that are frozen have no gradient and are left out. A step that is not recorded runs as without
+    this callback; no number of the training changes.
+
+    A histogram is counted in buckets of a quarter of an octave, from 9e-13 to 1e12. Under `fsdp` each rank counts its
+    parts, and the counts are added up: this is collective, and so an error of this callback ends the run.
+    """
+
+    every_steps: Annotated[int, cosmetic, at_least(1)] = 100
+    """Steps between two records, counted from the begin of the training; its first step is recorded, too."""
+    kinds: Annotated[tuple[Kind, ...], cosmetic] = KINDS
+    """What is shown: `gradients`, `activations`, `weights`."""
+    layers: Annotated[tuple[str, ...], cosmetic] = ("*",)
+    """Patterns of the names of parameters and layers that are shown, `[blocks.0.*, head.*]`."""
+    most_layers: Annotated[int, cosmetic, at_least(1)] = 48
+    """Parameters or layers of each kind; of more, so many are shown, at equal distances."""
+    every_s: Annotated[float, cosmetic, above(0)] = 60.0
+    """Least seconds between two drawings of `plots/` during the run."""
+    _written: _Written = field(default_factory=_Written, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._written.recorder = _Recorder(
+            every_steps=self.every_steps, kinds=self.kinds, layers=self.layers, most_layers=self.most_layers
+        )
+        self._written.figures = FigureQueue(every_s=self.every_s)
+
+    def validate(self, planned: Planned) -> list[Problem]:
+        """Return problems: gradients that no listener sees, and nothing to show."""
+        strategy, compiled = planned.cfg.strategy["_target_"].rpartition(".")[2], planned.cfg.compile.mode
+        found = []
+        if not planned.traits.shows_gradients:
+            rule = (
+                f"sees gradients under one_device, device_map, mirrored and fsdp, and {strategy} keeps them to itself. "
+            )
+            found.append(Problem(key=planned.key, rule=f"{rule}Leave it out."))
+        elif compiled != "off" and planned.traits.compiles_step:
+            rule = (
+                f"sees no gradient of a compiled step (compile.mode={compiled}). Leave it out, or use compile.mode=off."
+            )
+            found.append(Problem(key=planned.key, rule=rule))
+        elif compiled != "off" and set(self.kinds) == {"activations"}:
+            rule = f"shows nothing with compile.mode={compiled}: compiled layers have no hooks. Use compile.mode=off."
+            found.append(Problem(key=f"{planned.key}.kinds", value=list(self.kinds), rule=rule))
+        if not self.kinds:
+            rule = f"names nothing to show. Name some of {', '.join(KINDS)}, or leave the callback out."
+            found.append(Problem(key=f"{planned.key}.kinds", value=[], rule=rule))
+        return found
+
+    def phase_listener(self) -> PhaseListener:
+        """Return what begins a record."""
+        return self._recorder.on_phase
+
+    def gradient_listener(self) -> GradientListener:
+        """Return what counts gradients and weights."""
+        return self._recorder
+
+    @property
+    def _recorder(self) -> _Recorder:
+        assert self._written.recorder is not None
+        return self._written.recorder
+
+    @property
+    def _figures(self) -> FigureQueue:
+        assert self._written.figures is not None
+        return self._written.figures
+
+    def run_start(self, run: Run) -> None:
+        """Find the layers; drop the lines of steps that are trained again."""
+        recorder = self._recorder
+        recorder.is_active = run.is_owner or run.computes_together
+        if not run.is_owner:
+            return
+        if "activations" in self.kinds:
+            if run.cfg.compile.mode == "off":
+                known = observed_layers(run.model)
+                recorder.modules = {name: known[name] for name in recorder.chosen("activations", known)}
+            else:
+                _log.warning("callbacks=[histograms] leaves out activations: compiled layers have no hooks.")
+        keep_until(run.folder / FILE, run.state.step)
+
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
+        """Write a record, if this step is one; this waits for the device."""
+        if self._recorder.step is None:
+            return
+        found = self._recorder.complete()
+        if found and run.is_owner:
+            self._write(run, found)
+
+    def log(self, run: Run, row: Row) -> None:
+        """Draw what is due."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Drop the records of the steps that are trained again."""
+        if run.is_owner:
+            self._written.events.restart(run.state.step)
+            keep_until(run.folder / FILE, run.state.step)
+
+    def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Write the buffered events."""
+        self._written.events.close()
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Draw the figures for the last time."""
+        self._recorder.activations.end()
+        if run.is_owner:
+            self._figures.finish(run)
+        self._written.events.close()
+
+    def _write(self, run: Run, found: Mapping[str, Mapping[str, Distribution]]) -> None:
+        events, step = self._written.events.of(run), run.state.step
+        for kind, named in found.items():
+            for name, one in named.items():
+                limits, counts = one.buckets()
+                if limits:
+                    ends = (one.low, one.high, one.total, one.squares)
+                    events.buckets(f"{kind}/{name}", limits, counts, ends=ends, step=step, wall_time=time.time())
+        events.flush()
+        if not self._written.has_said and self._recorder.left_out:
+            self._written.has_said = True
+            said = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
+            _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", said)
+        lines = {kind: {name: one.to_json() for name, one in named.items()} for kind, named in found.items()}
+        content = json.dumps({"step": step, **lines}) + "\n"
+        path = run.folder / FILE
+        with naming(path, needed=len(content)), open_regular(path, "ab") as file:
+            file.write(content.encode())
+        request = histograms_request(run.folder / "plots", title=run.cfg.name, records=path)
+        self._figures.ask(run, run.folder / "plots" / "gradients.png", request)
+
+
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """Return at most so many items at equal distances, the first and the last among them.
+
+    Example:
+        >>> evenly(range(10), 4), evenly(range(3), 4)
+        ([0, 3, 6, 9], [0, 1, 2])
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / max(most - 1, 1))] for place in range(most)]
+
+
+def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) -> _Measured:
+    """Return what the ranks have measured of their parts of each tensor, added up; collective.
+
+    Args:
+        measured: this rank's; the same names on every rank.
+        counted: whether this rank's part counts.
+        ranks: all that hold parts.
+    """
+    if not measured:
+        return {}
+    own = [sums * float(counted[name]) for name, (sums, _) in measured.items()]
+    total = ranks.sum(torch.stack([one.cpu() for one in own]))
+    ends = torch.stack([extrema.cpu() for _, extrema in measured.values()])
+    gathered = torch.stack([one.cpu() for one in ranks.gather(ends)])
+    low, high = gathered[..., 0].amin(0), gathered[..., 1].amax(0)
+    return {name: (total[at], torch.stack([low[at], high[at]])) for at, name in enumerate(measured)}

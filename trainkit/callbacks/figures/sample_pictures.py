@@ -1,0 +1,166 @@
+"""The samples with the highest loss as pictures, after each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.callbacks.figures.confusion import figure_path
+from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
+from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
+from trainkit.config.values import above
+from trainkit.data.splits import read_sample
+from trainkit.errors import Problem
+from trainkit.fields import cosmetic
+from trainkit.numerics.generators import Untouched
+from trainkit.objectives.details import WORST
+from trainkit.objectives.fields import input_of
+from trainkit.objectives.tables import Table
+from trainkit.report.drawing import samples_request
+from trainkit.trainer.events import Callback, Row, Run
+from trainkit.trainer.planned import Planned
+
+
+@dataclass
+class _Drawn:
+    events: EventFolder = field(default_factory=lambda: EventFolder("samples"))
+    figures: FigureQueue | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePictures(Callback):
+    """Draws the 16 samples with the highest loss, after each evaluation: `plots/worst_val.png`.
+
+    Each has its class, the guess of the model, and the probability of the guess. Under cross entropy they are the
+    mistakes that the model is most confident of. The run's page and TensorBoard show them.
+    """
+
+    observes: ClassVar[bool] = True
+    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
+    details: ClassVar[tuple[str, ...]] = (WORST,)
+
+    every_s: Annotated[float, cosmetic, above(0)] = 60.0
+    """Least seconds between two drawings during the run; the last evaluation is always drawn."""
+    _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._drawn.figures = FigureQueue(every_s=self.every_s, events=self._drawn.events)
+
+    def validate(self, planned: Planned) -> list[Problem]:
+        """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
+        objective, dataset = planned.objective, planned.datasets["train"]
+        if WORST not in objective.details(dataset, batch_size=1).metrics:
+            rule = f"needs the loss of each sample, and {type(objective).__name__} gives none. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        indexed = [split for split, one in planned.datasets.items() if not hasattr(one, "__getitem__")]
+        if planned.sample is None or indexed:
+            rule = f"reads samples by their numbers, and the split {(*indexed, 'train')[0]} is a stream. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        shown = input_of(planned.sample, getattr(objective, "input", None))
+        if not images_of([shown]):
+            found = tuple(shown.shape) if isinstance(shown, Tensor | np.ndarray) else type(shown).__name__
+            rule = f"needs images, (1 or 3, height, width) of 4 pixels or more, and a sample is {found}. Leave it out."
+            return [Problem(key=planned.key, rule=rule)]
+        return []
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Take what is drawn."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def log(self, run: Run, row: Row) -> None:
+        """Take what is drawn, and begin what is due."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
+        """Draw the worst samples of each split."""
+        if not run.is_owner:
+            return
+        for name, table in tables.items():
+            split, _, kind = name.rpartition("/")
+            dataset = dataset_of(run, split)
+            if kind != WORST or dataset is None or not table.rows:
+                continue
+            places = [int(row[0]) for row in table.rows]
+            images = images_of(inputs_at(dataset, places, run.cfg.objective.get("input")))
+            captions = captions_of(table, getattr(dataset, "classes", None))
+            path = figure_path(run, WORST, split)
+            title = f"{run.cfg.name}: highest losses of {split}, step {run.state.step:,}"
+            shown = [(png_bytes(grid(one[None])), caption) for one, caption in zip(images, captions, strict=False)]
+            if shown:
+                self._figures.ask(run, path, samples_request(path, title=title, samples=shown))
+
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Replace the figures of the steps that are trained again."""
+        self._drawn.events.restart(run.state.step)
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Draw the last evaluation."""
+        if run.is_owner:
+            self._figures.finish(run)
+        self._drawn.events.close()
+
+    @property
+    def _figures(self) -> FigureQueue:
+        assert self._drawn.figures is not None
+        return self._drawn.figures
+
+
+def dataset_of(run: Run, split: str) -> Any:
+    """Return the dataset of a split; that of `val` for the averages' `val_ema`, None if there is none."""
+    found = [name for name in run.datasets if split == name or split.startswith(f"{name}_")]
+    return run.datasets[max(found, key=len)] if found else None
+
+
+def inputs_at(dataset: Any, places: Sequence[int], fields: Any = None) -> list[Any]:
+    """Return the inputs of samples by their places; no generator of the training draws meanwhile.
+
+    Args:
+        dataset: can be indexed.
+        places: of the samples.
+        fields: the field of the input, as the objective names it; None: the common names.
+    """
+    with Untouched(seed=0):
+        return [input_of(read_sample(dataset, place), fields) for place in places]
+
+
+def images_of(inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs as images, each (1 or 3, height, width) float32; empty if one of them is none.
+
+    Example:
+        >>> images_of([torch.zeros(1, 8, 8)])[0].shape, images_of([torch.zeros(8)])
+        ((1, 8, 8), [])
+    """
+    found = []
+    for one in inputs:
+        tensor = torch.as_tensor(one) if isinstance(one, Tensor | np.ndarray) else None
+        image = None if tensor is None or tensor.dim() != 3 else next(images_in(tensor[None]), None)
+        if image is None:
+            return []
+        found.append(image[0].numpy())
+    return found
+
+
+def captions_of(table: Table, classes: Any) -> list[tuple[str, str, str]]:
+    """Return the lines of a caption for each row of a table of worst samples: class, guess, probability of the guess.
+
+    Example:
+        >>> columns = ("sample", "loss", "target", "guess", "probability")
+        >>> table = Table(columns=columns, rows=((7, 4.0, 1.0, 0.0, 0.98),))
+        >>> captions_of(table, ["cat", "dog"])
+        [('dog', 'guess cat', '98 %')]
+    """
+
+    def name(number: Any) -> str:
+        place = int(number)
+        known = isinstance(classes, list | tuple) and 0 <= place < len(classes)
+        return str(classes[place]) if known else str(place)
+
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return [(name(row["target"]), f"guess {name(row['guess'])}", f"{100 * row['probability']:.0f} %") for row in rows]

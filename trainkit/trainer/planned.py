@@ -1,0 +1,28 @@
+"""What callbacks may know of a run before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.config.schema import RunConfig
+from trainkit.objectives.base import Objective
+from trainkit.strategies.base import Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run that is planned."""
+
+    key: str
+    """The key of the callback that is asked, `callbacks.confusion`."""
+    cfg: RunConfig
+    """The config; its micro-batch may not be resolved yet."""
+    objective: Objective
+    datasets: Mapping[str, Any]
+    """Split -> dataset."""
+    sample: Any
+    """A sample of the training data, not collated; None if it cannot be indexed."""
+    traits: Traits
+    """The properties of the strategy."""
