@@ -166,7 +166,17 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
             ["lr", "--min-lr", "20"],
             ["--min-lr=20: must leave a range: it would go from 20 to 10. (command line)"],
         ),
-        (["rate"], ["find=rate: finds one of lr, micro_size. (command line)"]),
+        (["rate"], ["find=rate: finds one of lr, micro_size: trainkit find lr OVERRIDES. (command line)"]),
+        ([], ["find: finds one of lr, micro_size: trainkit find lr OVERRIDES. (command line)"]),
+        (
+            ["lr", "resume=auto"],
+            [
+                (
+                    "resume=auto: has no effect: find trains from the start. Leave it out, or give weights with "
+                    "init_from=CHECKPOINT. (command line)"
+                )
+            ],
+        ),
         (
             ["lr", "optimizer.lr=0.0"],
             ["optimizer.lr=0.0: must be above 0: the test multiplies it. (command line)"],
@@ -194,7 +204,7 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
 def test_bad_input_is_refused_before_anything_starts(
     arguments: list[str], lines: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["find", *arguments, *([] if arguments == ["rate"] else ["recipe=null"])]) == 2
+    assert main(["find", *arguments, "recipe=null"]) == 2
     assert [line.strip() for line in capsys.readouterr().err.splitlines()[1:]] == lines
     assert list(cwd.iterdir()) == []
 

@@ -56,10 +56,10 @@ _print_line: Final = line_printer("find")
 
 def run(call: Call) -> int:
     """Find and print; 0 where there is a value to suggest, else 1."""
-    call.check_arity(arguments=1)
-    what = call.arguments[0]
+    what = " ".join(call.arguments)
     if what not in WORDS:
-        raise ConfigError([problem_of("find", f"finds one of {', '.join(WORDS)}.", what)])
+        rule = f"finds one of {', '.join(WORDS)}: trainkit find {WORDS[0]} OVERRIDES."
+        raise ConfigError([problem_of("find", rule, what or None)])
     problems = [*_flag_problems(call, what), *launch_problems("find", "try every value")]
     point = _point(call, problems)
     if problems or point is None:
@@ -191,6 +191,9 @@ def _point(call: Call, problems: list[Problem]) -> Composition | None:
         problems += error.problems
         return None
     problems += training_problems("find", point)
+    if (resumed := point.values["resume"]) is not None:
+        rule = "has no effect: find trains from the start. Leave it out, or give weights with init_from=CHECKPOINT."
+        problems.append(point.problem("resume", rule, value=resumed))
     return point
 
 
