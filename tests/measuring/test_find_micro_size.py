@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -160,17 +158,3 @@ def test_the_memory_that_is_free_is_read_from_the_system(tmp_path: Path) -> None
     told.write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
     assert available_bytes(told) == 7 * 1024
     assert available_bytes(tmp_path / "absent") > 1 << 20
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
-def test_a_training_that_has_no_memory_falls_back_to_smaller_shards(cwd: Path) -> None:
-    keys = "recipe=null batch.global_size=1024 model.hidden=[40000] --steps 1 --json"
-    command = f"ulimit -v 4500000; exec {sys.executable} -m trainkit find micro_size {keys}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    content = json.loads(done.stdout)
-    assert content["sizes"][0]["status"] == "out_of_memory", content
-    assert "OutOfMemoryError: rank 0, step 0: cpu is out of memory" in content["sizes"][0]["reason"]
-    assert content["micro_size"] < 1024
-    assert content["overrides"] == [f"batch.micro_size={content['micro_size']}"]
-    assert list(cwd.iterdir()) == []
