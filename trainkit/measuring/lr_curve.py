@@ -34,7 +34,7 @@ class LrCurve:
         >>> falling = [RatePoint(lr=10.0 ** (k / 10 - 4), loss=2 - math.tanh((k - 20) / 5)) for k in range(40)]
         >>> curve = LrCurve.of([*falling, *(RatePoint(lr=k * 1.0, loss=k * 9.0) for k in (1, 2))])
         >>> curve.steepest, curve.tenth_of_minimum
-        (0.00794, 0.0631)
+        (0.01, 0.0398)
 
     Source: Smith 2015, arXiv:1506.01186, section 3.3 (the range test).
     """

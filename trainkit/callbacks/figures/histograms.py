@@ -19,7 +19,7 @@ from trainkit.callbacks.figures.distribution import Distribution, measure
 from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
 from trainkit.config.values import above, at_least
 from trainkit.errors import Problem
-from trainkit.fields import cosmetic
+from trainkit.fields import cosmetic, unit
 from trainkit.objectives.base import Collective
 from trainkit.reading import open_regular
 from trainkit.report.drawing import histograms_request
@@ -138,7 +138,7 @@ class Histograms(Callback):
     """What is shown: `gradients`, `activations`, `weights`."""
     layers: Annotated[tuple[str, ...], cosmetic] = ("*",)
     """Patterns of the names of parameters and layers that are shown, `[blocks.0.*, head.*]`."""
-    most_layers: Annotated[int, cosmetic, at_least(1)] = 48
+    most_layers: Annotated[int, cosmetic, at_least(1), unit("layers")] = 48
     """Parameters or layers of each kind; of more, so many are shown, at equal distances."""
     every_s: Annotated[float, cosmetic, above(0)] = 60.0
     """Least seconds between two drawings of `plots/` during the run."""
