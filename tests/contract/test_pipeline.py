@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.contract.running import run
 from tests.contract.stepping import Case, Trained, _Rank, oracle, train
@@ -18,6 +20,7 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
 from trainkit.strategies.capabilities import check_replicas, sharded_state_dict
 from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.pipeline import stage_sums
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -100,6 +103,44 @@ def test_a_replica_without_a_shard_in_a_short_batch_takes_part(pool: Pool) -> No
     # the last batch of an epoch has 5 of 16 points: one shard of them
     ranks = same(replace(MANY, global_size=16, micro_size=8, settings={"replicas": 2}, resume_at=2), pool)
     assert [len(rank.samples[2]) for rank in ranks] == [5, 0, 0, 0]
+
+
+def exchanges_of_the_last_step(place: Place, case: Case) -> dict[str, int]:
+    """All-reduces while autograd computes, in a backward pass or after it, and after all backward passes."""
+    found = {"inside": 0, "beside": 0, "after": 0}
+    rank, whole, now = _Rank(place, case), dist.all_reduce, [""]
+    rank.on_phase = lambda phase, _step: now.__setitem__(0, phase)
+
+    def count(tensor: Tensor, **options: Any) -> Any:
+        inside = "inside" if torch._C._current_graph_task_id() >= 0 else "beside"
+        found["after" if now[0] == "reduce" else inside] += 1
+        return whole(tensor, **options)
+
+    with patch.object(stage_sums, "BUCKET_BYTES", 1):
+        executor = rank.setup(0)
+        rank.steps(executor, 1)
+        with patch.object(dist, "all_reduce", count):
+            rank.steps(executor, 2)
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("1f1b", {"inside": 4, "beside": 0, "after": 0}),
+        ("interleaved", {"inside": 4, "beside": 0, "after": 0}),
+        ("zero_bubble", {"inside": 0, "beside": 4, "after": 0}),  # torch adds up its gradients of weights itself
+    ],
+)
+def test_gradients_are_exchanged_inside_of_the_last_backward_pass(
+    schedule: str, expected: dict[str, int], pool: Pool
+) -> None:
+    # eight parameters in buckets of one, four on either rank; five shards, the last ones of another size
+    settings = {"schedule": schedule, "replicas": 2}
+    case = replace(MANY, model={"norm": False}, global_size=19, num_steps=2, settings=settings)
+    found = pool.run("tests.contract.test_pipeline.exchanges_of_the_last_step", case, num_ranks=4)
+    assert found == [expected] * 4
 
 
 @pytest.mark.parametrize("settings", [{"stages": 2}, {"stages": 4}, {"schedule": "interleaved"}])

@@ -24,7 +24,8 @@ from trainkit.strategies.core.step import ShardStep, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
-from trainkit.strategies.pipeline.replica import Chunk, ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
+from trainkit.strategies.pipeline.microbatch import Chunk
+from trainkit.strategies.pipeline.replica import ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
@@ -143,18 +144,19 @@ class PipelineWork(ShardStep):
         self._enter("forward")
         self._measured(self._groups())
         self._enter("reduce")
-        grads = replica.take_grads()
+        grads, summed = replica.take_grads(), replica.finish_sums()
         if not replica.settled:
             _settle(replica, grads)
         names = list(replica.params)
         parts = [
-            _zeros_where_used(grad, used, master)
-            for grad, used, master in zip(grads, replica.used, replica.masters.values(), strict=True)
+            None if name in summed else _zeros_where_used(grad, used, master)
+            for (name, master), grad, used in zip(replica.masters.items(), grads, replica.used, strict=True)
         ]
         parts += replica.buffers.take() if replica.buffers.names else []
         holders = [replica.holders[name] for name in names]
         holders += [(replica.place,)] * (len(parts) - len(names))
         sums = replica.groups.sum(parts, holders)
+        sums[: len(names)] = [summed.get(name, total) for name, total in zip(names, sums, strict=False)]
         return [*sums, *self._counted()]
 
     def _groups(self) -> list[list[Chunk]]:
@@ -176,7 +178,8 @@ class PipelineWork(ShardStep):
         replica.clock.reset()
         start = time.perf_counter()
         ideal_s = total = 0.0
-        for chunks in groups:
+        for number, chunks in enumerate(groups, start=1):
+            replica.begin_group(is_last=number == len(groups))
             count = self._through_the_stages(chunks)
             bubble = ideal_bubble(
                 replica.schedule, count, num_ranks=replica.num_stage_ranks, stages_a_rank=len(replica.blocks)

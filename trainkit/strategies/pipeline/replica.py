@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,45 +17,15 @@ from trainkit.errors import TrainingError
 from trainkit.strategies.core.buffers import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica, ReplicaParts
 from trainkit.strategies.pipeline.groups import Groups
+from trainkit.strategies.pipeline.microbatch import BusyTimer, Chunk
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.pipeline.stage_sums import StageSums, stage_sums_of
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, contents_outside
 from trainkit.strategies.pipeline.tracing.stage_module import Blocks, StageModule
 from trainkit.strategies.pipeline.tracing.trace import trace
 from trainkit.strategies.pipeline.validation import run_problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A microbatch: a shard of the step, or a repetition of one that only fills the schedule."""
-
-    shard: int
-    inputs: tuple[Tensor, ...]
-    """The tensors among the model's inputs."""
-    targets: Any
-    share: float
-    """Its fraction of the step's samples."""
-    counts: bool = True
-    """False for a repetition, which has no effect on the result."""
-
-
-class BusyTimer:
-    """Measures the seconds that this rank computes; meaningless on devices that compute asynchronously."""
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-
-    def reset(self) -> None:
-        """Begin again at 0 seconds."""
-        self.busy_s = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Measure the time of the block."""
-        start = time.perf_counter()
-        yield
-        self.busy_s += time.perf_counter() - start
 
 
 class ChunkStage(PipelineStage):
@@ -124,18 +93,18 @@ class ChunkStage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         """Run the backward pass of one microbatch, or that of its inputs alone."""
-        with self._around.clock.running(), _unwrapped():
+        around = self._around
+        with around.clock.running(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
             # Tensors are sent in their memory layout, and received as contiguous ones.
             found = self.bwd_cache.get(bwd_chunk_id, ())
             self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in found)
-            self._around.after_backward()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward pass."""
-        with self._around.clock.running(), _unwrapped():
+        around = self._around
+        with around.clock.running(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-            self._around.after_backward()
 
 
 @contextmanager
@@ -231,6 +200,9 @@ class PipelineReplica(Replica):
         self._homes: _Homes | None = None
         self._scoring: Scoring | None = None
         self._step = 0
+        self._stage_sums: dict[int, StageSums] = {}
+        """Stage -> the sums over replicas that begin in its backward pass; empty until the parameters are known."""
+        self._is_last_group = False
 
     def begin_step(self, step: int, score: Score, scoring: Scoring) -> None:
         """Begin a step.
@@ -241,6 +213,12 @@ class PipelineReplica(Replica):
             scoring: the context of the forward pass of a microbatch on the last stage.
         """
         self._step, self._score, self._scoring = step, score, scoring
+        for sums in self._stage_sums.values():
+            sums.begin_step()
+
+    def begin_group(self, *, is_last: bool) -> None:
+        """Begin the microbatches of one shape, perhaps the last ones of the step."""
+        self._is_last_group = is_last
 
     def scoring(self, number: int, stage: int) -> AbstractContextManager[None]:
         """Return the context of the forward pass of a microbatch: on the last stage its loss may be computed inside."""
@@ -254,6 +232,18 @@ class PipelineReplica(Replica):
         if self.buffers.names:
             self.buffers.settle(buffers)
         self.settled = True
+        here = (self.place,)
+        named = zip(self.params.items(), used, strict=True)
+        summed = {name: param for (name, param), flag in named if flag and self.holders[name] == here}
+        is_split = self.schedule == "zero_bubble"
+        self._stage_sums = stage_sums_of(
+            self.blocks, summed, self.masters, self.groups.alike.get(here), is_split=is_split
+        )
+
+    def finish_sums(self) -> dict[str, Tensor]:
+        """Wait for the sums that have begun in backward passes of this step, and return them by name."""
+        found = self._stage_sums.values()
+        return {name: total for sums in found for name, total in zip(sums.names, sums.finish(), strict=True)}
 
     @property
     def stages_here(self) -> list[int]:
@@ -352,8 +342,20 @@ class PipelineReplica(Replica):
             self.buffers.end_forward(chunk.share, within=set(self.blocks[stage].modules()))
         self.buffers.reset()
 
-    def after_backward(self) -> None:
-        """Add gradients to separate masters."""
+    @contextmanager
+    def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
+        """Take the gradients of a backward pass of a stage: into sums over replicas, or into masters that are apart.
+
+        Args:
+            stage: its number.
+            is_last: whether no pass of the stage follows for microbatches of this shape.
+        """
+        sums, is_last = self._stage_sums.get(stage), is_last and self._is_last_group
+        if sums is not None:
+            sums.begin_backward(is_last=is_last)
+        yield
+        if sums is not None:
+            sums.end_backward(is_last=is_last)
         if self.masters_apart:
             self.accumulate_in_masters()
 

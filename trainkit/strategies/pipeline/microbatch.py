@@ -1,0 +1,43 @@
+"""A microbatch of a step, and the time that a rank computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A microbatch: a shard of the step, or a repetition of one that only fills the schedule."""
+
+    shard: int
+    inputs: tuple[Tensor, ...]
+    """The tensors among the model's inputs."""
+    targets: Any
+    share: float
+    """Its fraction of the step's samples."""
+    counts: bool = True
+    """False for a repetition, which has no effect on the result."""
+
+
+class BusyTimer:
+    """Measures the seconds that this rank computes; meaningless on devices that compute asynchronously."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+
+    def reset(self) -> None:
+        """Begin again at 0 seconds."""
+        self.busy_s = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure the time of the block."""
+        start = time.perf_counter()
+        yield
+        self.busy_s += time.perf_counter() - start

@@ -1,0 +1,120 @@
+"""The sums of a stage's gradients over replicas, which begin inside of its last backward pass of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.strategies.reducers.gradient_vector import GradientVector, cut_into_buckets
+from trainkit.strategies.tensors.layouts import FlatBuffer
+
+BUCKET_BYTES: int = 25 * 2**20
+"""Bytes of gradients from which a bucket is full."""
+
+
+class StageSums:
+    """Sums the gradients of one stage over the replicas, in buckets, while this rank and others still compute.
+
+    A bucket is exchanged as soon as the last backward pass of a step has produced its gradients, the others when that
+    pass ends. The order is the same on every rank. A rank without a microbatch sends zeros.
+
+    Args:
+        params: of this stage alone, by canonical name; each gets a gradient.
+        masters: the parameters that the optimizer updates, whose dtype and strides the sums have.
+        group: the ranks with this stage, one of each replica.
+        is_split: whether the gradients of weights come from a pass of their own, which calls no hooks.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        is_split: bool,
+    ) -> None:
+        self.names = tuple(params)
+        self._params, self._group, self._is_split = list(params.values()), group, is_split
+        like = [masters[name] for name in self.names]
+        packing = FlatBuffer.like(like, like[0].dtype, like[0].device)
+        self._buckets = cut_into_buckets(packing, bucket_bytes=BUCKET_BYTES, part_tail=False)
+        self._vector = GradientVector(packing, packing.empty(), self._buckets)
+        self._full: set[int] = set()
+        self._waits: list[Callable[[], Any]] = []
+
+    def begin_step(self) -> None:
+        """Begin a new sum."""
+        self._vector.begin_step()
+        self._full.clear()
+        self._waits.clear()
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Take the gradients of the next backward pass of the stage; exchange buckets during the last one of a step."""
+        self._vector.begin_backward(self._params, self._on_full if is_last and not self._is_split else None)
+
+    def end_backward(self, *, is_last: bool) -> None:
+        """Take gradients that filled no bucket, and after the last pass exchange what is left."""
+        self._vector.end_backward()
+        if is_last:
+            self._launch_rest()
+
+    def finish(self) -> Sequence[Tensor]:
+        """Wait for the sums of the step, one a name; they are overwritten by the next step."""
+        self._launch_rest()
+        for wait in self._waits:
+            wait()
+        return self._vector.views
+
+    def _on_full(self, number: int) -> None:
+        """Exchange the buckets that are full and whose predecessors are."""
+        self._full.add(number)
+        while len(self._waits) in self._full:
+            self._launch()
+
+    def _launch_rest(self) -> None:
+        if len(self._waits) == len(self._buckets):
+            return
+        self._vector.fill_rest([None] * len(self.names))
+        while len(self._waits) < len(self._buckets):
+            self._launch()
+
+    def _launch(self) -> None:
+        """Begin the sum of the next bucket."""
+        bucket, vector = self._buckets[len(self._waits)], self._vector
+        offsets = vector.packing.offsets
+        part = vector.flat[offsets[bucket.first] : offsets[bucket.last]]
+        work = dist.all_reduce(part, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        assert work is not None
+        self._waits.append(work.wait)
+
+
+def stage_sums_of(
+    blocks: Mapping[int, nn.Module],
+    params: Mapping[str, nn.Parameter],
+    masters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup | None,
+    *,
+    is_split: bool,
+) -> dict[int, StageSums]:
+    """Return the sums of each stage of a rank, without parameters that two of its stages have.
+
+    Args:
+        blocks: stage -> its modules.
+        params: those that get gradients and that no other rank of the replica holds.
+        masters: the parameters that the optimizer updates.
+        group: the ranks of the same stages; None where there is one replica.
+        is_split: see `StageSums`.
+    """
+    if group is None:
+        return {}
+    stages: dict[int, list[int]] = {}
+    for stage, module in blocks.items():
+        for param in module.parameters():
+            stages.setdefault(id(param), []).append(stage)
+    own = {
+        stage: {name: param for name, param in params.items() if stages.get(id(param)) == [stage]} for stage in blocks
+    }
+    return {stage: StageSums(found, masters, group, is_split=is_split) for stage, found in own.items() if found}
