@@ -99,9 +99,11 @@ def test_microbatches_of_unequal_sizes_train_as_the_reference(pool: Pool) -> Non
     same(replace(CLASSES, global_size=11, optimizer="adamw"), pool)
 
 
-def test_a_replica_without_a_shard_in_a_short_batch_takes_part(pool: Pool) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_replica_without_a_shard_in_a_short_batch_takes_part(schedule: str, pool: Pool) -> None:
     # the last batch of an epoch has 5 of 16 points: one shard of them
-    ranks = same(replace(MANY, global_size=16, micro_size=8, settings={"replicas": 2}, resume_at=2), pool)
+    settings = {"replicas": 2, "schedule": schedule}
+    ranks = same(replace(MANY, global_size=16, micro_size=8, settings=settings, resume_at=2), pool)
     assert [len(rank.samples[2]) for rank in ranks] == [5, 0, 0, 0]
 
 

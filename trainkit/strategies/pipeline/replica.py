@@ -213,8 +213,8 @@ class PipelineReplica(Replica):
             scoring: the context of the forward pass of a microbatch on the last stage.
         """
         self._step, self._score, self._scoring = step, score, scoring
-        for sums in self._stage_sums.values():
-            sums.begin_step()
+        for number, sums in enumerate(self._stage_sums.values()):
+            sums.begin_step(is_first=number == 0)
 
     def begin_group(self, *, is_last: bool) -> None:
         """Begin the microbatches of one shape, perhaps the last ones of the step."""

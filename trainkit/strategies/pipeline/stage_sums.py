@@ -19,13 +19,15 @@ class StageSums:
     """Sums the gradients of one stage over the replicas, in buckets, while this rank and others still compute.
 
     A bucket is exchanged as soon as the last backward pass of a step has produced its gradients, the others when that
-    pass ends. The order is the same on every rank. A rank without a microbatch sends zeros.
+    pass ends. Ranks match exchanges by their order alone, and replicas may have different numbers of microbatches, so
+    the order is fixed: the buckets of the last stage first. A rank without a microbatch sends zeros.
 
     Args:
         params: of this stage alone, by canonical name; each gets a gradient.
         masters: the parameters that the optimizer updates, whose dtype and strides the sums have.
         group: the ranks with this stage, one of each replica.
         is_split: whether the gradients of weights come from a pass of their own, which calls no hooks.
+        next_stage: the sums of the stage of this rank whose buckets follow; None: no stage follows.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class StageSums:
         group: dist.ProcessGroup,
         *,
         is_split: bool,
+        next_stage: StageSums | None = None,
     ) -> None:
         self.names = tuple(params)
         self._params, self._group, self._is_split = list(params.values()), group, is_split
+        self._next, self._has_turn = next_stage, False
         like = [masters[name] for name in self.names]
         packing = FlatBuffer.like(like, like[0].dtype, like[0].device)
         self._buckets = cut_into_buckets(packing, bucket_bytes=BUCKET_BYTES, part_tail=False)
@@ -45,11 +49,21 @@ class StageSums:
         self._full: set[int] = set()
         self._waits: list[Callable[[], Any]] = []
 
-    def begin_step(self) -> None:
-        """Begin a new sum."""
+    def begin_step(self, *, is_first: bool) -> None:
+        """Begin a new sum.
+
+        Args:
+            is_first: whether no stage of this rank is exchanged before this one.
+        """
         self._vector.begin_step()
         self._full.clear()
         self._waits.clear()
+        self._has_turn = is_first
+
+    def take_turn(self) -> None:
+        """Exchange what is full from now on: the buckets of all stages before are on their way."""
+        self._has_turn = True
+        self._advance()
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Take the gradients of the next backward pass of the stage; exchange buckets during the last one of a step."""
@@ -69,17 +83,22 @@ class StageSums:
         return self._vector.views
 
     def _on_full(self, number: int) -> None:
-        """Exchange the buckets that are full and whose predecessors are."""
         self._full.add(number)
-        while len(self._waits) in self._full:
-            self._launch()
+        self._advance()
 
     def _launch_rest(self) -> None:
         if len(self._waits) == len(self._buckets):
             return
         self._vector.fill_rest([None] * len(self.names))
-        while len(self._waits) < len(self._buckets):
+        self._full.update(range(len(self._buckets)))
+        self._advance()
+
+    def _advance(self) -> None:
+        """Exchange the buckets that are full and whose predecessors are on their way."""
+        while self._has_turn and len(self._waits) in self._full:
             self._launch()
+        if len(self._waits) == len(self._buckets) and self._next is not None:
+            self._next.take_turn()
 
     def _launch(self) -> None:
         """Begin the sum of the next bucket."""
@@ -99,7 +118,7 @@ def stage_sums_of(
     *,
     is_split: bool,
 ) -> dict[int, StageSums]:
-    """Return the sums of each stage of a rank, without parameters that two of its stages have.
+    """Return the sums of each stage of a rank, the last stage first, without parameters that two of its stages have.
 
     Args:
         blocks: stage -> its modules.
@@ -117,4 +136,10 @@ def stage_sums_of(
     own = {
         stage: {name: param for name, param in params.items() if stages.get(id(param)) == [stage]} for stage in blocks
     }
-    return {stage: StageSums(found, masters, group, is_split=is_split) for stage, found in own.items() if found}
+    sums: dict[int, StageSums] = {}
+    following: StageSums | None = None
+    for stage in sorted(own):
+        if own[stage]:
+            following = StageSums(own[stage], masters, group, is_split=is_split, next_stage=following)
+            sums = {stage: following, **sums}
+    return sums
