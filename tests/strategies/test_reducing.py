@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,16 +157,24 @@ def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: P
     assert found == [[1111.0] * 3] * 4
 
 
+class Clock:
+    """A clock that only a slow candidate moves."""
+
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.now
+
+
 class Slow(LocalReducer):
-    """A candidate that takes its time on one rank."""
+    """A candidate that takes its time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def reduce(self, partials: Any, **options: Any) -> Any:
-        import time
-
-        time.sleep(self.seconds)
+        Clock.now += self.seconds
         return super().reduce(partials, **options)
 
 
@@ -177,7 +186,8 @@ def choices(place: Place) -> list[Any]:
     fresh, resumed, elsewhere = (AutoReducer(makers, collective) for _ in range(3))
     resumed.recall("first")
     elsewhere.recall("shared_memory")
-    lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
+    with patch.object(auto_module, "time", Clock):
+        lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
     return [lines, [reducer.chosen for reducer in (fresh, resumed, elsewhere)]]
 
 
@@ -185,7 +195,7 @@ def test_the_fastest_on_the_slowest_rank_is_chosen_and_kept(pool: Pool) -> None:
     first, second = pool.run("tests.strategies.test_reducing.choices", num_ranks=2, group=True)
     assert first == second
     (fresh, resumed, elsewhere), chosen = first
-    assert fresh.startswith("strategy.reduce=auto: second. Summing 1 MiB takes first 3")
+    assert fresh.startswith("strategy.reduce=auto: second. Summing 1 MiB takes first 30 ms, second 5 ms.")
     assert resumed == "strategy.reduce=auto: first, as this run has chosen before."
     assert elsewhere.startswith("strategy.reduce=auto: second. Summing")
     assert chosen == ["second", "first", "second"]
@@ -214,7 +224,8 @@ def chosen(cache: ChoiceCache | None, packing: FlatBuffer = MEBIBYTE, **seconds:
         return lambda: (made.append(name), Slow(seconds[name]))[1]  # type: ignore[func-returns-value]
 
     reducer = AutoReducer({name: maker(name) for name in seconds}, Alone(), cache)
-    reducer.choose(packing)
+    with patch.object(auto_module, "time", Clock):
+        reducer.choose(packing)
     assert reducer.chosen is not None
     return reducer.chosen, len(made) > 1
 
