@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.run.faking import alive, assert_no_process_is_left, launch, pids_of
 from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
 
 @pytest.fixture
@@ -92,3 +94,12 @@ def test_a_killed_worker_does_not_outlive_the_supervisor_either(
     assert "rank 0 was ended by SIGKILL" in plain(running.communicate(timeout=60)[0])
     assert running.returncode == 1
     assert_no_process_is_left(folder, within_s=20)
+
+
+def test_the_signal_for_stacks_does_not_end_a_worker_that_only_starts(tmp_path: Path) -> None:
+    exits: list[ProcessExit] = []
+    with WorkerGroup(0, exits.append) as group:
+        group.start(0, [sys.executable, "-c", ""], os.environ, tmp_path / "log")
+        group.signal(signal.SIGUSR2)
+        group.join()
+    assert [one.code for one in exits] == [0]

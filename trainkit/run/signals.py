@@ -66,6 +66,17 @@ def resize_signal() -> signal.Signals | None:
     return getattr(signal, "SIGWINCH", None)
 
 
+def stacks_signal() -> signal.Signals | None:
+    """Return the signal that makes a worker write the stacks of its threads; None on Windows, which has none."""
+    return getattr(signal, "SIGUSR2", None)
+
+
+def blocked_at_start() -> list[signal.Signals]:
+    """Return the signals that a worker is started with blocked: they stay pending until the worker handles them."""
+    stacks = stacks_signal()
+    return [*stop_signals(), *([] if stacks is None else [stacks])]
+
+
 def signal_of(reason: Reason) -> signal.Signals:
     """Return the signal that forwards a stop request to another process."""
     if reason == "hangup" and hasattr(signal, "SIGHUP"):

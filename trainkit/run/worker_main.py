@@ -39,7 +39,14 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.worker_group import LIFELINE, watch_parent
-from trainkit.run.signals import EXIT_CODES, StopFlag, exit_without_teardown, stop_signals, worker_signals
+from trainkit.run.signals import (
+    EXIT_CODES,
+    StopFlag,
+    exit_without_teardown,
+    stacks_signal,
+    stop_signals,
+    worker_signals,
+)
 from trainkit.storage import as_storage_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer import failpoints
@@ -142,16 +149,19 @@ def _name_process(name: str) -> None:
 def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
     """Write the stacks of all threads on SIGUSR2, even while C code hangs; crashes of C code are reported on stderr."""
     faulthandler.enable()
-    if not hasattr(signal, "SIGUSR2"):
+    number = stacks_signal()
+    if number is None:
         yield
         return
     folder.open_live()
     with open_regular(folder.stacks_of(rank), "wb") as file:
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+        faulthandler.register(number, file=file, all_threads=True)
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])  # a pending one arrives now
         try:
             yield
         finally:
-            faulthandler.unregister(signal.SIGUSR2)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # without a handler it would end this process
+            faulthandler.unregister(number)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from trainkit.reading import read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport, read_error_report
 from trainkit.run.process.worker_group import WorkerGroup
+from trainkit.run.signals import stacks_signal
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _HELD: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a debugger"}
@@ -263,15 +263,17 @@ _SIZE: Final = 1 << 16
 def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None) -> str:
     """Return the stacks of a rank's threads and of its data loading processes; empty if it cannot write them.
 
-    The other ranks of the group write theirs as well, into their files. A stopped process cannot write them. SIGUSR2
-    ends a process of the user that does not handle it, a moment before it is ended with its rank.
+    The other ranks of the group write theirs as well, into their files, and one that is just starting does so later. A
+    stopped process cannot write them. The signal ends a process of the user that does not handle it, a moment before
+    it is ended with its rank.
     """
-    if not hasattr(signal, "SIGUSR2"):
+    number = stacks_signal()
+    if number is None:
         return ""
-    group.signal(signal.SIGUSR2)
+    group.signal(number)
     for child in children_of(pid):
         with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGUSR2)
+            os.kill(child, number)
     time.sleep(_ANSWER_S)
     try:
         stacks = read_tail(folder.stacks_of(rank), _SIZE)[0].decode(errors="replace").strip()

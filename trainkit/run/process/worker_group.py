@@ -30,7 +30,7 @@ from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
 from trainkit.reading import open_descriptor, open_regular
 from trainkit.report.train_log import unrecorded
-from trainkit.run.signals import stop_signals
+from trainkit.run.signals import blocked_at_start
 from trainkit.trainer import failpoints
 
 
@@ -246,11 +246,11 @@ def _opened(log: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block stop signals while a process is started: they stay pending until its `StopFlag` handles them."""
+    """Block signals while a process is started: they stay pending until that process handles them."""
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, list(stop_signals()))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_at_start())
     try:
         yield
     finally:
@@ -316,7 +316,7 @@ def enter_child(environ: Mapping[str, str], log: str | None, reader: int) -> Non
     gone.register(reader, select.POLLHUP)
     if gone.poll(0):  # the client closed the pipe before it was armed
         os._exit(1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, list(stop_signals()))  # until its `StopFlag` handles them
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked_at_start())  # until they are handled
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
