@@ -1,5 +1,8 @@
 """The recipes that ship compose cleanly, alone and with another placement."""
 
+import re
+import shlex
+
 import pytest
 
 from trainkit.config.check import checked
@@ -34,3 +37,18 @@ def test_a_recipe_says_what_it_is_and_how_it_is_run(name: str) -> None:
 def test_the_default_is_the_recipe_digits() -> None:
     assert compose([]).values["recipe"] == "digits"
     assert "shakespeare" in NAMES
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The arguments of each command line of a page, which may begin a loop over seeds."""
+    lines = re.findall(r"^    .*?python -m trainkit (\S.*)$", page.replace("\\\n", " "), re.MULTILINE)
+    return [shlex.split(line.partition(";")[0].replace("$seed", "0")) for line in lines]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_of_its_page_is_a_whole_config(name: str) -> None:
+    commands = commands_of((shipped_recipes() / name / "README.md").read_text())
+    assert commands
+    for arguments in commands:
+        assert f"recipe={name}" in arguments
+        checked(compose(arguments))
