@@ -50,7 +50,7 @@ REPLICAS = ", ".join(
         ("++strategy=mirrored", "strategy=mirrored: is a group: write strategy=mirrored. (command line)"),
         (
             "seed=1,2",
-            "seed=1,2: is a list of choices to try one after the other: add -m. As one text: seed='...'. (command line)",  # noqa: E501
+            "seed=1,2: is a list of choices, which trainkit -m trains one after the other. As one text: seed='...'. (command line)",  # noqa: E501
         ),
         ("seed=1.5", "seed=1.5: must be a whole number. (command line)"),
         ("seed=true", "seed=true: must be a whole number. (command line)"),

@@ -171,11 +171,15 @@ def test_a_choice_without_a_measured_step_is_no_measurement() -> None:
         ),
         (
             [
-                "strategy=one_device,parameter_server", "strategy.evaluator=true", "cv.folds=3",
+                "strategy=one_device,parameter_server", "strategy.evaluator=true", "cv.folds=3", "resume=auto",
                 "eval.every_epochs=null", "--until", "val/loss=0.1",
             ],
             [
                 "cv.folds=3: is several trainings. Give cv.fold too. (command line)",
+                (
+                    "resume=auto: has no effect: bench trains from the start. Leave it out, or give weights with "
+                    "init_from=CHECKPOINT. (command line)"
+                ),
                 (
                     "--until=val/loss=0.1: no evaluation comes before the end of the training. Give "
                     "eval.every_steps or eval.every_epochs. (command line)"

@@ -165,7 +165,7 @@ class CompositionBuilder:
         """Report an argument that no defaults list can take; return True if there was a problem."""
         key = override.key_or_group
         if override.is_sweep_override():
-            rule = f"is a list of choices to try one after the other: add -m. As one text: {key}='...'."
+            rule = f"is a list of choices, which trainkit -m trains one after the other. As one text: {key}='...'."
             self._report(override, rule)
             return True
         if not self.composer.is_group(override):

@@ -191,9 +191,6 @@ def _point(call: Call, problems: list[Problem]) -> Composition | None:
         problems += error.problems
         return None
     problems += training_problems("find", point)
-    if (resumed := point.values["resume"]) is not None:
-        rule = "has no effect: find trains from the start. Leave it out, or give weights with init_from=CHECKPOINT."
-        problems.append(point.problem("resume", rule, value=resumed))
     return point
 
 

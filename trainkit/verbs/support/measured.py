@@ -63,6 +63,9 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
     if composition.submits_single_runs:
         rule = f"hands runs to another system, and {verb} measures this machine. Leave it out."
         yield problem_of("cluster", rule)
+    if (resumed := composition.values["resume"]) is not None:
+        rule = f"has no effect: {verb} trains from the start. Leave it out, or give weights with init_from=CHECKPOINT."
+        yield composition.problem("resume", rule, value=resumed)
 
 
 @contextmanager
