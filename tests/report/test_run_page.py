@@ -14,7 +14,9 @@ import trainkit
 from tests.support.settings import latest
 from trainkit.cli import main
 from trainkit.errors import NonFiniteError
+from trainkit.report.histogram_plot import draw_histograms
 from trainkit.report.web.curves import Curve, MetricsReader
+from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import PageWriter, write_run_page
@@ -149,6 +151,51 @@ def test_damaged_files_leave_a_page(run: Path, tmp_path: Path, content: bytes) -
         (folder / name).write_bytes(content)
         write_run_page(RunFolder(folder), folder / "report.html")
         assert shown(folder / "report.html")["kind"] == "run"
+
+
+CONFUSION = '{"name": "val/confusion", "columns": ["class", "a", "b"], "rows": %s}'
+LAYER = '{"step": %s, "weights": {"fc": {"quantiles": %s, "largest": %s}}}'
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "{}",
+        "[[1], [2]]",
+        '[["a", -1, 2], ["b", 1, 2]]',
+        '[["a", 1e308, 1e308], ["b", 0, 1e308]]',
+        '[["a", NaN, 2], ["b", 1, 2]]',
+        '[["a", {}, 2], ["b", 1, 2]]',
+        "[" * 9000,
+    ],
+)
+def test_a_matrix_of_another_form_is_left_out(rows: str, tmp_path: Path) -> None:
+    (tmp_path / "tables.jsonl").write_text(CONFUSION % rows)
+    assert figures_of(tmp_path)["confusion"] == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        ("1", "[1, 2]", "3"),
+        ("1", "{}", "[]"),
+        ("1", "[1, 2, 3, 4, 5]", "1e999"),
+        ("1e999", "[1, 2, 3, 4, 5]", "5"),
+        ("1", "[NaN, 2, 3, 4, 5]", "5"),
+        ("1", "[[], 2, 3, 4, 5]", "5"),
+        ("[]", "[1, 2, 3, 4, 5]", "5"),
+    ],
+)
+def test_records_of_layers_of_another_form_are_not_drawn(record: tuple[str, str, str], tmp_path: Path) -> None:
+    line = LAYER % record
+    (tmp_path / "histograms.jsonl").write_text(line)
+    json.dumps(figures_of(tmp_path), allow_nan=False)
+    assert draw_histograms(tmp_path, title="t", lines=[line]) == []
+
+
+def test_a_layer_of_any_name_is_drawn(tmp_path: Path) -> None:
+    line = (LAYER % ("1", "[1, 2, 3, 4, 5]", "5")).replace("fc", r"$\\frac$</script>")
+    assert draw_histograms(tmp_path, title="$x_{", lines=[line]) == [tmp_path / "weights.png"]
 
 
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(run: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ mpl.use("Agg")
 
 BLUE, ORANGE, GREY, INK = "#2f6fde", "#e8743b", "#8a8f98", "#22252b"
 STYLE: dict[Any, Any] = {
+    "text.parse_math": False,  # names of metrics, layers and classes are text, with $ as well
     "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": "#c9ccd1",

@@ -15,9 +15,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from trainkit.bounded import parse_json
 from trainkit.report.curves import BLUE, GREY, INK, ORANGE, STYLE, save
-from trainkit.report.numbers import compact
+from trainkit.report.numbers import compact, figure
 
 KINDS: Final = {"gradients": BLUE, "activations": ORANGE, "weights": "#2e8b57"}
+_NUM_QUANTILES: Final = 5
 _COLUMNS: Final = 4
 _MOST_PANELS: Final = 24
 _MOST_STEPS: Final = 300
@@ -49,11 +50,13 @@ def read_histograms(lines: Iterable[bytes | str]) -> dict[str, dict[str, _Layer]
                 for name, one in row.get(kind, {}).items():
                     if one["quantiles"] is None:
                         continue
-                    quantiles = [float(value) for value in one["quantiles"]]
+                    quantiles, largest = [float(value) for value in one["quantiles"]], float(one["largest"])
+                    if len(quantiles) != _NUM_QUANTILES or not all(map(math.isfinite, (step, largest, *quantiles))):
+                        continue
                     layer = found.setdefault(kind, {}).setdefault(str(name), _Layer())
                     layer.steps.append(step)
                     layer.quantiles.append(quantiles)
-                    layer.largest.append(float(one["largest"]))
+                    layer.largest.append(largest)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     return found
@@ -89,6 +92,7 @@ def _figure(title: str, kind: str, layers: Mapping[str, _Layer]) -> Figure:
         axes.set_yscale("log")
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(LogLocator(numticks=5))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
         axes.yaxis.set_minor_locator(NullLocator())
     for axes in list(grid.flat)[len(shown) :]:
         axes.set_visible(False)

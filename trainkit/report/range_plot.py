@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from trainkit.report.curves import BLUE, GREY, INK, ORANGE, STYLE, save
 from trainkit.report.numbers import figure
@@ -43,6 +44,8 @@ def draw_range(
                 label = f"{name}: {figure(rate['lr'])}"
                 axes.axvline(rate["lr"], color=colour, linewidth=1.4, linestyle="--", label=label)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("learning rate")
         axes.set_ylabel("loss")
         finite = [value for value in smoothed if math.isfinite(value)]

@@ -24,6 +24,8 @@ _TAIL: Final = 8 << 20
 _MOST_CLASSES: Final = 24
 """Classes up to which the page shows the whole matrix."""
 _MOST_MISTAKES: Final = 12
+_MOST_COUNTED: Final = 2**53
+"""Samples in a cell: the largest count that a number of 64 bits holds exactly."""
 _MOST_LAYERS: Final = 64
 _MOST_SPLITS: Final = 3
 
@@ -73,7 +75,7 @@ def _matrix(row: dict[str, Any]) -> dict[str, Any] | None:
         if not isinstance(line, list) or len(line) != len(columns):
             return None
         cells = [number(cell) for cell in line[1:]]
-        if any(cell is None or cell < 0 for cell in cells):
+        if any(cell is None or not 0 <= cell <= _MOST_COUNTED for cell in cells):
             return None
         counts.append([cell for cell in cells if cell is not None])
     classes = [printable(str(name), 60) for name in columns[1:]]
