@@ -100,7 +100,15 @@ def _expected(pid: int) -> bool:
 def _lives_on(thread: threading.Thread) -> bool:
     """Threads that libraries start once and keep: no test can end them."""
     kept = ("pytest_timeout", "QueueFeederThread", "tqdm_monitor")
-    return thread is threading.main_thread() or thread.name.startswith(kept)
+    return thread is threading.main_thread() or thread.name.startswith(kept) or thread in _compiling_threads()
+
+
+def _compiling_threads() -> set[threading.Thread]:
+    """The pool in which inductor compiles several kernels at once, if it has begun."""
+    module = sys.modules.get("torch._inductor.async_compile")
+    if module is None or not module.AsyncCompile.pool.cache_info().currsize:
+        return set()
+    return set(module.AsyncCompile.pool()._threads)
 
 
 def _process_group() -> bool:
