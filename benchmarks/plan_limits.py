@@ -33,6 +33,7 @@ if __name__ == "__main__" and not SETTINGS.items() <= os.environ.items():
 from benchmarks import report
 from trainkit import api
 from trainkit.config.grammar import replacing
+from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.hardware import hardware_of
 from trainkit.run.estimates.memory import DeviceMemory, device_memory
 from trainkit.run.estimates.verdict import PROCESS_BYTES, verdict_of
@@ -146,10 +147,12 @@ def composed(arguments: Sequence[str]) -> api.Composition:
 
 def planned(arguments: Sequence[str]) -> tuple[RunPlan, DeviceMemory]:
     """Return the plan of a config, and its memory."""
-    plan = make_plan(composed(arguments).cfg)
-    model = meta_model(plan)
-    plan = plan.resolved(lambda: model)
-    return plan, device_memory(plan, model)
+    run = composed(arguments)
+    with allow_packages(run.packages):
+        plan = make_plan(run.cfg)
+        model = meta_model(plan)
+        plan = plan.resolved(lambda: model)
+        return plan, device_memory(plan, model)
 
 
 def refused(case: Case, room: int) -> bool:
