@@ -23,7 +23,7 @@ TrainkitError                1   anything below
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -68,6 +68,9 @@ class _Missing:
 
     def __repr__(self) -> str:
         return "MISSING"
+
+    def __reduce__(self) -> str:
+        return "MISSING"  # a copy from another process is this same object
 
 
 MISSING: Final = _Missing()
@@ -151,6 +154,16 @@ class ConfigError(TrainkitError):
         count = len(self.problems)
         head = f"{count} problem{'' if count == 1 else 's'} in the config"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[Callable[..., ConfigError], tuple[type[ConfigError], tuple[Problem, ...]]]:
+        return _config_error, (type(self), self.problems)
+
+
+def _config_error(kind: type[ConfigError], problems: tuple[Problem, ...]) -> ConfigError:
+    """Return an error that another process raised; a subclass may have other arguments than its problems."""
+    error = kind.__new__(kind)
+    ConfigError.__init__(error, problems)
+    return error
 
 
 class MissingExtraError(ConfigError):
