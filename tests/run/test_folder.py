@@ -3,6 +3,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_end
     worker.communicate(b"\n")
     with RunFolder(tmp_path).lock():
         pass
+
+
+def test_a_folder_of_a_killed_run_is_free_once_its_last_worker_has_ended(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, sys; from pathlib import Path; from trainkit.run.folder.lock import locked\n"
+        "with locked(Path(sys.argv[1])) as lock:\n"
+        "    subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=(lock,)); os.kill(os.getpid(), 9)"
+    )
+    lock, (ending, end) = tmp_path / ".lock", os.pipe()
+    killed = subprocess.run([sys.executable, "-c", code, str(lock)], stdin=ending, check=False)
+    assert killed.returncode == -9
+    threading.Timer(0.3, lambda: os.write(end, b"\n")).start()
+    with RunFolder(tmp_path).lock():
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    for descriptor in (ending, end):
+        os.close(descriptor)
 
 
 def test_json_replaces_a_file_in_one_move(tmp_path: Path) -> None:

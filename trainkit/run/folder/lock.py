@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -30,6 +31,8 @@ else:
 
 _MAX_BYTES: Final = 4096
 """Size limit of the lock file's content."""
+_ENDING_S: Final = 5.0
+"""Seconds in which children of a killed owner are expected to end."""
 
 
 @contextlib.contextmanager
@@ -37,7 +40,8 @@ def locked(path: Path) -> Iterator[int]:
     """Hold the lock file `path` for the duration of the block.
 
     The lock belongs to the open file, not to the process: a child that inherits the descriptor (`pass_fds`) keeps the
-    folder locked until it has ended too, even if its parent was killed.
+    folder locked until it has ended too, even if its parent was killed. A caller that comes right after the kill waits
+    up to 5 s for such children.
 
     Yields:
         The descriptor, to be passed to the processes that write into the folder.
@@ -52,13 +56,27 @@ def locked(path: Path) -> Iterator[int]:
         raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
     descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
-        if not _try_lock(descriptor):
+        if not _lock_after_killed_owner(path, descriptor):
             rule = f"in use by {_owner(path)}. Wait for it to end, or stop it."
             raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
         _write_owner(descriptor)
         yield descriptor
     finally:
         os.close(descriptor)  # the last copy closed releases the lock
+
+
+def owner_lives(path: Path) -> bool:
+    """Return whether the process that wrote a lock file lives, or is on another host. The lock itself is not tried."""
+    try:
+        owner = read_map(path, {"host": str, "pid": int}, limit=_MAX_BYTES)
+        if owner["host"] != socket.gethostname():
+            return True
+        os.kill(owner["pid"], 0)
+    except PermissionError:  # a process of another user
+        return True
+    except (OSError, UnreadableError, OverflowError):
+        return False
+    return True
 
 
 def discard_lock(path: Path) -> None:
@@ -88,6 +106,16 @@ def _why_foreign(path: Path) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _lock_after_killed_owner(path: Path, descriptor: int) -> bool:
+    """Lock the file; where its owner was killed, wait for the children that inherited the lock and are ending."""
+    until = time.monotonic() + _ENDING_S
+    while not _try_lock(descriptor):
+        if sys.platform == "win32" or time.monotonic() > until or owner_lives(path):
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.splits import validation_splits
-from trainkit.errors import ConfigError, Problem, TrainkitError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import lasting_output
+from trainkit.run.folder.lock import owner_lives
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> int:
                     folder,
                     requested=lambda: stop.requested,
                     on_phase=lambda _phase, _step: None,
-                    has_ended=lambda: training_has_ended(folder) or not _is_at_work(folder),
+                    has_ended=lambda: training_has_ended(folder) or not owner_lives(folder.path / ".lock"),
                 )
                 if done:
                     _conclude(folder)
@@ -95,20 +94,6 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
         rule = "has no validation split to evaluate on."
         raise ConfigError([Problem(key="RUN", value=key, rule=rule, origin=origin)])
     return plan
-
-
-def _is_at_work(folder: RunFolder) -> bool:
-    """Return whether the process that owns the lock lives, or is on another host. The lock itself is not tried."""
-    try:
-        owner = read_map(folder.path / ".lock", {"host": str, "pid": int})
-        if owner["host"] != socket.gethostname():
-            return True
-        os.kill(owner["pid"], 0)
-    except PermissionError:  # a process of another user
-        return True
-    except (OSError, UnreadableError, OverflowError):
-        return False
-    return True
 
 
 if __name__ == "__main__":
