@@ -192,6 +192,9 @@ def _card(card: Card) -> str:
     seconds = sorted(one.seconds for one in card.runs)
     machine = f"{card.cores} CPU cores" if not card.gpus else f"{card.cores} CPU cores, {card.gpus} GPUs"
     hashes = "<br>".join(f"`{one.weights_sha256}` (`seed={one.seed}`)" for one in card.runs)
+    command = " ".join(
+        filter(None, ["python -m trainkit", f"recipe={name}", fixed.get("arguments"), f"seed={card.runs[0].seed}"])
+    )
     rows = {
         "task": fixed["task"],
         "data": fixed["data"],
@@ -201,7 +204,7 @@ def _card(card: Card) -> str:
         "machine": f"{machine}; Python {card.python}, torch {card.torch}, trainkit {card.trainkit}; {card.date}",
         "time": f"{seconds[0]:g} to {seconds[-1]:g} s for {card.runs[0].steps:,} steps",
         "SHA-256 of the weights": hashes,
-        "command": f"`python -m trainkit recipe={name} seed={card.runs[0].seed}`",
+        "command": f"`{command}`",
         "more": f"[report of the first seed](gallery/{name}.html) · [recipe](../recipes/{name}/README.md)",
     }
     lines = "\n".join(f"| {key} | {value.strip()} |" for key, value in rows.items())
