@@ -23,7 +23,8 @@ TrainkitError                1   anything below
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copyreg
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -136,6 +137,10 @@ class TrainkitError(Exception):
     anchor: ClassVar[str] = "which-rank-failed"
     """The section of docs/errors.md that explains the error."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep class, message and attributes in another process, whatever arguments the class takes."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
 
 class ConfigError(TrainkitError):
     """Every problem of a config, found before a process, port or file exists.
@@ -154,16 +159,6 @@ class ConfigError(TrainkitError):
         count = len(self.problems)
         head = f"{count} problem{'' if count == 1 else 's'} in the config"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
-
-    def __reduce__(self) -> tuple[Callable[..., ConfigError], tuple[type[ConfigError], tuple[Problem, ...]]]:
-        return _config_error, (type(self), self.problems)
-
-
-def _config_error(kind: type[ConfigError], problems: tuple[Problem, ...]) -> ConfigError:
-    """Return an error that another process raised; a subclass may have other arguments than its problems."""
-    error = kind.__new__(kind)
-    ConfigError.__init__(error, problems)
-    return error
 
 
 class MissingExtraError(ConfigError):
