@@ -62,11 +62,11 @@ def test_a_folder_of_a_killed_run_is_free_once_its_last_worker_has_ended(tmp_pat
     lock, (ending, end) = tmp_path / ".lock", os.pipe()
     killed = subprocess.run([sys.executable, "-c", code, str(lock)], stdin=ending, check=False)
     assert killed.returncode == -9
-    threading.Timer(0.3, lambda: os.write(end, b"\n")).start()
-    with RunFolder(tmp_path).lock():
-        assert json.loads(lock.read_text())["pid"] == os.getpid()
-    for descriptor in (ending, end):
-        os.close(descriptor)
+    os.close(ending)
+    with os.fdopen(end, "wb", buffering=0) as worker:
+        threading.Timer(0.3, worker.write, [b"\n"]).start()
+        with RunFolder(tmp_path).lock():
+            assert json.loads(lock.read_text())["pid"] == os.getpid()
 
 
 def test_json_replaces_a_file_in_one_move(tmp_path: Path) -> None:
