@@ -1,6 +1,6 @@
 """Parse JSON and YAML from an untrusted source: size, depth, integers and alias expansion are limited, tags refused.
 
-The text comes from a file (`trainkit.reading`), or from a connection. The limits of YAML are checked on the parser's
+The text comes from a file (`trainkit.files`), or from a connection. The limits of YAML are checked on the parser's
 events, one after the other, so that nothing is built from a text that exceeds them.
 """
 

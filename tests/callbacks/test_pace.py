@@ -98,7 +98,6 @@ def test_the_line_counts_down_through_an_evaluation(
     monkeypatch.setattr("trainkit.callbacks.progress.time.monotonic", lambda: now[0])
     run, progress = run_double(tmp_path), Progress(every_s=1e-9)
     run.begun_moment = 0.0
-    progress.run_start(run)
     now[0] = 1.0
     run.state.step = 10
     progress.log(run, row(10))  # 10 steps in a second, as the row says: 9 s for the other 90

@@ -14,6 +14,7 @@ import torch
 import trainkit
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
+from trainkit.cluster.host import count_gpus, use_device
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
@@ -23,7 +24,6 @@ from trainkit.run.rendezvous.join import has_own_gpu
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core import synchronous
 from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.groups.devices import count_gpus, use_device
 
 TWO = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
 

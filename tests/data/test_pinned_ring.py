@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.data.samples import CPU, InMemorySquares
 from trainkit.config.sections import LoaderConfig
 from trainkit.data.reading.loader import _in_memory
-from trainkit.data.reading.pinned_ring import Event, PinnedRing, batch_mover
+from trainkit.data.reading.pinned_ring import Event, PinnedRing
+from trainkit.data.stored import batch_mover
 from trainkit.errors import ConfigError
 from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder
 

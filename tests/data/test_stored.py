@@ -22,12 +22,11 @@ from trainkit.data.reading import loader as loading
 from trainkit.data.reading.collate import collate
 from trainkit.data.reading.loader import Loader
 from trainkit.data.sets.image_folder import ImageFolder
-from trainkit.data.sets.in_memory import ImagesInMemory
 from trainkit.data.sets.text import PythonSource
 from trainkit.data.sets.token_memmap import TokenMemmap
 from trainkit.data.sets.unlabelled import ImageFiles, TextLines
 from trainkit.data.splits import part_of
-from trainkit.data.stored import Normalisation, Samples, Stored, stored_of, travelling_bytes, widening
+from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes, widening
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, Ticket
 

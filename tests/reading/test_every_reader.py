@@ -18,7 +18,7 @@ PARSES: Final = {
     ("torch", "load"), ("np", "load"), ("numpy", "load"), ("pickle", "load"), ("pickle", "loads"), ("csv", "reader"),
 }  # fmt: skip
 ALLOWED: Final[dict[str, dict[str, str]]] = {
-    "reading.py": {"open": "the module itself", "fdopen": "the same", "read_bytes": "of the same"},
+    "files.py": {"open": "the module itself", "fdopen": "the same", "read_bytes": "of the same"},
     "bounded.py": {"yaml.load": "the module itself, after its bounds"},
     "cli.py": {"open": "the null device"},
     "report/web/page.py": {"read_text": "trainkit's own scripts and styles"},
@@ -58,7 +58,6 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "trainer/checkpoint/retention.py": {"open": "a folder, to lock it"},
     "trainer/ownership.py": {"open": "writes a new file"},
     "run/folder/run_folder.py": {"open": "writes a new file"},
-    "writing.py": {"open": "writes a new file"},
     "data/sets/digits.py": {"open": "a file of the package", "np.load": "the same; without pickles"},
     "data/sets/fashion_mnist.py": {"read_bytes": "of a hash that is known"},
     "data/reading/files.py": {"open": "a file of a hash that is known"},
@@ -115,7 +114,7 @@ def found_in(file: Path) -> dict[str, list[int]]:
     ours = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "trainkit.reading"
+        if isinstance(node, ast.ImportFrom) and node.module == "trainkit.files"
         for alias in node.names
     }
     found: dict[str, list[int]] = {}
@@ -132,7 +131,7 @@ def test_every_file_of_a_run_is_read_through_the_bounded_modules() -> None:
         allowed = ALLOWED.get(file, {})
         past |= {f"{file}:{lines[0]}": name for name, lines in found.items() if name not in allowed}
         stale |= {f"{file}: {name}": why for name, why in allowed.items() if name not in found}
-    assert not past, "read it through trainkit.reading or trainkit.bounded, or say in ALLOWED why not"
+    assert not past, "read it through trainkit.files or trainkit.bounded, or say in ALLOWED why not"
     assert not stale, "nothing there reads so any more: take it out of ALLOWED"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.reading import open_regular, read_bytes, read_json, read_lines, read_map, read_tail, refuse_link
+from trainkit.files import open_regular, read_bytes, read_json, read_lines, read_map, read_tail, refuse_link
 
 LINK = "it is a symbolic link, and trainkit follows none inside its own folders"
 

@@ -12,8 +12,8 @@ import pytest
 
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError
+from trainkit.files import write_json_atomically
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.writing import write_json_atomically
 
 
 def test_three_runs_of_one_second_get_three_folders(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from trainkit import cli, storage
 from trainkit.data.reading.files import fetch
 from trainkit.errors import DataError, StorageError
+from trainkit.files import write_json_atomically
 from trainkit.report.events import EventFile
 from trainkit.run.begin import refuse_small_disk
 from trainkit.run.folder.run_folder import RunFolder
@@ -23,7 +24,6 @@ from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
 from trainkit.trainer.checkpoint import BackgroundSaver, save
-from trainkit.writing import write_json_atomically
 
 ELSEWHERE = "or choose a folder on another file system (hydra.run.dir=FOLDER)."
 

@@ -19,6 +19,7 @@ from trainkit.api.trained import Trained, Which, compose_job, find_trained
 from trainkit.callbacks.figures.sample_pictures import images_of, inputs_at
 from trainkit.callbacks.tensorboard import grid, png_bytes
 from trainkit.errors import ConfigError, UnreadableError
+from trainkit.files import write_atomically, write_json_atomically
 from trainkit.objectives.details import WORST
 from trainkit.objectives.tables import Table
 from trainkit.run.folder.lock import locked
@@ -27,7 +28,6 @@ from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
 from trainkit.storage import reporting
 from trainkit.trainer.ownership import new_folder
-from trainkit.writing import write_atomically, write_json_atomically
 
 VERSION: Final = 1
 """Version of evaluation.json."""

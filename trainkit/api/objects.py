@@ -29,8 +29,8 @@ from trainkit.api.source import Definition, module_of, source_of
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET, root_of
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.errors import ConfigError, Problem
+from trainkit.files import write_atomically
 from trainkit.objectives.base import Objective
-from trainkit.writing import write_atomically
 
 
 @dataclass(kw_only=True)

@@ -26,13 +26,13 @@ from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.files import open_regular, read_bytes, read_map, write_json_atomically
 from trainkit.inference.outputs import Outputs
 from trainkit.inference.parts import Chunks, Parts, uneven_rows
 from trainkit.inference.predicting import predicted
 from trainkit.inference.writing import existing_files, files_of, format_of, ids_of, write_rows
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Objective, Supervised
-from trainkit.reading import open_regular, read_bytes, read_map
 from trainkit.run.folder.lock import locked
 from trainkit.run.folder.model_file import load_model
 from trainkit.run.inference.job import Job, prepare, split_of
@@ -42,7 +42,6 @@ from trainkit.run.planning.build import build_objective
 from trainkit.storage import naming, reporting
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.process_group import LocalCollective
-from trainkit.writing import write_json_atomically
 
 _RECORD: Final = "prediction.json"
 """What the parts in a folder are of."""

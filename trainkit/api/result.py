@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from trainkit.api.objects import Given, registered
-from trainkit.reading import read_bytes
+from trainkit.files import read_bytes
 from trainkit.report.numbers import figure
 from trainkit.run.folder.model_file import load_model
 

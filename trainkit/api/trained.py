@@ -15,7 +15,7 @@ from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.resume import compose_resumed
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import ConfigError, Problem, UnreadableError
-from trainkit.reading import read_text
+from trainkit.files import read_text
 from trainkit.run.folder.model_file import find_checkpoint
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.inference.request import Source, Verb

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from trainkit.bounded import expect_map, parse_json
 from trainkit.callbacks.compile_time import CompileTime
 from trainkit.errors import AbsentFileError
+from trainkit.files import open_regular, read_lines, size_of
 from trainkit.objectives.tables import Table
-from trainkit.reading import open_regular, read_lines, size_of
 from trainkit.report.tables import print_closing, print_summary
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run

@@ -18,7 +18,7 @@ from trainkit.config.values import at_least
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import UnreadableError
 from trainkit.fields import cosmetic
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Run

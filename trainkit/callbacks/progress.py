@@ -158,11 +158,6 @@ class Progress(Callback):
     """Seconds between two lines if the output is piped."""
     _shown: _Shown = field(default_factory=_Shown, init=False, repr=False, compare=False)
 
-    def run_start(self, run: Run) -> None:
-        """Measure the pace from here."""
-        begun = (run.state.step, run.state.seconds, run.begun_moment)
-        self._shown.pace = Pace(PauseSchedule.of(run), begun=begun)
-
     def log(self, run: Run, row: Row) -> None:
         """Show a row."""
         self._shown.row = row
@@ -190,9 +185,9 @@ class Progress(Callback):
             self._shown.line = None
 
     def _pace(self, run: Run) -> Pace:
-        if self._shown.pace is None:  # no hook came before
-            self.run_start(run)
-        assert self._shown.pace is not None
+        if self._shown.pace is None:
+            begun = (run.begun_at, run.begun_seconds, run.begun_moment)
+            self._shown.pace = Pace(PauseSchedule.of(run), begun=begun)
         return self._shown.pace
 
     def _show(self, run: Run) -> None:

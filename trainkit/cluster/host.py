@@ -1,4 +1,4 @@
-"""The host of this process: its cores, the identity of processes (from /proc on Linux), and its MIG instances.
+"""The host of this process: its cores and GPUs, the identity of processes (from /proc on Linux), and MIG instances.
 
 A MIG instance is a part of a GPU that a process sees as a device of its own. CUDA shows a process the first instance of
 CUDA_VISIBLE_DEVICES alone, so that each rank is given a variable of its own.
@@ -15,7 +15,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
 
 _DEAD: Final = frozenset({"Z", "X", "x", "gone"})
 """States of a process that has exited; a zombie (Z) has not been reaped by its parent yet."""
@@ -159,6 +162,24 @@ def count_devices(seen: int, environ: Mapping[str, str]) -> int:
         (2, 0, 4)
     """
     return max(seen, len(mig_instances(environ))) if seen else 0
+
+
+def count_gpus() -> int:
+    """Return the CUDA devices of this host for the processes of a run together; initialises no device."""
+    import torch  # noqa: PLC0415 - commands that train nothing read this module
+
+    return count_devices(torch.cuda.device_count(), os.environ)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device the current one of this thread; any other device is left as it is.
+
+    What names no device, a kernel of a library or a collective's buffer, otherwise takes memory of the first device.
+    """
+    if device.type == "cuda":
+        import torch  # noqa: PLC0415 - as above
+
+        torch.cuda.set_device(device)
 
 
 def rank_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:

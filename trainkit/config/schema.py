@@ -33,8 +33,8 @@ from trainkit.config.sections import (
 from trainkit.config.values import above, at_least, at_most, below, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths, placement, speed
+from trainkit.files import read_text
 from trainkit.moved import with_current_targets
-from trainkit.reading import read_text
 
 GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "convert", "cluster",

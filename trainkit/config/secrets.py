@@ -23,7 +23,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.fields import secret_fields, signature_hints
-from trainkit.reading import read_text
+from trainkit.files import read_text
 from trainkit.redaction import (
     REDACTED,
     is_secret_name,

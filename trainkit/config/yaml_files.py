@@ -19,7 +19,7 @@ import yaml
 
 from trainkit.bounded import MAX_BYTES, SafeLoader, UnreadableYAMLError, check_bounds
 from trainkit.errors import ConfigError, Problem, UnreadableError
-from trainkit.reading import read_text
+from trainkit.files import read_text
 from trainkit.redaction import REDACTED, mask, secrets_in
 
 KeyPath = tuple[str, ...]

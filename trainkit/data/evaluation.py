@@ -14,11 +14,10 @@ from trainkit.data.hooks import DataHooks
 from trainkit.data.reading.collate import narrow
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import collated, whole_arrays
-from trainkit.data.reading.pinned_ring import batch_mover
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
-from trainkit.data.stored import stored_of, widening
+from trainkit.data.stored import batch_mover, stored_of, widening
 from trainkit.numerics.batch import Request
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import sample_key, shard_key

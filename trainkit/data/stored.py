@@ -8,7 +8,8 @@ that the class documents where the batch is used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from trainkit.data.reading.collate import collate, shape_text, to_device
+from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.reading.collate import MoveBatch, collate, shape_text, to_device
+from trainkit.data.reading.pinned_ring import CudaCopies, PinnedRing
 from trainkit.errors import DataError
 from trainkit.numerics.generators import Untouched
 
@@ -112,6 +115,19 @@ def _are_equal(one: Any, other: Any) -> bool:
     return same and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
+def batch_mover(device: torch.device, settings: LoaderSettings) -> MoveBatch:
+    """Return the function that moves the batches of a source: through a ring of page-locked buffers to CUDA.
+
+    Example:
+        >>> batch = torch.ones(2)
+        >>> batch_mover(torch.device("cpu"), LoaderSettings())(batch) is batch
+        True
+    """
+    if device.type == "cuda" and settings.pin_memory is not False:
+        return PinnedRing(CudaCopies(device), device).move
+    return partial(to_device, device=device)
+
+
 def widening(move: Callable[[Any], Any], stored: Stored | None, device: torch.device) -> Callable[[Any], Any]:
     """Return the function that moves a batch to a device and makes it the batch of its class.
 
@@ -181,3 +197,62 @@ def _on(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 _CONSTANTS: Final[dict[tuple[tuple[float, ...], torch.device], Tensor]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """Tensors of one length, of which each sample has one row; a derived class says their shapes and dtypes."""
+
+    _arrays: tuple[Tensor, ...] = field(init=False, repr=False, compare=False)
+
+    def _keep(self, *arrays: Tensor) -> None:
+        """Keep the tensors of all samples: the inputs, and the targets if there are any."""
+        object.__setattr__(self, "_arrays", arrays)
+
+    def __len__(self) -> int:
+        """Return the number of samples in this split."""
+        return len(self._arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """Return a sample: its row of each tensor."""
+        return tuple(array[index] for array in self._arrays)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors of all samples."""
+        return self._arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesInMemory(InMemory):
+    """Images with classes, kept in bytes: a sample is an image, (channels, height, width) float32, and its class."""
+
+    _normalisation: Normalisation = field(init=False, repr=False, compare=False)
+
+    def _keep_images(self, images: Tensor, classes: Tensor, normalisation: Normalisation) -> None:
+        """Keep (samples, channels, height, width) uint8 images, and their (samples,) uint8 classes."""
+        object.__setattr__(self, "_normalisation", normalisation)
+        self._keep(images, classes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """Return a sample: an image, float32, and its class, () int64."""
+        images, classes = self._widened(tuple(array[index].unsqueeze(0) for array in self._arrays))
+        return images[0], classes[0]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all images, float32, and their classes, int64."""
+        return self._widened(self._arrays)
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of every image, (samples,) int64."""
+        return self._arrays[1].to(torch.int64)
+
+    def as_stored(self) -> Stored:
+        """Return images and classes in bytes."""
+        arrays = self._arrays
+        samples = Samples(len(self), lambda index: tuple(array[index] for array in arrays), tensors=lambda: arrays)
+        return Stored(samples=samples, widened=self._widened)
+
+    def _widened(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        images, classes = batch
+        return self._normalisation(images), classes.to(torch.int64)

@@ -25,8 +25,8 @@ from trainkit.exporting.checking import Check, NotBuiltError, example_of, refuse
 from trainkit.exporting.fresh_process import fingerprint
 from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, checkpoint_keys
+from trainkit.files import read_json
 from trainkit.frames import named_first_line
-from trainkit.reading import read_json
 from trainkit.storage import num_bytes
 from trainkit.strategies.reducers.shared_memory import available_bytes
 

@@ -29,7 +29,7 @@ from trainkit.errors import UnreadableError
 from trainkit.exporting.card import model_card
 from trainkit.exporting.formats import Format
 from trainkit.exporting.trained import TrainedModel
-from trainkit.reading import open_regular, read_text, size_of
+from trainkit.files import open_regular, read_text, size_of
 from trainkit.storage import naming, sync_folder
 from trainkit.trainer.checkpoint.tensor_file import write_bytes
 from trainkit.trainer.manifest import FileRecord

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.errors import DataError, UnreadableError
-from trainkit.reading import open_regular
+from trainkit.files import open_regular
 from trainkit.storage import naming, sync_folder
 
 _BATCHES: Final = 16

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.errors import ConfigError, MissingExtraError, Problem
+from trainkit.files import json_value
 from trainkit.inference.parts import Parts, write_header
 from trainkit.storage import naming, sync_folder
-from trainkit.writing import json_value
 
 Id = int | str
 """What names a row: its place in the dataset, or the dataset's own id."""

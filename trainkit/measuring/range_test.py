@@ -12,11 +12,11 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.sections import WarmupConfig
 from trainkit.errors import AbsentFileError, NonFiniteError, TrainingError
 from trainkit.fields import cosmetic
+from trainkit.files import read_map
 from trainkit.measuring.bench import scratch_folder
 from trainkit.measuring.lr_curve import Divergence, LrCurve, RatePoint
 from trainkit.measuring.turns import Ended, alone, train_apart
 from trainkit.numerics.schedules import RateRange
-from trainkit.reading import read_map
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 

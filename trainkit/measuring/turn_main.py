@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
 
 def _report(folder: Path, error: TrainkitError) -> None:
     """Write which error has ended the turn; a disk that refuses leaves it to the log."""
+    from trainkit.files import write_json_atomically  # noqa: PLC0415 - the same
     from trainkit.measuring.turns import ERROR_FILE  # noqa: PLC0415 - imports torch, as the training has by now
-    from trainkit.writing import write_json_atomically  # noqa: PLC0415 - the same
 
     line = str(error.problems[0]) if isinstance(error, ConfigError) else first_line(error)
     with suppress(OSError):

@@ -19,7 +19,7 @@ from trainkit.config.secrets import to_environment
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
 from trainkit.errors import AbsentFileError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainkit.reading import read_lines
+from trainkit.files import read_lines
 
 
 def lr_request(path: Path, *, title: str, rates: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:

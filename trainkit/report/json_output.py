@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.writing import json_value
+from trainkit.files import json_value
 
 
 def print_json(document: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from trainkit.config.identity import fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import redacted
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
+from trainkit.files import write_atomically, write_json_atomically
 from trainkit.redaction import mask, redacted_argument
 from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.folder.run_folder import RunFolder
@@ -37,7 +38,6 @@ from trainkit.run.session.outcome import own_loss_refusal
 from trainkit.storage import Free, lacking, num_bytes, storage_error
 from trainkit.trainer.checkpoint import meta_of
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
-from trainkit.writing import write_atomically, write_json_atomically
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
 _ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, TrainkitError, UnreadableError
-from trainkit.reading import open_regular
+from trainkit.files import open_regular, write_atomically
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import RunStatus, read_status
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.trainer.ownership import set_aside
-from trainkit.writing import write_atomically
 
 if TYPE_CHECKING:
     from trainkit.report.web.curves import MetricsReader

@@ -12,6 +12,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import launch_environment_of
 from trainkit.cluster.tasks import Identity
 from trainkit.config.composition import Composition
+from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
 from trainkit.errors import ConfigError
@@ -25,7 +26,7 @@ from trainkit.run.begin import (
     recorded_run,
     refuse_lack_of_room,
 )
-from trainkit.run.ended import ended_hooks
+from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.settings_record import record_settings
 from trainkit.run.hang_detection.watch import TimeLimits
@@ -85,7 +86,6 @@ def train_composition(
 def _hydra_job(composition: Composition, kept_in: Callable[[Path], AbstractContextManager[Any]]) -> Job:
     """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
     from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
-    from trainkit.config.described.changed_keys import changed_keys  # noqa: PLC0415 - imports the targets
 
     def job(folder: Path, task: Callable[[], Result]) -> Result:
         record_settings(folder, changed_keys(composition))
@@ -226,7 +226,7 @@ def _begun(
         plan, note = with_workers(plan, choose_workers)  # last: it takes some seconds
         found.append(note)
     folder = start.folder or new_folder(cfg, run_dir)
-    with folder.lock() as lock, ended_hooks(plan.cfg, folder), recorded_run(folder) as record:
+    with folder.lock() as lock, ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
         record.status.aim_at(plan.last_step)
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
         if not plan.is_measurement:

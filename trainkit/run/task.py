@@ -20,7 +20,7 @@ from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError
 from trainkit.exporting.trained import NotExportableError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.run.begin import Result
 from trainkit.run.folder.export import export_at_end
 from trainkit.run.folder.proof_records import last_proof

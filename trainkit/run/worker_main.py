@@ -30,7 +30,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
-from trainkit.reading import open_regular
+from trainkit.files import open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE

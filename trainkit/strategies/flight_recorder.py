@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trainkit.cluster.host import host_id
 from trainkit.errors import CollectiveMismatchError, UnreadableError
-from trainkit.reading import open_descriptor, open_regular, read_bytes
+from trainkit.files import open_descriptor, open_regular, read_bytes
 
 _SLOTS: Final = 64
 _SHOWN: Final = 3

@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainkit.cluster.host import num_cores
+from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
@@ -90,8 +90,6 @@ class Launching:
         return self._sweep
 
     def _make_sweep(self) -> Sweep:
-        from trainkit.strategies.groups.devices import count_gpus  # noqa: PLC0415 - asks for GPUs; a sweep with problems ends before
-
         slots = Slots.of(self.settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
         return Sweep(
             folder=self._folder,

@@ -24,7 +24,7 @@ from typing import Final
 
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import UnreadableError
-from trainkit.reading import open_descriptor
+from trainkit.files import open_descriptor
 from trainkit.redaction import mask
 from trainkit.tracking.records import NewRows, ending_of, files_of, tracked_run
 from trainkit.tracking.service import Service, service_of

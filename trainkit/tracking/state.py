@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from trainkit.bounded import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.reading import open_regular, read_map, refuse_link
+from trainkit.files import open_regular, read_map, refuse_link
 from trainkit.storage import naming
 from trainkit.tracking.service import SERVICES
 

@@ -147,6 +147,8 @@ class Run:
     """The progress of the training."""
     begun_at: int = 0
     """Updates completed when this start of the run began."""
+    begun_seconds: float = 0.0
+    """Seconds of training when this start of the run began."""
     begun_moment: float = field(default_factory=time.monotonic)
     """When this start of the run began its steps, on `time.monotonic`."""
     is_owner: bool
@@ -189,6 +191,10 @@ class Run:
     def keep_example(self, batch: object) -> None:
         """Keep the first batch that this rank computed."""
         self.example = batch
+
+    def begin_steps(self) -> None:
+        """Record where and when this start of the run begins its steps."""
+        self.begun_at, self.begun_seconds, self.begun_moment = self.state.step, self.state.seconds, time.monotonic()
 
     def request_stop(self, reason: str) -> None:
         """End the run after this step; must be called alike on every rank. The first reason counts."""

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
-from trainkit.reading import read_json, refuse_link, size_of
+from trainkit.files import read_json, refuse_link, size_of
 from trainkit.trainer.ownership import OwnershipToken
 
 FORMAT: Final = 1

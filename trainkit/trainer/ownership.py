@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 
 MARK: Final = ".owner"
 """The file that holds the token."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from trainkit.bounded import parse_json
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map, read_tail
+from trainkit.files import read_map, read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, read_status
 from trainkit.watching.documents import Watched, WatchedRun

@@ -20,8 +20,8 @@ from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
 from trainkit.config.values import above, at_least
 from trainkit.errors import Problem
 from trainkit.fields import cosmetic, unit
+from trainkit.files import open_regular
 from trainkit.objectives.base import Collective
-from trainkit.reading import open_regular
 from trainkit.report.drawing import histograms_request
 from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors

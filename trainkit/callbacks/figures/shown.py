@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_bytes
+from trainkit.files import read_bytes
 from trainkit.report.drawing import Drawing
 from trainkit.storage import naming
 from trainkit.trainer.events import Run

@@ -28,7 +28,7 @@ from trainkit.config.targets.kinds import PLACES
 from trainkit.config.values import plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import yaml_text
-from trainkit.reading import read_text
+from trainkit.files import read_text
 
 VERSION: Final = 1
 _REFERENCE: Final = r"\$\{.+\}|^\?\?\?$"

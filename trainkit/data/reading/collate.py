@@ -20,6 +20,10 @@ class CollateFunction(Protocol):
         """Return the batch; `indices` are the indices of the samples in the dataset, for messages."""
 
 
+MoveBatch = Callable[[Any], Any]
+"""Returns a batch, of any structure, on the device of a loader."""
+
+
 REMEDY: Final = "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
 """What to do about samples that cannot be stacked."""
 

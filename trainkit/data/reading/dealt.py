@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard
 
-from trainkit.data.reading.collate import CollateFunction
-from trainkit.data.reading.pinned_ring import MoveBatch
+from trainkit.data.reading.collate import CollateFunction, MoveBatch
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.generators import Untouched, seed_host

@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from trainkit.data.reading.pinned_ring import MoveBatch
+from trainkit.data.reading.collate import MoveBatch
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Positions, Ticket

@@ -15,9 +15,9 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
 from trainkit.config.values import at_least
 from trainkit.data.declaration import Declared
-from trainkit.data.reading.collate import CollateFunction, collate
+from trainkit.data.reading.collate import CollateFunction, MoveBatch, collate
 from trainkit.data.reading.dealt import DealtReader, FileSource, has_files
-from trainkit.data.reading.pinned_ring import MoveBatch, batch_mover
+from trainkit.data.stored import batch_mover
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan, Ticket

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, UserTransform
-from trainkit.data.reading.collate import narrow, shards_of, tensors_in, to_device
+from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
-from trainkit.data.reading.pinned_ring import MoveBatch, batch_mover
 from trainkit.data.reading.reader import Reader, result_without_draws
 from trainkit.data.reading.workers import Workers
 from trainkit.data.splits import size_of
-from trainkit.data.stored import Stored, refuse_other_samples, stored_of, widening
+from trainkit.data.stored import Stored, batch_mover, refuse_other_samples, stored_of, widening
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Positions, Ticket
 from trainkit.numerics.generators import Untouched

@@ -7,15 +7,13 @@ computes the step before: the host is ahead of the device as long as no step wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import tensors_in, to_device
 
 _ALIGNMENT: Final = 512
@@ -144,23 +142,6 @@ class PinnedRing:
         if slot.buffer.numel() < size:
             slot.buffer = self._copies.buffer(size)
         return slot
-
-
-MoveBatch = Callable[[Any], Any]
-"""Returns a batch, of any structure, on the device of a loader."""
-
-
-def batch_mover(device: torch.device, settings: LoaderSettings) -> MoveBatch:
-    """Return the function that moves the batches of a source: through a ring of page-locked buffers to CUDA.
-
-    Example:
-        >>> batch = torch.ones(2)
-        >>> batch_mover(torch.device("cpu"), LoaderSettings())(batch) is batch
-        True
-    """
-    if device.type == "cuda" and settings.pin_memory is not False:
-        return PinnedRing(CudaCopies(device), device).move
-    return partial(to_device, device=device)
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

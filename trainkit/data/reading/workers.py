@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.reading.collate import CollateFunction
-from trainkit.data.reading.pinned_ring import MoveBatch
+from trainkit.data.reading.collate import CollateFunction, MoveBatch
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Positions, Request, Ticket

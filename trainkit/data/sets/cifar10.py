@@ -13,8 +13,7 @@ import torch
 from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
-from trainkit.data.sets.in_memory import ImagesInMemory
-from trainkit.data.stored import Normalisation
+from trainkit.data.stored import ImagesInMemory, Normalisation
 from trainkit.errors import DataError
 from trainkit.fields import placement
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.declaration import Declared, image, label
-from trainkit.data.sets.in_memory import InMemory
+from trainkit.data.stored import InMemory
 
 
 @dataclass(frozen=True, kw_only=True)

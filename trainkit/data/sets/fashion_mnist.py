@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing, fetch
-from trainkit.data.sets.in_memory import ImagesInMemory
-from trainkit.data.stored import Normalisation
+from trainkit.data.stored import ImagesInMemory, Normalisation
 from trainkit.errors import DataError
 from trainkit.fields import placement
-from trainkit.writing import cache_folder
+from trainkit.files import cache_folder
 
 _URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _DEBIAN: Final = Path("/usr/share/datasets/fashion-mnist")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from trainkit.config.values import Limit, at_least
 from trainkit.data.declaration import Declared, image, label, window
 from trainkit.data.reading.windows import IGNORED
-from trainkit.data.sets.in_memory import InMemory
+from trainkit.data.stored import InMemory
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.generators import hash64
 

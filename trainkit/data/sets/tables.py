@@ -17,7 +17,7 @@ from torch import Tensor
 from trainkit.config.values import at_least, below
 from trainkit.data.declaration import Declared, image
 from trainkit.data.reading.files import existing
-from trainkit.data.sets.in_memory import InMemory
+from trainkit.data.stored import InMemory
 from trainkit.errors import DataError
 from trainkit.fields import placement
 

@@ -20,7 +20,7 @@ from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
 from trainkit.fields import placement
-from trainkit.writing import cache_folder
+from trainkit.files import cache_folder
 
 SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from trainkit.bounded import parse_json
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_lines, size_of
+from trainkit.files import read_lines, size_of
 
 MAX_POINTS: Final = 2_000
 """Points of a curve up to which every point is kept."""

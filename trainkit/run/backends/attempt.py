@@ -11,14 +11,13 @@ from typing import Any, Final
 
 from trainkit.bounded import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.reading import open_regular, read_map, read_text
+from trainkit.files import open_regular, read_map, read_text, write_json_atomically
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.supervisor.failure import Failure, root_cause
 from trainkit.run.supervisor.restart_policy import ExternalRestart, record_relaunch
-from trainkit.writing import write_json_atomically
 
 _TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1

@@ -13,7 +13,7 @@ from typing import Any, Final
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
 from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
-from trainkit.reading import open_regular
+from trainkit.files import open_regular, write_atomically
 from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file
 from trainkit.run.backends.base import CARRIED, BackendConnection, BackendJob, ProcessBackend
 from trainkit.run.backends.worker import worker_payload
@@ -24,7 +24,6 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.signals import StopFlag, status_of_error, stop_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer.ownership import free_name
-from trainkit.writing import write_atomically
 
 _POLL_S: Final = 0.2
 _CHUNK: Final = 1 << 16

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from trainkit.cluster.launch import LaunchEnvironment, socket_environ, workers
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.reading import open_regular
+from trainkit.files import open_regular
 from trainkit.run.backends.attempt import RankError, stop_file, stop_reason
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from trainkit.cluster.host import use_device
 from trainkit.data.reading.collate import collate
+from trainkit.files import write_json_atomically
 from trainkit.run.estimates.hardware import Link
 from trainkit.run.estimates.this_machine import Calibration, Machine, calibration_file
-from trainkit.strategies.groups.devices import use_device
-from trainkit.writing import write_json_atomically
 
 _ROUND_S: Final = 0.3
 """Seconds of a round, at least."""

@@ -19,9 +19,8 @@ from trainkit.cluster.host import num_cores
 from trainkit.config.values import at_least
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
 from trainkit.fields import cosmetic
-from trainkit.reading import read_json
+from trainkit.files import cache_folder, read_json
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link
-from trainkit.writing import cache_folder
 
 VERSION: Final = 1
 """The version of a calibration's file."""

@@ -22,7 +22,7 @@ from trainkit.exporting.folder import Exported, write_export
 from trainkit.exporting.formats import Format, format_named
 from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.trained import TrainedModel
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, build_model, load_weights

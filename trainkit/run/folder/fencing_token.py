@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from trainkit.errors import ConfigError, Problem, TrainingError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.writing import write_json_atomically
 
 VARIABLE: Final = "TRAINKIT_FENCE"
 """The environment variable with the token of a worker's group."""

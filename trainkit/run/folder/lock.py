@@ -19,7 +19,7 @@ from typing import Final
 
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, UnreadableError
-from trainkit.reading import open_descriptor, read_bytes, read_map
+from trainkit.files import open_descriptor, read_bytes, read_map
 from trainkit.trainer.cleanup import owner_of
 from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, print_notice, set_aside

@@ -22,16 +22,15 @@ from trainkit.config.targets.build import build
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.exporting.folder import BEST, CONFIG
 from trainkit.exporting.whole_file import WEIGHTS
+from trainkit.files import read_text, write_atomically
 from trainkit.numerics.precision import Precision
 from trainkit.quantizing.description import QUANTIZED, restored_model
-from trainkit.reading import read_text
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_model, load_weights
 from trainkit.trainer.checkpoint import Loaded, load, load_below, manifest_below, newest_valid
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, is_checkpoint
-from trainkit.writing import write_atomically
 
 Which = Literal["best", "last"]
 """Name of a checkpoint of a run."""

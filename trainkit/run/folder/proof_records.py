@@ -22,10 +22,9 @@ import torch
 from trainkit.config.identity import fingerprint
 from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
+from trainkit.files import cache_folder, read_json, write_json_atomically
 from trainkit.moved import with_original_targets
-from trainkit.reading import read_json
 from trainkit.run.planning.plan import RunPlan
-from trainkit.writing import cache_folder, write_json_atomically
 
 _VERSION: Final = 1
 _LARGEST: Final = 16 * 1024

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from trainkit.bounded import Kind, expect_map, parse_json
 from trainkit.errors import UnreadableError
-from trainkit.reading import open_regular, read_lines
+from trainkit.files import open_regular, read_lines
 from trainkit.redaction import mask
 
 FILE: Final = "restarts.jsonl"

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from trainkit.bounded import expect_map, expect_maps
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.trainer.left_out import Suspect
 from trainkit.trainer.manifest import list_complete
-from trainkit.writing import write_json_atomically
 
 FILE: Final = "rollbacks.json"
 """Its name in the run folder."""

@@ -26,14 +26,13 @@ from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages, package_arguments
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.lock import locked, take_over_folder
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import naming
 from trainkit.trainer.manifest import is_checkpoint
 from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
-from trainkit.writing import write_json_atomically
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.trainer.manifest import list_complete
-from trainkit.writing import write_json_atomically
 
 FILE: Final = "settings.json"
 _LIMIT: Final = 1 << 20

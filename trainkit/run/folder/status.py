@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 
 from trainkit.cluster.host import Machine, ProcessId
 from trainkit.errors import TrainkitError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.signals import EXIT_CODES, status_of_error
 

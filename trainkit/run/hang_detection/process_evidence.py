@@ -17,7 +17,7 @@ from typing import Final
 
 from trainkit.cluster.host import ProcessId
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_tail
+from trainkit.files import read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport, read_error_report
 from trainkit.run.process.worker_group import WorkerGroup

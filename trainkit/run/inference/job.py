@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from trainkit.cluster.host import count_gpus, use_device
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
@@ -56,7 +57,6 @@ from trainkit.strategies.capabilities import (
     traits_here,
     validate_model,
 )
-from trainkit.strategies.groups.devices import count_gpus, use_device
 from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights

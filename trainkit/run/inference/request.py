@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from trainkit.bounded import expect_map
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 
 FILE: Final = "job.json"
 Verb = Literal["evaluate", "predict"]

@@ -22,13 +22,13 @@ from trainkit.config.targets.build import build
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, read_sample
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
+from trainkit.files import read_map
 from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
-from trainkit.reading import read_map
 from trainkit.run.planning.converting import converted
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.capabilities import traits_here
@@ -37,6 +37,7 @@ from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms,
 from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback
 from trainkit.trainer.manifest import is_checkpoint
+from trainkit.trainer.planned import Planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,17 @@ class Components:
         if isinstance(objective, Supervised) and type(objective).loss is Supervised.loss:
             return objective
         return None
+
+    def planned(self, cfg: RunConfig) -> Planned:
+        """Return what callbacks may know of the run before it starts."""
+        return Planned(
+            key="callbacks",
+            cfg=cfg,
+            objective=self.objective,
+            datasets=self.datasets,
+            sample=self.sample,
+            traits=traits_here(self.strategy),
+        )
 
     def refuse_unknown_fields(self) -> None:
         """Refuse an objective whose fields are not those of a sample, before anything starts.

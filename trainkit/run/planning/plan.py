@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.bounded import parse_json
+from trainkit.cluster.host import count_gpus
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.optimizers import optimizer_node
@@ -28,9 +29,9 @@ from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.backends.base import ProcessBackend
+from trainkit.run.callbacks import callback_problems
 from trainkit.run.planning.averages import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
-from trainkit.run.planning.callbacks import callback_problems
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
 from trainkit.strategies.base import Phase, PlanContext
@@ -42,7 +43,6 @@ from trainkit.strategies.capabilities import (
     restarts_alone,
     runs_loop,
 )
-from trainkit.strategies.groups.devices import count_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def make_plan(
     rate_of = partial(learning_rate_of, cfg, batch, num_steps)
     optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
     found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
-    found += callback_problems(cfg, parts)
+    found += callback_problems(parts.planned(cfg))
     found += average_problems(facts.average, parts.datasets, num_steps) if facts.average else []
     if found:
         raise ConfigError(found)

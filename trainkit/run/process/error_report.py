@@ -31,7 +31,7 @@ from trainkit.errors import (
     UnreadableError,
     callback_note,
 )
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.redaction import mask
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat

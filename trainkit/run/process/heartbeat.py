@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import UnreadableError
-from trainkit.reading import open_descriptor, read_bytes
+from trainkit.files import open_descriptor, read_bytes
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer import failpoints
 from trainkit.trainer.failpoints import PHASES, Phase

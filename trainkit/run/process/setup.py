@@ -11,7 +11,7 @@ from pathlib import Path
 from trainkit.cluster.address import Address, is_loopback, own_address
 from trainkit.cluster.launch import LaunchEnvironment, socket_environ
 from trainkit.cluster.tasks import Identity
-from trainkit.reading import open_regular
+from trainkit.files import open_regular
 from trainkit.run.planning.plan import RunPlan
 
 

@@ -28,7 +28,7 @@ from trainkit.cluster.host import ProcessId, num_cores, rank_environ
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.reading import open_descriptor, open_regular
+from trainkit.files import open_descriptor, open_regular
 from trainkit.report.train_log import unrecorded
 from trainkit.run.signals import blocked_at_start
 from trainkit.trainer import failpoints

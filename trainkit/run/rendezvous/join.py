@@ -37,7 +37,7 @@ from trainkit.run.begin import (
     refuse_lack_of_room,
     resumed_from,
 )
-from trainkit.run.ended import ended_hooks
+from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
@@ -132,7 +132,8 @@ class JoinedGroup:
                 yield
             return
         confirm = self.fencing_token.check
-        with ended_hooks(self.resolved, self.folder), recorded_run(self.folder, confirm=confirm) as record:
+        ended = ended_hooks(self.resolved, self.folder.path, self.folder.read_result)
+        with ended, recorded_run(self.folder, confirm=confirm) as record:
             record.status.aim_at(self.plan.last_step)
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()

@@ -13,13 +13,12 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.run.backends.attempt import failure_in
 from trainkit.run.begin import ResumePoint, adopt, find_start
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.supervisor.restart_policy import record_relaunch
-from trainkit.writing import write_json_atomically
 
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}

@@ -20,6 +20,7 @@ import torch
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import StorageError, TrainingError
+from trainkit.files import write_json_atomically
 from trainkit.run.planning.memory import only_without_data
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import naming, num_bytes
@@ -27,7 +28,6 @@ from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import Trigger
 from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, MetricsAccumulator
-from trainkit.writing import write_json_atomically
 
 if TYPE_CHECKING:
     from trainkit.run.estimates.hardware import Hardware

@@ -25,8 +25,8 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.files import open_regular, read_bytes, read_lines
 from trainkit.objectives.tables import Table
-from trainkit.reading import open_regular, read_bytes, read_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.averages import averaged_split
 from trainkit.run.planning.build import average_of, make_optimizer, transformed_model

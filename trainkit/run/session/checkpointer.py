@@ -17,7 +17,7 @@ from trainkit.errors import DataError, LinkError, NonFiniteError, OutOfMemoryErr
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.callback_state import PREFIX, by_kind, copied, joined, refuse_unlike, separated
 from trainkit.run.session.evaluation import EvalRunner
-from trainkit.strategies.base import Executor
+from trainkit.strategies.base import Executor, PhaseListener
 from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
 from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.lazy_state import select
@@ -55,7 +55,7 @@ class Checkpointer:
         fingerprint: str,
         confirm: Callable[[], None] | None,
         enter: Callable[[str], None],
-        snapshot: Snapshot,
+        snapshot: Snapshot | None,
     ) -> None:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
@@ -282,18 +282,26 @@ class Checkpointer:
         return weights_sha256(self._executor.state_dict()) if self._run.is_owner else None
 
 
-def snapshot_of(cfg: RunConfig, device: str, *, own_loop: bool) -> Snapshot:
-    """Return what copies the state of a run to the host.
+def snapshot_beside_steps(cfg: RunConfig, device: str, *, own_loop: bool) -> Snapshot | None:
+    """Return what copies the state of a run to the host while the next steps go on; None: steps wait for the copies.
 
-    On a GPU, copies go on beside the steps where each update is announced and the loop is that of trainkit: a graph of
-    a whole step announces one phase, and a loop of the user's own may change a parameter between two steps.
+    It takes a GPU, a step that announces its update, and the loop of trainkit: a graph of a whole step announces one
+    phase, and a loop of the user's own may change a parameter between two steps.
 
     Example:
         >>> from trainkit.config.schema import RunConfig
-        >>> snapshot_of(RunConfig(), "cuda:0", own_loop=False).overlaps
+        >>> snapshot_beside_steps(RunConfig(), "cuda:0", own_loop=False).overlaps
+        True
+        >>> snapshot_beside_steps(RunConfig(), "cpu", own_loop=False) is None
         True
     """
-    return Snapshot(overlaps=device.startswith("cuda") and cfg.compile.mode != "step" and not own_loop)
+    beside = device.startswith("cuda") and cfg.compile.mode != "step" and not own_loop
+    return Snapshot(overlaps=True) if beside else None
+
+
+def heard_by(snapshot: Snapshot | None, on_phase: PhaseListener) -> PhaseListener:
+    """Return a listener that also lets a GPU wait for the copies before a step changes what they copy."""
+    return on_phase if snapshot is None else snapshot.heard(on_phase)
 
 
 def retention_of(cfg: RunConfig) -> Retention:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_json_atomically
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.writing import write_json_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.account import Account
 from trainkit.run.session.auxiliary import unprefetched_loader
-from trainkit.run.session.checkpointer import Checkpointer, LastSave, snapshot_of
+from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, snapshot_beside_steps
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import own_loss_refusal, progress_of, status_of
@@ -72,8 +71,8 @@ class TaskSession:
         self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
-        self._snapshot = snapshot_of(self.cfg, identity.task.device, own_loop=given_loss is not None)
-        on_phase = self._snapshot.heard(on_phase)
+        snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)
+        on_phase = heard_by(snapshot, on_phase)
         self._stop_requested, self._on_phase = stop_requested, self._account.heard(on_phase)
         self._data_state: dict[str, Any] | None = None
         self._evaluation_due, self._failed, self._cleanup = False, False, ExitStack()
@@ -85,7 +84,7 @@ class TaskSession:
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)
-        in_steps = self._account.heard(on_phase if within_steps else self._snapshot.heard(ignore_phase))
+        in_steps = self._account.heard(on_phase if within_steps else heard_by(snapshot, ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
         self.executor: Executor = strategy.setup(self._request(model, identity, folder))
@@ -103,7 +102,7 @@ class TaskSession:
             fingerprint=fingerprint,
             confirm=self.check_fence,
             enter=self.enter,
-            snapshot=self._snapshot,
+            snapshot=snapshot,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
         self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
@@ -182,7 +181,7 @@ class TaskSession:
         self._cleanup.callback(self._close_loader)
         for line in tune(self.executor):
             self.warn(line)
-        self.run.begun_at, self.run.begun_moment = self.run.state.step, time.monotonic()
+        self.run.begin_steps()
         self.callbacks.call("run_start", self.run)
         # Objects that exist now live to the end; garbage collections over them took 5 to 10 % of a small model's step.
         gc.freeze()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.errors import HangError, TrainingError, TrainkitError, UnreadableError
-from trainkit.reading import read_tail
+from trainkit.files import read_tail
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.watch import OverdueRank

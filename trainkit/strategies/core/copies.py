@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trainkit.cluster.host import use_device
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import GENERATORS_LOCK
 from trainkit.numerics.precision import LossScale
@@ -21,7 +22,6 @@ from trainkit.strategies.base import Batch, PhaseListener, StepContext, ignore_p
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.groups.devices import use_device
 from trainkit.strategies.model_transforms import is_compiled
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainkit.cluster.host import use_device
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.precision import Precision
@@ -42,7 +43,6 @@ from trainkit.strategies.core.replica import (
 )
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update, observer
-from trainkit.strategies.groups.devices import use_device
 from trainkit.strategies.groups.process_group import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense

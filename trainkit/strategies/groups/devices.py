@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
-import torch
-
-from trainkit.cluster.host import count_devices
 from trainkit.errors import Problem
 
 _PATTERN = re.compile(r"^/?(?:device:)?(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))?$", re.IGNORECASE)
@@ -29,20 +25,6 @@ def parse_device(name: str | int) -> str | None:
     if match["kind"].lower() == "cpu":
         return "cpu"
     return f"cuda:{match['index'] or 0}"
-
-
-def count_gpus() -> int:
-    """Return the CUDA devices of this host for the processes of a run together; initialises no device."""
-    return count_devices(torch.cuda.device_count(), os.environ)
-
-
-def use_device(device: torch.device) -> None:
-    """Make a CUDA device the current one of this thread; any other device is left as it is.
-
-    What names no device, a kernel of a library or a collective's buffer, otherwise takes memory of the first device.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def device_list_problems(key: str, names: Sequence[str | int] | None, num_gpus: int, *, because: str) -> list[Problem]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from trainkit.bounded import parse_json
-from trainkit.cluster.host import mig_instances
+from trainkit.cluster.host import mig_instances, use_device
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.values import MOST_PROCESSES, at_most
@@ -28,7 +28,7 @@ from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.flight_recorder import note_exchange
-from trainkit.strategies.groups.devices import device_list_problems, parse_device, use_device
+from trainkit.strategies.groups.devices import device_list_problems, parse_device
 from trainkit.strategies.rendezvous_store import store_client
 
 _T = TypeVar("_T")

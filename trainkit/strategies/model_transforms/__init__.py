@@ -1,13 +1,13 @@
 """Transform a model before it is placed: its memory format, what backward recomputes, and what is compiled."""
 
 from trainkit.strategies.model_transforms.compiling import is_compiled, uncompiled
-from trainkit.strategies.model_transforms.memory_format import format_for
 from trainkit.strategies.model_transforms.selective import selective_contexts
 from trainkit.strategies.model_transforms.shape import (
     NO_TRANSFORMS,
     Compiles,
     ModelTransforms,
     apply_transforms,
+    format_for,
     recomputed_modules,
     shaping_notes,
     shaping_problems,

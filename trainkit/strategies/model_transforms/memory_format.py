@@ -8,43 +8,12 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.precision import Precision
+from trainkit.errors import Problem
 
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 """Value of `memory_format`. Of a transform, `auto` is channels_last for models with 2-d convolutions."""
 
 _CONVOLUTIONS: Final = (nn.Conv2d, nn.ConvTranspose2d)
-
-
-def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kept: bool = True) -> MemoryFormat:
-    """Return the memory format that a run asks for on a device; auto: channels_last where tensor cores want it.
-
-    Tensor cores take convolutions in 16 bits with the channels last; with the channels first, cuDNN transposes the
-    inputs and outputs of each. Elsewhere which one is faster depends on the model, and contiguous keeps the bits of
-    earlier versions.
-
-    Args:
-        asked: the value of `memory_format`.
-        precision: of the run.
-        device: of the model, such as cuda:0.
-        is_kept: whether the strategy keeps the strides of parameters.
-
-    Raises:
-        ConfigError: channels_last is asked for, and the strategy does not keep it.
-
-    Example:
-        >>> mixed = Precision(value="bf16_mixed")
-        >>> format_for("auto", mixed, "cuda:0"), format_for("auto", mixed, "cpu")
-        ('auto', 'contiguous')
-    """
-    if asked == "channels_last" and not is_kept:
-        rule = "has no effect where parameters are sharded, whose parts are contiguous. Use auto, or strategy=mirrored."
-        raise ConfigError([Problem(key="memory_format", value=asked, rule=rule)])
-    if asked != "auto":
-        return asked
-    in_16_bits = precision.compute_dtype in (torch.bfloat16, torch.float16)
-    return "auto" if in_16_bits and is_kept and device.startswith("cuda") else "contiguous"
 
 
 def puts_channels_last(model: nn.Module, memory_format: MemoryFormat) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import torch
 from torch import nn
 
 from trainkit.config.values import closest
-from trainkit.errors import Problem
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
@@ -143,6 +145,36 @@ class ModelTransforms:
 
 
 NO_TRANSFORMS: Final = ModelTransforms()
+
+
+def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kept: bool = True) -> MemoryFormat:
+    """Return the memory format that a run asks for on a device; auto: channels_last where tensor cores want it.
+
+    Tensor cores take convolutions in 16 bits with the channels last; with the channels first, cuDNN transposes the
+    inputs and outputs of each. Elsewhere which one is faster depends on the model, and contiguous keeps the bits of
+    earlier versions.
+
+    Args:
+        asked: the value of `memory_format`.
+        precision: of the run.
+        device: of the model, such as cuda:0.
+        is_kept: whether the strategy keeps the strides of parameters.
+
+    Raises:
+        ConfigError: channels_last is asked for, and the strategy does not keep it.
+
+    Example:
+        >>> mixed = Precision(value="bf16_mixed")
+        >>> format_for("auto", mixed, "cuda:0"), format_for("auto", mixed, "cpu")
+        ('auto', 'contiguous')
+    """
+    if asked == "channels_last" and not is_kept:
+        rule = "has no effect where parameters are sharded, whose parts are contiguous. Use auto, or strategy=mirrored."
+        raise ConfigError([Problem(key="memory_format", value=asked, rule=rule)])
+    if asked != "auto":
+        return asked
+    in_16_bits = precision.compute_dtype in (torch.bfloat16, torch.float16)
+    return "auto" if in_16_bits and is_kept and device.startswith("cuda") else "contiguous"
 
 
 def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles = "blocks") -> nn.Module:

@@ -13,8 +13,7 @@ import torch
 
 from trainkit.cluster.host import num_cores
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map
-from trainkit.writing import cache_folder, write_json_atomically
+from trainkit.files import cache_folder, read_map, write_json_atomically
 
 VERSION: Final = 1
 """The version of the file."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
+from trainkit.strategies.reducers.backend import GradientVector, cut_into_buckets
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.reducers.gradient_vector import GradientVector, cut_into_buckets
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _BUCKET_BYTES: Final = 25 * 2**20

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.cluster.host import Machine
-from trainkit.reading import read_lines, read_map
+from trainkit.files import read_lines, read_map, write_atomically
 from trainkit.run.folder.lock import discard_lock
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
-from trainkit.writing import write_atomically
 
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"

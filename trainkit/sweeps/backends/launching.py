@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import refuse_to_carry
 from trainkit.errors import Problem, UnreadableError
-from trainkit.reading import open_regular, read_text
+from trainkit.files import open_regular, read_text
 from trainkit.redaction import redacted_argument
 from trainkit.run.backends.base import CARRIED
 from trainkit.run.process.worker_group import ProcessExit

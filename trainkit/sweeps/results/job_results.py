@@ -14,11 +14,10 @@ from typing import Any, Final
 from trainkit.bounded import Kind, expect_maps
 from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map, write_atomically
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.trainer.ownership import set_aside
-from trainkit.writing import write_atomically
 
 NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"

@@ -19,6 +19,7 @@ from trainkit.config.sections import EvalConfig
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import ConfigError, UnreadableError
+from trainkit.files import write_atomically
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
@@ -32,7 +33,6 @@ from trainkit.sweeps.results.job_results import (
     read_entries,
     relative,
 )
-from trainkit.writing import write_atomically
 
 _TIE = MonitoredMetric.of(EvalConfig())
 """The tie-breaker between equal values: the validation loss, which is finer than an accuracy."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from trainkit.bounded import expect_map, parse_json
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.errors import ConfigError, UnreadableError
-from trainkit.reading import read_lines, read_tail, size_of
+from trainkit.files import read_lines, read_tail, size_of
 
 _TAIL_BYTES: Final = 1 << 13
 

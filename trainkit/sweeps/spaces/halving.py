@@ -12,7 +12,7 @@ from typing import Protocol
 from trainkit.config.grammar import replacing
 from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.redaction import redacted_argument
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.metric_stream import figure_at

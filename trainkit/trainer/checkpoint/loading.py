@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.errors import CheckpointError, UnreadableError
+from trainkit.files import read_bytes, refuse_link
 from trainkit.frames import first_line
-from trainkit.reading import read_bytes, refuse_link
 from trainkit.strategies.tensors.lazy_state import LazyStateDict
 from trainkit.strategies.tensors.sharded import coverage_error
 from trainkit.trainer.checkpoint.tensor_file import DTYPES, TensorFile, lengths_in

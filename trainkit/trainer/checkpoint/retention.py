@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from trainkit.errors import UnreadableError
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.trainer.cleanup import delete, owner_of, set_aside_newer
 from trainkit.trainer.manifest import Checkpoint, list_complete
 from trainkit.trainer.ownership import OwnershipToken

@@ -91,8 +91,6 @@ class Snapshot:
 
     def heard(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that lets the device wait for copies before a phase that may change their tensors."""
-        if not self.overlaps:
-            return on_phase
 
         def listen(phase: str, step: int) -> None:
             if self._awaited:

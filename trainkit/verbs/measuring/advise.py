@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Final
 
+from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import ConfigError, Problem
@@ -139,9 +140,6 @@ def _data_of(call: Call, composition: Composition) -> DeclaredData | None:
 
 def _devices_here(hardware: Hardware) -> int:
     """Return the GPUs of this machine; without any its cores, if the hardware is a host without a GPU."""
-    from trainkit.cluster.host import num_cores  # noqa: PLC0415 - not for --help
-    from trainkit.strategies.groups.devices import count_gpus  # noqa: PLC0415 - imports torch
-
     return count_gpus() or (num_cores() if hardware.whole_host else 1)
 
 

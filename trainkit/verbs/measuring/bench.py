@@ -238,8 +238,8 @@ def _energy_notes(found: Sequence[Choice]) -> Iterator[str]:
 
 
 def _write(folder: Path, content: Mapping[str, object]) -> None:
+    from trainkit.files import write_json_atomically  # noqa: PLC0415 - imports torch
     from trainkit.storage import reporting  # noqa: PLC0415 - the same
-    from trainkit.writing import write_json_atomically  # noqa: PLC0415 - imports torch
 
     with reporting(folder):
         write_json_atomically(folder / "bench.json", content)

@@ -238,8 +238,8 @@ def _folder(call: Call, stack: ExitStack) -> Path | None:
 def _show(call: Call, folder: Path | None, name: str, content: Mapping[str, Any], lines: Iterable[str]) -> None:
     """Write the results where the user asks for it, and print them."""
     if folder is not None:
+        from trainkit.files import write_json_atomically  # noqa: PLC0415 - the same
         from trainkit.storage import reporting  # noqa: PLC0415 - imports torch
-        from trainkit.writing import write_json_atomically  # noqa: PLC0415 - the same
 
         with reporting(folder):
             write_json_atomically(folder / f"{name}.json", content)

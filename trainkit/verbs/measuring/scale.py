@@ -181,10 +181,10 @@ def _between(values: LinkInputs) -> Link:
 
 def _show(call: Call, folder: Path, found: Scaling, target: int) -> None:
     """Write scale.json and scale.png, and print the answers."""
+    from trainkit.files import write_json_atomically  # noqa: PLC0415 - imports torch
     from trainkit.scaling.drawing import draw_scaling  # noqa: PLC0415 - imports matplotlib
     from trainkit.scaling.result import scaling_json, scaling_lines  # noqa: PLC0415 - imports numpy
     from trainkit.storage import reporting  # noqa: PLC0415 - the same
-    from trainkit.writing import write_json_atomically  # noqa: PLC0415 - imports torch
 
     content = scaling_json(found, target=target, seed=int(call.flags.get("seed", "0")))
     with reporting(folder):

@@ -64,9 +64,9 @@ def _report(
     scored: Sequence[tuple[Candidate, Mapping[str, float]]], names: Sequence[str], folder: Path, *, title: str
 ) -> None:
     """Print the metrics and write them as a page into the folder."""
+    from trainkit.files import write_atomically  # noqa: PLC0415 - not for --help
     from trainkit.report.numbers import figure  # noqa: PLC0415 - not for --help
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
-    from trainkit.writing import write_atomically  # noqa: PLC0415 - not for --help
 
     head = ("model", *names, "")
     rows = [(one.name, *(figure(figures[name]) for name in names), one.settings) for one, figures in scored]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.reading import read_map
+from trainkit.files import read_map
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
-from trainkit.reading import read_text
+from trainkit.files import read_text
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
 

@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 
 from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError
+from trainkit.files import open_regular, read_lines
 from trainkit.numerics.batch import Ticket
-from trainkit.reading import open_regular, read_lines
 from trainkit.storage import naming
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate
 

@@ -1,16 +1,19 @@
-"""Read files that another program, or another user, may have written.
+"""Read files that another program, or another user, may have written, and write small files as a whole.
 
 Every file of a run folder, of a checkpoint and of a sweep folder is opened here: only regular files of limited size,
 never through a symbolic link, and never waiting for the other end of a pipe. `trainkit.bounded` parses JSON.
 
     content = read_map(folder / "result.json", {"status": str, "seconds": (int, float)})
 
-Every failure is an `UnreadableError`, which names the file and the reason.
+Every failure to read is an `UnreadableError`, which names the file and the reason. A file that is written is, for a
+reader and after a crash, the old one or the new one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -19,7 +22,7 @@ from typing import Any, BinaryIO, Final, Literal
 
 from trainkit.bounded import Kind, expect_map, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.storage import storage_error
+from trainkit.storage import storage_error, sync_folder
 
 MAX_BYTES: Final = 16 << 20
 """Default limit of the bytes of a file."""
@@ -236,3 +239,69 @@ def read_tail(path: Path, num_bytes: int) -> tuple[bytes, bool]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - num_bytes))
         return file.read(num_bytes), size <= num_bytes
+
+
+def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader, even after a crash, sees either the old file or the new one.
+
+    Numbers that JSON cannot represent (NaN, infinity) become null.
+    """
+    write_atomically(path, json.dumps(json_value(content), indent=2, allow_nan=False) + "\n")
+
+
+def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write a text file so that a reader, even after a crash, sees either the old file or the new one.
+
+    The folder must exist: a removed run folder is not created again. On return the file is on the disk; without `sync`,
+    for a file that can be made again, a crash of the whole machine may lose it.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if sync:
+            sync_folder(path.parent)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def json_value(value: Any) -> Any:
+    """Return a value as JSON can hold it: null for NaN and infinity, lists for tuples, text for keys and paths.
+
+    Example:
+        >>> json_value({1: (float("nan"), 2.0)})
+        {'1': [None, 2.0]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): json_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def cache_folder() -> Path:
+    """Return trainkit's folder among the user's caches: `$XDG_CACHE_HOME/trainkit`, or `~/.cache/trainkit`.
+
+    A relative XDG_CACHE_HOME is ignored, since it would name another folder in each working folder.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+
+    Source: XDG Base Directory Specification 0.8.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "trainkit"

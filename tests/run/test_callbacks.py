@@ -11,7 +11,7 @@ import pytest
 from trainkit.callbacks.alerting.alert import Alert
 from trainkit.config.schema import RunConfig
 from trainkit.errors import CrashLoopError, TerminatedError, TrainkitError
-from trainkit.run.ended import ended_hooks
+from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer.events import Ending
 
@@ -35,13 +35,13 @@ def endings(monkeypatch: pytest.MonkeyPatch) -> list[Ending]:
 def test_an_error_that_no_rank_could_tell_is_told(
     tmp_path: Path, endings: list[Ending], error: TrainkitError, status: str
 ) -> None:
-    with pytest.raises(type(error)), ended_hooks(CFG, RunFolder(tmp_path)):
+    with pytest.raises(type(error)), ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         raise error
     assert [(one.status, one.reason, one.steps) for one in endings] == [(status, str(error).splitlines()[0], None)]
 
 
 def test_a_result_is_told_with_its_steps(tmp_path: Path, endings: list[Ending]) -> None:
-    with ended_hooks(CFG, RunFolder(tmp_path)):
+    with ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         (tmp_path / "result.json").write_text(
             json.dumps({"status": "finished", "reason": "all steps done", "steps": 7})
         )
@@ -52,6 +52,6 @@ def test_an_error_of_the_hook_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("TRAINKIT_ALERT_COMMAND", raising=False)
-    with caplog.at_level(logging.WARNING), ended_hooks(CFG, RunFolder(tmp_path)):
+    with caplog.at_level(logging.WARNING), ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         pass
     assert "callbacks.alert failed in ended: ConfigError" in caplog.text
