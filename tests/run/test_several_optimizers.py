@@ -58,7 +58,6 @@ def refused(*overrides: str) -> list[Problem]:
         (("recipe=gan", "optimizers={}"), "optimizers", "discriminator, generator"),
         (("recipe=gan", "optimizers.critic.lr=1"), "optimizers.critic", "no such phase"),
         (("recipe=gan", "optimizers.generator.ratio=1/2", "optimizers.discriminator.ratio=1/3"), "optimizers", "none"),
-        (("recipe=gan", "strategy=mirrored", "strategy.reduce=auto"), "strategy.reduce", "Name a reducer"),
         ((*GAN, "optimizers.generator.lr=1", "optimizer.lr=2"), "optimizer.lr", "has no effect"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -39,7 +39,8 @@ def counted(place: Place, case: Case) -> list[int]:
 
 @pytest.mark.parametrize("micro_size", [8, 2])
 def test_a_step_is_one_exchange_however_many_shards_are_accumulated(micro_size: int, pool: Pool) -> None:
-    case = Case(strategy="mirrored", settings={"replicas": 2}, global_size=16, micro_size=micro_size, num_steps=4)
+    settings = {"replicas": 2, "reduce": "backend"}
+    case = Case(strategy="mirrored", settings=settings, global_size=16, micro_size=micro_size, num_steps=4)
     for sizes in pool.run("tests.strategies.test_exchange.counted", case, num_ranks=2):
         assert sizes == [PARAMETERS] * 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import load_state_extra, state_dict_extra, tune
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
+from trainkit.strategies.data_parallel.reduction import ReductionOptions
 from trainkit.strategies.groups.process_group import GroupCollective
-from trainkit.strategies.reducers import AutoReducer, LocalReducer
+from trainkit.strategies.reducers import AutoReducer, LocalReducer, shared_memory
 from trainkit.strategies.reducers import auto as auto_module
+from trainkit.strategies.reducers.auto import Rule
 from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.flat import HierarchicalReducer
+from trainkit.strategies.reducers.shared_memory import shared_memory_obstacle
 from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
 
 CPU = torch.device("cpu")
@@ -188,7 +192,7 @@ def choices(place: Place) -> list[Any]:
     elsewhere.recall("shared_memory")
     with patch.object(auto_module, "time", Clock):
         lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
-    return [lines, [reducer.chosen for reducer in (fresh, resumed, elsewhere)]]
+    return [lines, [reducer.kept for reducer in (fresh, resumed, elsewhere)]]
 
 
 def test_the_fastest_on_the_slowest_rank_is_chosen_and_kept(pool: Pool) -> None:
@@ -223,11 +227,11 @@ def chosen(cache: ChoiceCache | None, packing: FlatBuffer = MEBIBYTE, **seconds:
     def maker(name: str) -> Any:
         return lambda: (made.append(name), Slow(seconds[name]))[1]  # type: ignore[func-returns-value]
 
-    reducer = AutoReducer({name: maker(name) for name in seconds}, Alone(), cache)
+    reducer = AutoReducer({name: maker(name) for name in seconds}, Alone(), cache=cache)
     with patch.object(auto_module, "time", Clock):
         reducer.choose(packing)
-    assert reducer.chosen is not None
-    return reducer.chosen, len(made) > 1
+    assert reducer.kept is not None
+    return reducer.kept, len(made) > 1
 
 
 def test_of_reducers_that_are_alike_the_first_is_chosen() -> None:
@@ -306,32 +310,68 @@ def made(place: Place, compression: Any) -> str:
     return type(Mirrored(reduce="auto", compression=compression).make_reducer(collective, Numerics())).__name__
 
 
-def test_the_choice_is_remembered_for_a_checkpoint(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "ranks", "expected"),
+    [({}, (2, 1, False), "shared_memory"), ({}, (2, 1, True), "backend"), ({}, (1, 1, False), "backend"),
+     ({}, (4, 2, False), None), ({"bucket_mb": 1.0}, (2, 1, False), "backend"),
+     ({"compression": "bf16"}, (4, 2, False), "backend"), ({"reduce": "ring"}, (2, 1, True), "ring")],
+)  # fmt: skip
+def test_auto_is_a_rule_where_one_is_known(settings: Any, ranks: tuple[int, int, bool], expected: str | None) -> None:
+    num_ranks, num_hosts, on_gpus = ranks
+    options = ReductionOptions(**settings)
+    assert options.known_reducer(num_ranks=num_ranks, num_hosts=num_hosts, on_gpus=on_gpus) == expected
+
+
+def test_a_choice_by_rule_is_not_kept_and_an_earlier_one_is(pool: Pool) -> None:
     kept = pool.run("tests.strategies.test_reducing.remembered", num_ranks=2)
-    assert kept[0] == kept[1]
-    assert kept[0][0]["reduce"] in {"backend", "shared_memory", "ring", "to_one_device"}
-    assert kept[0][1] == (f"strategy.reduce=auto: {kept[0][0]['reduce']}, as this run has chosen before.",)
+    again = ("strategy.reduce=auto: ring, as this run has chosen before.",)
+    assert kept == [(["SharedMemoryReducer", (), {}], [again, {"reduce": "ring"}])] * 2
 
 
 def remembered(place: Place) -> Any:
     from tests.contract.stepping import _Rank
 
-    rank = _Rank(place, Case(strategy="mirrored", settings={"replicas": 2, "reduce": "auto"}))
-    executor = rank.setup(0)
-    tune(executor)
-    kept = state_dict_extra(executor)
-    load_state_extra(executor, kept)
-    again = tune(executor)
+    executor: Any = _Rank(place, Case(strategy="mirrored", settings={"replicas": 2})).setup(0)
+    lines = tune(executor)
+    by_rule = [type(executor._replica.reducer._current).__name__, lines, state_dict_extra(executor)]
+    load_state_extra(executor, {"reduce": "ring"})
+    earlier = [tune(executor), state_dict_extra(executor)]
     executor.close()
-    return kept, again
+    return by_rule, earlier
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [(0, "rank 1 may not open the memory that rank 0 would share"),
+     (1 << 60, "there are no 3298534883328 MiB of memory to share gradients in"), (8, None)],
+)  # fmt: skip
+def test_ranks_that_cannot_share_memory_all_see_why(size: int, why: str | None, pool: Pool) -> None:
+    assert pool.run("tests.strategies.test_reducing.hindered", size, num_ranks=2, group=True) == [why] * 2
+
+
+def hindered(place: Place, size: int) -> str | None:
+    """Look for an obstacle; with a size of 0 the system forbids rank 1 to open the memory of another process."""
+    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+    forbidden = place.rank == 1 and not size
+    with patch.object(shared_memory, "_open", lambda _path: -1) if forbidden else nullcontext():
+        return shared_memory_obstacle(collective, size)
+
+
+def test_where_a_rule_meets_an_obstacle_the_other_reducer_is_used_and_a_line_says_why() -> None:
+    rule = Rule("shared", otherwise="backend", obstacle=lambda size: f"{size} bytes are too many")
+    reducer = AutoReducer({"backend": LocalReducer, "shared": lambda: Slow(1.0)}, Alone(), rule=rule)
+    line = reducer.choose(MEBIBYTE)
+    assert line == "strategy.reduce=auto: backend, because 1048576 bytes are too many."
+    assert type(reducer._current) is LocalReducer
 
 
 def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients() -> None:
     kept = {"backend": 0, "ring": 0.5, "shared_memory": 0.5}
-    found = {name: Mirrored(reduce=name).gradient_copies(Numerics(), 2) for name in kept}  # type: ignore[arg-type]
+    found = {name: Mirrored(reduce=name, replicas=2).gradient_copies(PlanContext()) for name in kept}  # type: ignore[arg-type]
     assert found == kept
-    assert Mirrored(compression="powersgd").gradient_copies(Numerics(), 2) == 2
-    assert Mirrored(reduce="shared_memory").gradient_copies(Numerics(), 1) == 0
+    assert Mirrored(compression="powersgd", replicas=2).gradient_copies(PlanContext()) == 2
+    assert Mirrored(replicas=1).gradient_copies(PlanContext()) == 0
+    assert Mirrored(replicas=2).gradient_copies(PlanContext(num_gpus=2)) == 0
 
 
 def test_a_user_without_a_home_folder_trains_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:

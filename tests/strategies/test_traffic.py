@@ -121,7 +121,7 @@ def test_replicas_gather_the_rows_of_their_lookups_and_at_most_all_of_the_table(
     lookups: Sequence[int], rows: int
 ) -> None:
     assert rows_sent(Mirrored(replicas=2), lookups) == {
-        ("gradients", "all-reduce"): 2 * 100 * 4,
+        ("gradients", "shared memory"): 2 * 100 * 4,
         ("rows of sparse gradients", "all-gather"): 2 * rows * (4 + ROW),
     }
 
@@ -136,7 +136,22 @@ def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -
 
 
 def test_a_reducer_that_is_chosen_at_the_start_counts_as_an_all_reduce_with_a_note() -> None:
-    found = traffic_of(Mirrored(replicas=2, reduce="auto"), MODEL, PlanContext(), CUT)
+    found = traffic_of(
+        MultiWorkerMirrored(),
+        MODEL,
+        PlanContext(
+            launch=LaunchEnvironment(
+                kind="torchrun",
+                tasks=workers(2),
+                rank=0,
+                local_rank=0,
+                num_local=1,
+                num_hosts=2,
+                store=("10.0.0.1", 29400),
+            )
+        ),
+        CUT,
+    )
     assert [(one.num_bytes, one.note) for one in found or ()] == [(2 * SIZE, AUTO)]
 
 
@@ -194,7 +209,7 @@ STRETCHES = (
     "queries_keys_values:colwise_sequence,expand:colwise_sequence,project:rowwise_sequence,head:sequence_join}"
 )
 CASES = {
-    "mirrored": [*SMALL, "strategy=mirrored", "strategy.replicas=3"],
+    "mirrored": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=backend"],
     "ring": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=ring"],
     "to_one_device": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.reduce=to_one_device"],
     "hierarchical": [*SMALL, "strategy=mirrored", "strategy.replicas=3", "strategy.reduce=hierarchical"],
@@ -233,6 +248,13 @@ def planned(overrides: list[str]) -> Traffic:
     return found
 
 
+MARKS = dict.fromkeys(
+    (
+        *("to_one_device", "bf16", "hybrid", "async", "tensor_parallel, replicas", "tensor_parallel, shared out"),
+        *("tensor_parallel, stretches", "tensor_parallel, bf16", "sparse, servers"),
+    ),
+    pytest.mark.matrix,
+)
 STEPS = (10, 30)
 """Steps of two runs, whose difference is counted."""
 
@@ -254,7 +276,7 @@ def loopback_bytes(overrides: list[str], num_steps: int, folder: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.skipif(subprocess.run(["unshare", "-n", "true"], check=False).returncode != 0, reason="needs root")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=MARKS.get(one, ())) for one in CASES])
 def test_a_step_sends_the_bytes_that_are_planned(name: str, tmp_path: Path) -> None:
     traffic = planned(CASES[name])
     few, many = (loopback_bytes(CASES[name], count, tmp_path / str(count)) for count in STEPS)

@@ -94,6 +94,19 @@ def notes_of(strategy: Strategy, model: nn.Module) -> tuple[str, ...]:
 
 
 @runtime_checkable
+class ChoosesReducer(Protocol):
+    """A strategy that lets the user choose how gradients are summed over replicas."""
+
+    def sum_of_gradients(self, context: PlanContext) -> str | None:
+        """Return the reducer and the compression in words; None where no key decides; pure."""
+
+
+def sum_of_gradients(strategy: Strategy, context: PlanContext) -> str | None:
+    """Return how a strategy sums gradients over replicas, for the summary; None where no key decides."""
+    return strategy.sum_of_gradients(context) if isinstance(strategy, ChoosesReducer) else None
+
+
+@runtime_checkable
 class RefusesProof(Protocol):
     """A strategy that may run the code of one device, depending on its fields."""
 

@@ -42,6 +42,7 @@ from trainkit.strategies.capabilities import (
     resolve,
     restarts_alone,
     runs_loop,
+    sum_of_gradients,
 )
 
 
@@ -150,7 +151,7 @@ class RunPlan:
             "average": average.name if (average := average_of(cfg)) else None,
             "converted": f"float8, {made.recipe}" if (made := conversion_of(cfg)) else None,
             "parameters": f"{num_params:,}",
-            "reduce": _reduction(cfg) if self.num_replicas > 1 else None,
+            "reduce": sum_of_gradients(self.components.strategy, self.facts) if self.num_replicas > 1 else None,
             "recomputed": model_transforms_of(cfg).recomputed,
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "not finite": _skips_text(cfg.numerics),
@@ -163,12 +164,6 @@ def _roles_text(tasks: Sequence[Task]) -> str | None:
     """Return the number of tasks of each role, if there is more than one role."""
     counts = Counter(task.role for task in tasks)
     return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
-
-
-def _reduction(cfg: RunConfig) -> str | None:
-    """Return how gradients are summed over replicas and sent, if the strategy leaves it to the user."""
-    chosen = None if cfg.numerics.reproducible else cfg.strategy.get("reduce")
-    return chosen and f"{chosen}, compression {cfg.strategy.get('compression', 'none')}"
 
 
 def _drawn_text(hooks: DataHooks) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
-import torch.distributed as dist
 
 from trainkit.cluster.host import host_id
 from trainkit.cluster.tasks import Task
@@ -17,10 +17,12 @@ from trainkit.errors import Problem
 from trainkit.fields import maths, placement, speed
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.reducers import BackendReducer, Reducer
+from trainkit.strategies.reducers import AutoReducer, BackendReducer, Reducer
+from trainkit.strategies.reducers.auto import Rule
+from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.compression import Compression, Compressor
 from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
-from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
+from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, shared_memory_obstacle
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
 """The reducers that sum gradients over the ranks."""
@@ -30,8 +32,9 @@ Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_dev
 class ReductionOptions:
     """The options of summing gradients over ranks."""
 
-    reduce: Annotated[Reduce, placement] = "backend"
-    """Who sums gradients; shared_memory is for CPU processes of one host, auto times what can work here."""
+    reduce: Annotated[Reduce, placement] = "auto"
+    """The reducer of gradients; auto: shared_memory for CPU processes of one host, over several hosts the fastest of a
+    short timing, else backend."""
     bucket_mb: Annotated[float, at_least(0), speed] = 25.0
     """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
     compression: Annotated[Compression, maths(neutral="none")] = "none"
@@ -48,26 +51,18 @@ class ReductionOptions:
         if context.numerics.reproducible:
             return self._beside_lanes()
         found = [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
-        return [*found, *(self._beside_optimizers() if context.optimizers else ())]
-
-    def _beside_optimizers(self) -> list[Problem]:
-        rules = {
-            ("reduce", "auto"): "times one exchange a step, and with optimizers there may be several. Name a reducer.",
-            ("compression", "powersgd"): "is for one exchange a step, and with optimizers there may be several.",
-        }
-        return [
-            Problem(key=f"strategy.{key}", value=value, rule=rule)
-            for (key, value), rule in rules.items()
-            if getattr(self, key) == value
-        ]
+        if context.optimizers and self.compression == "powersgd":
+            rule = "is for one exchange a step, and with optimizers there may be several."
+            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+        return found
 
     def _beside_lanes(self) -> list[Problem]:
         rule = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
-        chosen = {"reduce": (self.reduce, "backend"), "compression": (self.compression, "none")}
+        chosen = {"reduce": (self.reduce, ("auto", "backend")), "compression": (self.compression, ("none",))}
         return [
             Problem(key=f"strategy.{key}", value=value, rule=rule)
-            for key, (value, default) in chosen.items()
-            if value != default
+            for key, (value, free) in chosen.items()
+            if value not in free
         ]
 
     def _reduce_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
@@ -113,39 +108,86 @@ class ReductionOptions:
         """Bytes of gradients from which on they are copied into the vector of the exchange; 0: all after backward."""
         return int(self.bucket_mb * 2**20) if self.compression != "powersgd" else 0
 
-    def exchange_copies(self, num_ranks: int) -> float:
-        """Return the copies of all gradients that the exchange needs beside its vector; pure."""
+    def known_reducer(self, *, num_ranks: int, num_hosts: int, on_gpus: bool) -> Reduce | None:
+        """Return the reducer of these ranks; None: auto times exchanges, between CPU processes of several hosts.
+
+        With auto: `backend` on GPUs, where it exchanges while backward computes, for a single rank, and where a key
+        asks for buckets or compression. CPU processes of one host sum in shared memory, on Linux.
+
+        Example:
+            >>> auto = ReductionOptions()
+            >>> auto.known_reducer(num_ranks=2, num_hosts=1, on_gpus=True)
+            'backend'
+            >>> auto.known_reducer(num_ranks=4, num_hosts=2, on_gpus=False) is None
+            True
+        """
+        if self.reduce != "auto":
+            return self.reduce
+        is_asked_for = self.compression != "none" or self.bucket_mb != ReductionOptions.bucket_mb
+        if on_gpus or num_ranks == 1 or is_asked_for:
+            return "backend"
+        if num_hosts > 1:
+            return None
+        return "shared_memory" if sys.platform.startswith("linux") else "backend"
+
+    def planned_reducer(self, context: PlanContext, tasks: Sequence[Task]) -> Reduce | None:
+        """Return the reducer of a planned run; None: a timing decides; pure."""
+        return self.known_reducer(
+            num_ranks=len(tasks),
+            num_hosts=1 if context.launch is None else context.launch.num_hosts,
+            on_gpus=any(task.device != "cpu" for task in tasks),
+        )
+
+    def exchange_copies(self, reducer: Reduce | None, num_ranks: int) -> float:
+        """Return the copies of all gradients that a reducer needs beside its vector; None: any of them; pure."""
         # ring: a slice that receives; shared_memory: a part of the total.
-        beside = 1 / num_ranks if self.reduce in ("ring", "shared_memory", "auto") else 0
+        beside = 1 / num_ranks if reducer in (None, "ring", "shared_memory") else 0
         # Two bytes instead of four; PowerSGD: the error, and the gradients to compare with.
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
         return beside + compressed[self.compression]
 
-    def reducer_makers(self, collective: Collective, *, timeout_s: float) -> dict[str, Callable[[], Reducer]]:
-        """Return a factory for each reducer; with auto, only for distinct ones that work here; collective.
+    def reducer_of(
+        self,
+        collective: Collective,
+        *,
+        timeout_s: float,
+        on_gpus: bool,
+        wrapped: Callable[[Callable[[], Reducer]], Callable[[], Reducer]] = lambda make: make,
+    ) -> Reducer:
+        """Return the reducer of the ranks of a process group; collective.
 
-        With auto and a compression that is `backend` alone, which compresses.
+        Args:
+            collective: gathers small tensors over the ranks.
+            timeout_s: seconds to wait for another rank.
+            on_gpus: whether any gradient is on a GPU.
+            wrapped: returns the factory to use in the place of one.
         """
         hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
+        makers = {name: wrapped(make) for name, make in self._makers(collective, hosts, timeout_s).items()}
+        known = self.known_reducer(num_ranks=collective.num_ranks, num_hosts=len(set(hosts)), on_gpus=on_gpus)
+        if self.reduce != "auto" or known == "backend":
+            assert known is not None
+            return makers[known]()
+        if known is None:
+            del makers["shared_memory"]
+            if len(set(hosts)) == len(hosts):
+                del makers["hierarchical"]
+            return AutoReducer(makers, collective, cache=ChoiceCache())
+        obstacle = partial(shared_memory_obstacle, collective)
+        return AutoReducer(makers, collective, rule=Rule(known, otherwise="backend", obstacle=obstacle))
+
+    def _makers(
+        self, collective: Collective, hosts: Sequence[int], timeout_s: float
+    ) -> dict[str, Callable[[], Reducer]]:
+        """Return a factory for each reducer."""
         rank = collective.rank
-        makers: dict[str, Callable[[], Reducer]] = {
+        return {
             "backend": self._backend,
             "shared_memory": lambda: SharedMemoryReducer(collective, timeout_s=timeout_s),
             "ring": lambda: RingReducer(collective),
             "hierarchical": lambda: HierarchicalReducer(hosts, rank=rank, timeout_s=timeout_s),
             "to_one_device": ReduceThenBroadcastReducer,
         }
-        if self.reduce == "auto":
-            num_hosts = len(set(hosts))
-            alone = collective.num_ranks == 1
-            on_gpus = "nccl" in dist.get_backend()
-            if alone or num_hosts > 1 or on_gpus or not sys.platform.startswith("linux"):
-                del makers["shared_memory"]
-            if num_hosts in (1, len(hosts)):
-                del makers["hierarchical"]
-            if self.compression != "none":
-                return {"backend": self._backend}
-        return makers
 
     def _backend(self) -> BackendReducer:
         compressor = None

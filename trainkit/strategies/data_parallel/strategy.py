@@ -37,7 +37,6 @@ from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import AutoReducer, BackendReducer, PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.backend import largest_bucket
-from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.traffic import (
@@ -74,20 +73,20 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         self._recovers = recovers
 
     def tune(self) -> tuple[str, ...]:
-        """With auto, time the reducers on this model's gradients, or keep the choice of the resumed run."""
+        """With auto, choose the reducer by rule or by timing, or keep the choice of the resumed run."""
         replica, reducer = self._replica, self._replica.reducer
         if not isinstance(reducer, AutoReducer):
             return ()
         masters = list(replica.masters.values())
         places = replica.places_of(list(replica.masters))
         packing = FlatBuffer.like(masters, replica.precision.master_dtype, replica.device, places)
-        return (reducer.choose(packing),)
+        return tuple(filter(None, [reducer.choose(packing)]))
 
     def state_dict_extra(self) -> JsonMap:
-        """Return the reducer that auto chose, or the steps of PowerSGD."""
+        """Return the reducer that auto has timed, or the steps of PowerSGD."""
         reducer = self._replica.reducer
-        if isinstance(reducer, AutoReducer) and reducer.chosen is not None:
-            return {"reduce": reducer.chosen}
+        if isinstance(reducer, AutoReducer) and reducer.kept is not None:
+            return {"reduce": reducer.kept}
         if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
             return {"compressed_steps": reducer.compressor.steps}
         return {}
@@ -204,10 +203,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
         """Return the blocks of each device of a replica with a map; none where it does not fit, or there is no map."""
         found = self._replica_map(context)
-        return () if found is None else found.held_parts(model, context, gradient_copies=self._copies(context))
-
-    def _copies(self, context: PlanContext) -> float:
-        return self.gradient_copies(context.numerics, self.num_replicas(context))
+        return () if found is None else found.held_parts(model, context, gradient_copies=self.gradient_copies(context))
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the fullest device: its part of a replica, the vector of the exchange, the memory of reducers."""
@@ -215,33 +211,42 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         bucket = None
         if self._takes_gradients(context.numerics, self.num_replicas(context)):
             bucket = largest_bucket(model, precision_of(context).master_dtype, self.bucket_bytes)
-        whole = ModelMemory.whole(model, gradient_copies=self._copies(context), bucket=bucket)
+        whole = ModelMemory.whole(model, gradient_copies=self.gradient_copies(context), bucket=bucket)
         held = [part.memory for part in parts] or [whole]
         return max(held, key=lambda memory: sum(memory.resident.values()))
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
         """Return the key of so many replicas, and the compression and the reducer that could still be chosen."""
         is_free, on_cpu = not context.numerics.reproducible, not context.num_gpus
+        planned = self.planned_reducer(context, self.tasks(context))
         return Scaled(
             keys={"replicas": replicas},
             remedies=Remedies(
                 compression="strategy.compression=bf16" if is_free and self.compression == "none" else None,
                 shared_memory="strategy.reduce=shared_memory"
-                if is_free and on_cpu and self.reduce != "shared_memory"
+                if is_free and on_cpu and planned not in (None, "shared_memory")
                 else None,
             ),
         )
+
+    def sum_of_gradients(self, context: PlanContext) -> str | None:
+        """Return the reducer and the compression, for the summary; lanes leave no choice."""
+        if context.numerics.reproducible:
+            return None
+        known = self.planned_reducer(context, self.tasks(context)) or "the fastest of a timing"
+        return f"{known}{' (auto)' if self.reduce == 'auto' else ''}, compression {self.compression}"
 
     def _takes_gradients(self, numerics: Numerics, num_replicas: int) -> bool:
         """Return whether the vector of the exchange is the memory of the gradients."""
         return not numerics.reproducible and (num_replicas > 1 or self.is_grouped) and self.map is None
 
-    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> float:
+    def gradient_copies(self, context: PlanContext) -> float:
         """Return the copies of all gradients at the peak of a step, beside the gradients; pure."""
+        numerics, num_replicas = context.numerics, self.num_replicas(context)
         if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
             return synchronous_gradient_copies(numerics, num_replicas)
         vectors = 0 if self._takes_gradients(numerics, num_replicas) else 1
-        return vectors + self.exchange_copies(num_replicas)
+        return vectors + self.exchange_copies(self.planned_reducer(context, self.tasks(context)), num_replicas)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
         """Return the exchange of the gradients, by the reducer and the compression, and of the rows of sparse ones."""
@@ -259,7 +264,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             return (*thin, *rows)
         if self.compression != "none":
             vector = replace(vector, num_bytes=vector.num_bytes * 2 / width, element_bytes=2)
-        summed = reduction(self.reduce, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
+        reducer = self.planned_reducer(context, self.tasks(context)) or "auto"
+        summed = reduction(reducer, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
         return (*(summed if self.map is None else (replace(one, overlaps=False) for one in summed)), *rows)
 
     def setup(self, request: SetupRequest) -> DataParallelExecutor:
@@ -292,12 +298,14 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the lanes of a reproducible run, none for one replica, else the reducer of `reduce`; collective."""
         if numerics.reproducible or (collective.num_ranks == 1 and not self.is_grouped):
             return backend_or_lanes(collective, numerics)
-        makers = self.reducer_makers(collective, timeout_s=self.timeout_s)
-        if self.map is not None:
-            makers = {name: partial(PerDeviceReducer, make) for name, make in makers.items()}
-        if self.reduce == "auto" and len(makers) > 1:
-            return AutoReducer(makers, collective, ChoiceCache())
-        return makers["backend" if self.reduce == "auto" else self.reduce]()
+        context = PlanContext(num_gpus=torch.cuda.device_count())
+        found = self._replica_map(context)
+        devices = [task.device for task in self.tasks(context)] if found is None else chain.from_iterable(found.groups)
+        on_gpus = any(device != "cpu" for device in devices)
+        if found is None:
+            return self.reducer_of(collective, timeout_s=self.timeout_s, on_gpus=on_gpus)
+        wrapped = partial(partial, PerDeviceReducer)
+        return self.reducer_of(collective, timeout_s=self.timeout_s, on_gpus=on_gpus, wrapped=wrapped)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""Choose among reducers by timing them on this model's gradients, before the first step."""
+"""Choose among reducers before the first step: by a rule where one is known, else by timing exchanges."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
@@ -24,54 +25,80 @@ _ALIKE: Final = 1.2
 """A reducer that is slower than the fastest by less than this factor counts as equally fast."""
 
 
-class AutoReducer(Reducer):
-    """The fastest of several reducers, the first before `choose` has timed them; in one order on all ranks.
+@dataclass(frozen=True)
+class Rule:
+    """The reducer that is the fastest for these ranks, which no timing has to show."""
 
-    Of reducers whose times are alike within 20 %, the first is chosen, so that a small disturbance decides nothing.
+    name: str
+    otherwise: str
+    """The reducer to use where there is an obstacle."""
+    obstacle: Callable[[int], str | None]
+    """Returns why the ranks cannot use it for an exchange of so many bytes; collective."""
+
+
+class AutoReducer(Reducer):
+    """One of several reducers, the same on all ranks: that of a rule, or the fastest one.
+
+    Of reducers whose times differ by less than 20 %, the first is chosen, so that a small disturbance decides nothing.
 
     Args:
         candidates: the reducers by name, the preferred one first.
         collective: sums small tensors over the ranks.
         cache: what was chosen on this machine before; that of rank 0 counts.
+        rule: names the reducer; None: exchanges are timed.
     """
 
     def __init__(
-        self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective, cache: ChoiceCache | None = None
+        self,
+        candidates: Mapping[str, Callable[[], Reducer]],
+        collective: Collective,
+        *,
+        cache: ChoiceCache | None = None,
+        rule: Rule | None = None,
     ) -> None:
-        self._candidates, self._collective, self._cache = dict(candidates), collective, cache
+        self._candidates, self._collective, self._cache, self._rule = dict(candidates), collective, cache, rule
         self._current: Reducer | None = None
-        self.chosen: str | None = None
-        """The name of the reducer in use; None until `choose`."""
+        self.kept: str | None = None
+        """The reducer that a run continues with wherever it can; None: the rule decides again."""
         self._recalled: object = None
 
     def recall(self, name: object) -> None:
         """Keep the choice of the run that is continued: `choose` takes it if that reducer exists here."""
         self._recalled = name
 
-    def choose(self, packing: FlatBuffer) -> str:
-        """Choose a reducer: that of the continued run, else that of this machine, else the fastest; collective.
+    def choose(self, packing: FlatBuffer) -> str | None:
+        """Choose a reducer: that of the continued run, else by rule, else that of this machine, else the fastest.
+
+        Collective.
 
         Returns:
-            A line about the choice and the reason.
+            A line about the choice and the reason; None where the rule decides.
         """
         if isinstance(self._recalled, str) and self._recalled in self._candidates:
-            self._use(self._recalled)
+            self._keep(self._recalled)
             return f"strategy.reduce=auto: {self._recalled}, as this run has chosen before."
+        if self._rule is not None:
+            return self._follow(self._rule, packing)
         names = list(self._candidates)
         shape = self._shape(packing)
         if (known := self._known(shape, names)) is not None:
-            self._use(known)
+            self._keep(known)
             return f"strategy.reduce=auto: {known}, as this machine has chosen before."
         sample = _sample(packing)
         times_s = {name: self._time(make(), sample) for name, make in self._candidates.items()}
         limit = min(times_s.values()) * _ALIKE
         chosen = next(name for name in names if times_s[name] <= limit)
-        self._use(chosen)
+        self._keep(chosen)
         if self._cache is not None and self._collective.rank == 0:
             self._cache.keep(shape, chosen)
         size = sample.numel * sample.dtype.itemsize / 2**20
         others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times_s.items())
         return f"strategy.reduce=auto: {chosen}. Summing {size:.3g} MiB takes {others}."
+
+    def _follow(self, rule: Rule, packing: FlatBuffer) -> str | None:
+        why = rule.obstacle(packing.numel * packing.dtype.itemsize)
+        self._use(rule.name if why is None else rule.otherwise)
+        return None if why is None else f"strategy.reduce=auto: {rule.otherwise}, because {why}."
 
     def _shape(self, packing: FlatBuffer) -> str:
         """Return the words for what is exchanged, and between how many ranks."""
@@ -88,9 +115,13 @@ class AutoReducer(Reducer):
         first = int(self._collective.gather(place)[0])
         return None if first < 0 else names[first]
 
+    def _keep(self, name: str) -> None:
+        self.kept = name
+        self._use(name)
+
     def _use(self, name: str) -> None:
         self.close()
-        self.chosen, self._current = name, self._candidates[name]()
+        self._current = self._candidates[name]()
 
     def _time(self, reducer: Reducer, packing: FlatBuffer) -> float:
         """Return the seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree.
@@ -114,21 +145,20 @@ class AutoReducer(Reducer):
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
         """Return the sums over all ranks, by the reducer in use."""
-        return self._reducer.reduce(partials, num_shards=num_shards, packing=packing)
+        if self._current is None:
+            self.choose(packing)
+        assert self._current is not None
+        return self._current.reduce(partials, num_shards=num_shards, packing=packing)
 
     def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
         """Forward the call to the reducer in use."""
-        self._reducer.begin_backward(params, is_last=is_last)
+        if self._current is not None:
+            self._current.begin_backward(params, is_last=is_last)
 
     def end_backward(self) -> None:
         """Forward the call to the reducer in use."""
-        self._reducer.end_backward()
-
-    @property
-    def _reducer(self) -> Reducer:
-        if self._current is None:
-            self._current = next(iter(self._candidates.values()))()
-        return self._current
+        if self._current is not None:
+            self._current.end_backward()
 
     def close(self) -> None:
         """Close the reducer in use."""

@@ -30,6 +30,7 @@ _ARRIVED: Final = 0
 _GONE: Final = 1
 """Index in a rank's line: 1 once it has left."""
 _PAGE: Final = 4096
+_REMEDY: Final = "Use strategy.reduce=backend."
 _SPINS: Final = 2000
 """Reads of a counter before the first sleep, about 0.1 ms: a rank that arrives soon costs no wake-up."""
 _SLEEP_S: Final = 5e-5
@@ -169,6 +170,21 @@ def available_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
+def shared_memory_obstacle(collective: Collective, size: int) -> str | None:
+    """Return why the ranks cannot sum `size` bytes each in shared memory; None if they can; collective.
+
+    A small segment shows whether each rank may open the memory of rank 0, which some containers forbid.
+    """
+    room = torch.tensor([int((collective.num_ranks + 1) * size <= available_bytes())])
+    if not all(map(bool, torch.cat(collective.gather(room)).tolist())):
+        return f"there are no {(collective.num_ranks + 1) * size / 2**20:.0f} MiB of memory to share gradients in"
+    try:
+        SharedMemorySegment(collective, numel=1, dtype=torch.uint8).close()
+    except TrainingError as error:
+        return str(error).removesuffix(f" {_REMEDY}").removesuffix(".")
+    return None
+
+
 def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
     if away:
         what = f"rank {away[0]} is not on the host of rank 0, whose memory it would share"
@@ -176,7 +192,7 @@ def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
         what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
     else:
         what = f"rank {unable[0]} may not open the memory that rank 0 would share"
-    return f"{what}. Use strategy.reduce=backend."
+    return f"{what}. {_REMEDY}"
 
 
 class SharedMemoryReducer(FlatReducer):
