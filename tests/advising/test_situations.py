@@ -1,5 +1,7 @@
 """Thirteen situations, each with the step of the ladder in docs/which-strategy.md that it must lead to.
 
+One for each step is in the long lane, the others are `matrix`.
+
 The language models have 4 layers of a real width, and their devices so much less memory, so that a plan is quick.
 """
 
@@ -24,36 +26,41 @@ SINGLE = (
     "batch.global_size=1 precision=bf16_mixed"
 )
 HOST = "--devices=8 --hardware=h100_sxm"
+MORE = pytest.mark.matrix
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("training", "devices", "strategy", "count"), [
     pytest.param("recipe=digits", HOST, "one_device", 1, id="a small model on a strong host"),
-    pytest.param("recipe=digits", f"{HOST} --for=cost", "one_device", 1, id="a small model for little money"),
+    pytest.param(
+        "recipe=digits", f"{HOST} --for=cost", "one_device", 1, id="a small model for little money", marks=MORE,
+    ),
     pytest.param("recipe=digits", "--devices=2 --hardware=laptop", "one_device", 1, id="cores that replicas share"),
     pytest.param(IMAGES, HOST, "mirrored", 8, id="images on a strong host"),
-    pytest.param(IMAGES, f"{HOST} --for=cost", "one_device", 1, id="images for little money"),
+    pytest.param(IMAGES, f"{HOST} --for=cost", "one_device", 1, id="images for little money", marks=MORE),
     pytest.param(
         f"{IMAGES} hardware=h100_sxm hardware.within_host.gb_s=0.1", "--devices=8", "one_device", 1,
-        id="a link too slow for gradients",
+        id="a link too slow for gradients", marks=MORE,
     ),
-    pytest.param(MIDDLE, HOST, "mirrored", 8, id="a model that each device holds"),
+    pytest.param(MIDDLE, HOST, "mirrored", 8, id="a model that each device holds", marks=MORE),
     pytest.param(
-        f"{LARGE} hardware=rtx4090", "--devices=1", "one_device", 1, id="a large model on one device",
+        f"{LARGE} hardware=rtx4090", "--devices=1", "one_device", 1, id="a large model on one device", marks=MORE,
     ),
     pytest.param(
         f"{LARGE} hardware=h100_sxm hardware.memory_gib=12", "--devices=8", "fsdp", 8, id="state that no device holds",
     ),
     pytest.param(
         f"{LARGE} hardware=h100_sxm hardware.memory_gib=11", "--devices=8 --for=cost", "tensor_parallel", 2,
-        id="the fewest devices that hold a model",
+        id="the fewest devices that hold a model", marks=MORE,
     ),
     pytest.param(
         f"{LARGE} hardware=h100_sxm hardware.memory_gib=12 hardware.within_host.gb_s=2", "--devices=4", "pipeline", 4,
         id="a link too slow for parameters",
     ),
-    pytest.param(LARGE, "--devices=4 --hardware=h100_sxm --for=memory", "pipeline", 4, id="the least memory"),
+    pytest.param(
+        LARGE, "--devices=4 --hardware=h100_sxm --for=memory", "pipeline", 4, id="the least memory", marks=MORE,
+    ),
     pytest.param(SINGLE, "--devices=4 --hardware=h100_sxm", "tensor_parallel", 4, id="one sample a step"),
 ])  # fmt: skip
 def test_a_situation_leads_to_its_step_of_the_ladder(

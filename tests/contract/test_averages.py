@@ -43,6 +43,7 @@ PLACES = {
 EMA: Any = get_ema_multi_avg_fn(0.7)  # type: ignore[no-untyped-call]
 MEAN: Any = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
 QUICK = ("central_storage",)
+MARKS = dict.fromkeys(("fsdp", "pipeline", "tensor_parallel"), pytest.mark.long)
 
 
 def averages(result: dict[str, Any]) -> dict[str, Tensor]:
@@ -107,7 +108,9 @@ def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[s
     assert result["metrics"].items() <= rows[-1].items()
 
 
-@pytest.mark.parametrize("place", [pytest.param(p, marks=[] if p in QUICK else [pytest.mark.long]) for p in PLACES])
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=() if p in QUICK else MARKS.get(p, pytest.mark.matrix)) for p in PLACES]
+)
 def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(place: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *POINTS)
     run(tmp_path / "run", *POINTS, *PLACES[place], "stop_at_step=4")
@@ -163,7 +166,7 @@ def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_whe
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["mirrored", "fsdp", "parameter_server", "central_storage"])
+@pytest.mark.parametrize("place", ["mirrored", "parameter_server"])
 def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", *SWA)
     run(tmp_path / "run", *SWA, *PLACES[place])

@@ -56,7 +56,7 @@ def ends_alike(folder: Path, whole: dict[tuple[str, ...], dict[str, Any]], saved
     assert counts(folder) == [3, 6, 9]
 
 
-LONG = pytest.mark.long
+LONG, MATRIX = pytest.mark.long, pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ LONG = pytest.mark.long
     [
         ("step_end", 5),
         ("eval_end", 6),
-        pytest.param("step_end", 6, marks=LONG),
+        pytest.param("step_end", 6, marks=MATRIX),
         pytest.param("log", 5, marks=LONG),
-        pytest.param("eval_end", 9, marks=LONG),
+        pytest.param("eval_end", 9, marks=MATRIX),
         pytest.param("train_end", 9, marks=LONG),
     ],
 )
@@ -80,7 +80,7 @@ def test_an_error_of_a_callback_saves_the_step_before_it(
 
 
 @pytest.mark.parametrize("strategy", [(), pytest.param((CENTRAL,), marks=LONG)], ids=["one_device", "central_storage"])
-@pytest.mark.parametrize("phase", ["backward", *(pytest.param(one, marks=LONG) for one in PHASES)])
+@pytest.mark.parametrize("phase", ["backward", *(pytest.param(one, marks=MATRIX) for one in PHASES)])
 def test_an_error_within_a_step_saves_the_step_before_it(
     tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], phase: str, strategy: tuple[str, ...]
 ) -> None:

@@ -15,10 +15,10 @@ from tests.support.pool import Pool
 from trainkit.strategies.data_parallel.reduction import Reduce
 
 REDUCERS = get_args(Reduce)
-# an odd number of replicas, and two groups of two; the other places are long
+# an odd number of replicas, and two groups of two; the other places are matrix
 SHORT = {*((reduce, 3) for reduce in REDUCERS), ("hierarchical", 4)}
 PLACES = [
-    pytest.param(*place, marks=() if place in SHORT else pytest.mark.long) for place in product(REDUCERS, (2, 3, 4))
+    pytest.param(*place, marks=() if place in SHORT else pytest.mark.matrix) for place in product(REDUCERS, (2, 3, 4))
 ]
 # 29 sequences in batches of 8 and 5, with unequal numbers of targets: the counted weight is exchanged too
 TOKENS = Case(strategy="mirrored", task="tokens", global_size=8)

@@ -1,7 +1,7 @@
 """The same command twice, and with other workers: the same weights, for models and objectives that draw."""
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -22,6 +22,8 @@ WITHOUT_KEYS: Final = "model=functional_dropout"
 CLASSIFIED: Final = (WITHOUT_KEYS, "objective=classification")
 SHORT: Final = ("functional_dropout", "drop_path", "diffusion", "masked_words")
 """A model that draws, one that draws on the host, an objective that draws, and one that changes its inputs."""
+LONG: Final = ("mixup", "transposed_tied", "object", "in_place")
+"""A transform of batches, strides of tied parameters, a block that returns an object, one that writes to its input."""
 # Models that draw nothing: their runs differed where restored or exchanged tensors lay in memory otherwise.
 OTHERS: Final = {
     "channels_last": ("objective=classification", "model=channels_last", "data.of=pictures"),
@@ -37,14 +39,16 @@ OTHERS: Final = {
 }
 
 
+def mark_of(name: str) -> Any:
+    return () if name in SHORT else pytest.mark.long if name in LONG else pytest.mark.matrix
+
+
 def ended(folder: Path, *overrides: str) -> tuple[str, float]:
     result = run(folder, *POINTS, *overrides)
     return result["weights_sha256"], result["metrics"]["val/loss"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in (*UNTIDY, *OTHERS)]
-)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=mark_of(one)) for one in (*UNTIDY, *OTHERS)])
 @pytest.mark.slow
 def test_two_runs_of_one_command_end_in_the_same_bits(name: str, tmp_path: Path) -> None:
     command = (UNTIDY | OTHERS)[name]

@@ -73,10 +73,10 @@ TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05
         ("bf16", 3),
         ("bf16_mixed", 8),
         ("fp16_mixed", 3),
-        pytest.param("fp32", 8, marks=pytest.mark.long),
-        pytest.param("bf16", 8, marks=pytest.mark.long),
-        pytest.param("bf16_mixed", 3, marks=pytest.mark.long),
-        pytest.param("fp16_mixed", 8, marks=pytest.mark.long),
+        pytest.param("fp32", 8, marks=pytest.mark.matrix),
+        pytest.param("bf16", 8, marks=pytest.mark.matrix),
+        pytest.param("bf16_mixed", 3, marks=pytest.mark.matrix),
+        pytest.param("fp16_mixed", 8, marks=pytest.mark.matrix),
     ],
 )
 def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, pool: Pool) -> None:

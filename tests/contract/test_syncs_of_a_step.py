@@ -30,7 +30,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "one_device": {},
     "device_map": {},
     "central_storage": {},
-    "mirrored": {"replicas": 2},
+    "mirrored": {"replicas": 2, "reduce": "backend"},
     "fsdp": {"replicas": 2},
     "tensor_parallel": {},
     "pipeline": {},
@@ -68,7 +68,7 @@ CASES: Final = [
     pytest.param(
         strategy,
         precision,
-        marks=[pytest.mark.long] if strategy in TOGETHER and precision not in ("fp32", "fp16_mixed") else [],
+        marks=[pytest.mark.matrix] if strategy in TOGETHER and precision not in ("fp32", "fp16_mixed") else [],
     )
     for strategy in SETTINGS
     for precision in PRECISIONS

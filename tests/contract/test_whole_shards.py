@@ -99,7 +99,7 @@ TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05
     [
         *((precision, 3, "aot_eager") for precision in TOLERANCES),
         *(
-            pytest.param(*case, marks=pytest.mark.long)
+            pytest.param(*case, marks=pytest.mark.long if case[2] == "inductor" else pytest.mark.matrix)
             for case in [*product(TOLERANCES, [8], ["aot_eager"]), ("bf16", 3, "inductor"), ("fp32", 3, "inductor")]
         ),
     ],

@@ -29,12 +29,15 @@ PLACES = {
 }  # fmt: skip
 
 
+MARKS = dict.fromkeys(("fsdp", "pipeline", "parameter_server"), pytest.mark.long)
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=[] if p == "mirrored" else [pytest.mark.long]) for p in PLACES]
+    "place", [pytest.param(p, marks=() if p == "mirrored" else MARKS.get(p, pytest.mark.matrix)) for p in PLACES]
 )
 @pytest.mark.slow
 def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(place: str, tmp_path: Path) -> None:

@@ -22,9 +22,12 @@ def trainkit(*more: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+MARKS = {"shared_memory": [], "backend": [pytest.mark.long], "ring": [pytest.mark.long]}
+
+
 @pytest.mark.parametrize(
     "reduce",
-    [name if name == "shared_memory" else pytest.param(name, marks=pytest.mark.long) for name in get_args(Reduce)],
+    [pytest.param(name, marks=MARKS.get(name, [pytest.mark.matrix])) for name in get_args(Reduce)],
 )
 def test_a_rank_killed_in_an_exchange_is_named_and_leaves_no_memory_behind(reduce: str, cwd: Path) -> None:
     shared = sorted(Path("/dev/shm").iterdir())
@@ -33,16 +36,6 @@ def test_a_rank_killed_in_an_exchange_is_named_and_leaves_no_memory_behind(reduc
     assert ended.returncode == 1
     assert "rank 1 was ended by SIGKILL in step 5 (reduce)" in plain(ended.stderr)
     assert sorted(Path("/dev/shm").iterdir()) == shared
-
-
-@pytest.mark.long  # the plain form is tests/strategies/test_reducing.py
-def test_a_resumed_run_reduces_as_it_did_before(cwd: Path) -> None:
-    first = trainkit(*FIXED, "strategy.reduce=auto", "stop_at_step=10", XDG_CACHE_HOME=str(cwd / "cache"))
-    (chosen,) = [line for line in first.stdout.splitlines() if "strategy.reduce=auto:" in line]
-    name = chosen.partition("auto: ")[2].partition(".")[0]
-    assert "Summing 0.0" in chosen
-    second = trainkit("resume", "run")
-    assert f"strategy.reduce=auto: {name}, as this run has chosen before." in second.stdout
 
 
 def test_replicas_that_drift_apart_stop_the_run_and_the_parameter_is_named(cwd: Path) -> None:

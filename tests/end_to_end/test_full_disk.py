@@ -26,6 +26,7 @@ SHARDED = {
     "parameter_server": ["strategy=parameter_server", "strategy.workers=2", "strategy.servers=1"],
     "local_sgd": ["strategy=local_sgd", "strategy.replicas=2"],
 }
+OTHERS = ("pipeline", "local_sgd")
 FAULTS = {
     "full": "could not be written below|cannot be written: No space left on device",
     "nearly full": "could not be written below",
@@ -100,7 +101,9 @@ def test_a_disk_that_is_spoilt_during_the_run_ends_it_with_4(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "parameter_server", *(pytest.param(one, marks=pytest.mark.matrix) for one in OTHERS)]
+)
 def test_a_full_disk_ends_a_run_of_every_kind_with_4(mount: Mount, tmp_path: Path, strategy: str) -> None:
     disk = mount("size=3m,nr_inodes=120")
     ended = train(disk, tmp_path / "conf", *SHARDED[strategy], fault="full")

@@ -43,7 +43,7 @@ def hang(conf: Path, kind: str, ranks: int, *more: str) -> subprocess.CompletedP
         ("loop", 2, "loops_for_ever"),
         ("gil", 2, "keeps_the_interpreter"),
         ("loader", 2, "waits_for_ever"),
-        ("loop", 4, "loops_for_ever"),
+        pytest.param("loop", 4, "loops_for_ever", marks=pytest.mark.matrix),
     ],
 )
 def test_the_rank_that_hangs_is_named_with_what_it_did(conf: Path, kind: str, ranks: int, where: str) -> None:
@@ -71,7 +71,7 @@ def test_a_hang_in_the_first_step_is_found_by_the_limit_of_first_steps(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["sleep", "loop", "loader"])
+@pytest.mark.parametrize("kind", [pytest.param("sleep", marks=pytest.mark.matrix), "loop", "loader"])
 def test_one_process_ends_by_itself_and_names_the_place(conf: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINKIT_RANK", "0")
     ended = hang(conf, kind, 1)

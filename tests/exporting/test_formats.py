@@ -88,11 +88,11 @@ CASES = [
     pytest.param(form, make, layer, marks=marks, id=f"{form}-{make.__name__}")
     for form, make, layer, marks in [
         ("torch_export", convnet, "blocks.1.norm", []),
-        ("torch_export", gpt, "blocks.1.mlp.expand", [pytest.mark.long]),
+        ("torch_export", gpt, "blocks.1.mlp.expand", [pytest.mark.matrix]),
         ("torch_export", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
-        ("onnx", convnet, "blocks.1.conv", [needs_onnx, pytest.mark.long]),
+        ("onnx", convnet, "blocks.1.conv", [needs_onnx, pytest.mark.matrix]),
         ("onnx", gpt, "blocks.1.mlp.expand", [needs_onnx]),
-        ("onnx", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_onnx, needs_transformers, pytest.mark.long]),
+        ("onnx", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_onnx, needs_transformers, pytest.mark.matrix]),
         ("huggingface", gpt, "blocks.1.mlp.expand", [needs_transformers, pytest.mark.long]),
         ("huggingface", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
     ]
@@ -163,13 +163,13 @@ FIXED = "tokens: 4 tokens, and no other number. With a free one, {} refuses the 
     [
         ("torch_export", gpt, "tokens: any number of tokens up to 16."),
         ("torch_export", fixed_length, FIXED),
-        pytest.param("torch_export", convnet, "", marks=pytest.mark.long),
+        pytest.param("torch_export", convnet, "", marks=pytest.mark.matrix),
         pytest.param("torch_export", huggingface_gpt2, "input_ids: any number of tokens.", marks=needs_transformers),
         pytest.param("onnx", gpt, "tokens: any number of tokens up to 16.", marks=needs_onnx),
         pytest.param("onnx", fixed_length, FIXED, marks=[needs_onnx, pytest.mark.long]),
         pytest.param(
             "onnx", huggingface_gpt2, "input_ids: any number of tokens.",
-            marks=[needs_onnx, needs_transformers, pytest.mark.long],
+            marks=[needs_onnx, needs_transformers, pytest.mark.matrix],
         ),
     ],
 )  # fmt: skip

@@ -47,10 +47,15 @@ PLACES = {
 }  # fmt: skip
 """Strategy -> how it runs here."""
 QUICK = ("one_device",)
+LONG = ("fsdp", "pipeline", "parameter_server", "tensor_parallel")
+"""Strategies that hold the model in parts."""
 
 
 def of_every_kind() -> list[Any]:
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in PLACES]
+    def mark(name: str) -> Any:
+        return () if name in QUICK else pytest.mark.long if name in LONG else pytest.mark.matrix
+
+    return [pytest.param(name, marks=mark(name)) for name in PLACES]
 
 
 @pytest.mark.parametrize("place", of_every_kind())

@@ -17,7 +17,14 @@ HERE: Final = Path(__file__).parent
 STORIES: Final = sorted(file.stem for file in (HERE / "stories").glob("[a-z]*.py"))
 PLAIN: Final = ("diffusion", "recommender", "tabular_weights")
 """Stories of the plain suite: random numbers of an objective, fields by name, a loss whose weight is counted."""
-EVERY: Final = ("augmented_images", "diffusion", "tabular_weights", "transformers_classifier", "translation")
+EVERY: Final = (
+    "augmented_images",
+    "diffusion",
+    *(
+        pytest.param(name, marks=pytest.mark.matrix)
+        for name in ("tabular_weights", "transformers_classifier", "translation")
+    ),
+)
 """Stories that are held to every strategy."""
 REFUSED: Final = {("physics", "fsdp"): "lets go of gathered parameters after the first backward pass"}
 """(Story, strategy) -> why the strategy refuses it."""

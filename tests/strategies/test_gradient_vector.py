@@ -186,7 +186,7 @@ DEEP = (
         ("precision=bf16",),
         ("precision=bf16", "strategy.compression=bf16", "batch.micro_size=16"),
         *(
-            pytest.param((f"precision={name}",), marks=pytest.mark.long)
+            pytest.param((f"precision={name}",), marks=pytest.mark.long if name == "fp32" else pytest.mark.matrix)
             for name in ("fp64", "fp32", "bf16_mixed", "fp16_mixed")
         ),
     ],

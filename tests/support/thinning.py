@@ -2,8 +2,7 @@
 
 A module marked `pairwise` runs a part of its cases by default. The factors are the test function and each of its
 parameters. Every pair of values that occurs together in some case occurs together in a case that is kept, and every
-case that a mutant of `tests/mutants/mutants.yaml` names as its killer is kept. Of the others, as many
-as every pair of parameters of one and the same test function needs are marked `long`, and the rest `matrix`, which no
+case that a mutant of `tests/mutants/mutants.yaml` names as its killer is kept. The others are marked `matrix`, which no
 lane runs.
 """
 
@@ -20,12 +19,12 @@ import yaml
 
 MUTANTS: Final = Path(__file__).resolve().parents[1] / "mutants" / "mutants.yaml"
 
-Group = tuple[tuple[str, str], ...]
-"""Some factors, each a name and a value."""
+Pair = tuple[tuple[str, str], ...]
+"""Two factors, each a name and a value."""
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Mark the cases of the modules marked `pairwise` that add no pair of values: `long`, or `matrix`."""
+    """Mark the cases of the modules marked `pairwise` that add no pair of values: `matrix`."""
     modules: dict[Path, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
@@ -34,11 +33,10 @@ def thin(items: Sequence[pytest.Item]) -> None:
         return
     named = killers()
     for cases in modules.values():
-        kept = covering([groups(case, 2) for case in cases], [case.nodeid in named for case in cases])
-        in_long = covering([groups(case, 3) for case in cases], [number in kept for number in range(len(cases))])
+        kept = covering([pairs(case) for case in cases], [case.nodeid in named for case in cases])
         for number, case in enumerate(cases):
             if number not in kept and case.get_closest_marker("long") is None:
-                case.add_marker(pytest.mark.long if number in in_long else pytest.mark.matrix)
+                case.add_marker(pytest.mark.matrix)
 
 
 def killers() -> frozenset[str]:
@@ -47,29 +45,29 @@ def killers() -> frozenset[str]:
     return frozenset(killer for entry in listed.values() for killer in entry["killers"])
 
 
-def groups(case: pytest.Function, size: int) -> frozenset[Group]:
-    """Return the values of a case, its function among them, so many at a time, or all where there are fewer."""
+def pairs(case: pytest.Function) -> frozenset[Pair]:
+    """Return the pairs of values of a case, its function among them; of a case without parameters its function."""
     callspec = getattr(case, "callspec", None)
     params = {} if callspec is None else callspec.params
     factors = [("", case.originalname), *((name, repr(value)) for name, value in sorted(params.items()))]
-    return frozenset(combinations(factors, min(size, len(factors))))
+    return frozenset(combinations(factors, min(2, len(factors))))
 
 
-def covering(cases: Sequence[frozenset[Group]], kept: Sequence[bool]) -> frozenset[int]:
-    """Choose cases until each group of values of any case is in a chosen one.
+def covering(cases: Sequence[frozenset[Pair]], kept: Sequence[bool]) -> frozenset[int]:
+    """Choose cases until each pair of values of any case is in a chosen one.
 
     Args:
-        cases: the groups of each case.
+        cases: the pairs of each case.
         kept: which cases are chosen whatever their pairs are.
 
     Returns:
-        The chosen cases' places: the ones kept, then greedily the case with the most groups that no chosen case has,
+        The chosen cases' places: the ones kept, then greedily the case with the most pairs that no chosen case has,
         the first of equals.
     """
     chosen = {place for place, keep in enumerate(kept) if keep}
-    open_groups = frozenset().union(*cases).difference(*(cases[place] for place in chosen))
-    while open_groups:
-        best = max(range(len(cases)), key=lambda place: len(cases[place] & open_groups))
+    missing = frozenset().union(*cases).difference(*(cases[place] for place in chosen))
+    while missing:
+        best = max(range(len(cases)), key=lambda place: len(cases[place] & missing))
         chosen.add(best)
-        open_groups -= cases[best]
+        missing -= cases[best]
     return frozenset(chosen)
