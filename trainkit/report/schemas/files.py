@@ -80,6 +80,15 @@ class Status(TypedDict):
     """The namespace of processes that `pid` belongs to."""
 
 
+class BegunBy(TypedDict):
+    """The command that began a run."""
+
+    argv: list[str]
+    """The command; secrets are redacted."""
+    notes: list[str]
+    """Notes of its summary."""
+
+
 class Environment(TypedDict):
     """`RUN/environment.json`: where a run was started. Later versions add keys and remove none."""
 
@@ -109,6 +118,8 @@ class Environment(TypedDict):
     """Hash of the keys that decide the result."""
     notes: list[str]
     """Notes of the summary."""
+    begun: NotRequired[BegunBy]
+    """The command that began the run, where a later one has continued it."""
 
 
 class SettingKey(TypedDict):
