@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from trainkit.errors import Problem
 from trainkit.numerics.generators import hash64, mix64_array
 
+AT_EQUAL_CUT: Final = "only at an equal batch.micro_size"
+"""Words of the note of a run that is the same training on another number of replicas at an equal cut only."""
+CUT_UNKNOWN: Final = "coupling: not probed"
+"""Words of the note of a run of which that is not known. The page of a run looks for these notes."""
 _ROUNDS: Final = 6
 """Separates draws by weight from the permutation of an epoch."""
 

@@ -22,6 +22,7 @@ from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
+from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.objectives.base import Access
 from trainkit.objectives.fields import named_fields, unused_fields
 from trainkit.run.planning.averages import averaged_split
@@ -125,9 +126,9 @@ def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
         return []
     found = coupling()
     if found.depends_on_cut:
-        only = f"only at an equal batch.micro_size (here {plan.batch.micro_size})"
+        only = f"{AT_EQUAL_CUT} (here {plan.batch.micro_size})"
         return [f"{found.text}: on another number of replicas it is the same training {only}."]
-    return [f"coupling: not probed, {found.not_probed}."] if found.not_probed else []
+    return [f"{CUT_UNKNOWN}, {found.not_probed}."] if found.not_probed else []
 
 
 def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -> Coupling:
