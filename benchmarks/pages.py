@@ -106,7 +106,7 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         reading = timed(reader.read, 1)
         run, sweep = folder / "report.html", folder / "sweep.html"
-        writing = timed(lambda: write_run_page(RunFolder(folder), run, metrics=reader), rounds)
+        writing = timed(lambda: write_run_page(RunFolder(folder), run, rows=reader.read()), rounds)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         together = timed(lambda: write_page(sweep, sweep_page(folder)), 1)
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])

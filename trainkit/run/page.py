@@ -7,11 +7,13 @@ nothing, and no error there ends or slows a run.
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -25,7 +27,7 @@ from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.trainer.ownership import set_aside
 
 if TYPE_CHECKING:
-    from trainkit.report.web.curves import MetricsReader
+    from trainkit.report.web.curves import LoggedRows, MetricsReader
     from trainkit.report.web.run_document import RankLine, Spread
 
 FILE: Final = "report.html"
@@ -35,6 +37,8 @@ _EVERY_S: Final = 60.0
 """Seconds between two pages while nothing is evaluated."""
 _AFTER_EVALUATION_S: Final = 10.0
 """Age of the page from which an evaluation has it written again."""
+_DRAFT_S: Final = 60.0
+"""Age from which a draft is taken to be that of a process which was killed: writing one takes some milliseconds."""
 _REST_S: Final = 0.03
 """Seconds that the thread rests after 3 ms of reading: ten times as long, until the run ends."""
 _RANK: Final = re.compile(r"rank_(\d{1,6})")
@@ -102,10 +106,10 @@ class PageWriter:
 
     def write(self) -> None:
         """Write the page now."""
-        reader = self._reader()
-        self._evaluations = reader.read().num_evaluations
+        rows = self._reader().read()
+        self._evaluations = rows.num_evaluations
         self._confirm()
-        write_run_page(self._folder, self._folder.path / FILE, cfg=self._cfg, metrics=reader)
+        write_run_page(self._folder, self._folder.path / FILE, cfg=self._cfg, rows=rows)
         self._written_at = self._clock()
 
     def _reader(self) -> MetricsReader:
@@ -121,7 +125,7 @@ def write_run_page(
     path: Path,
     *,
     cfg: RunConfig | None = None,
-    metrics: MetricsReader | None = None,
+    rows: LoggedRows | None = None,
     spread: Spread | None = None,
 ) -> None:
     """Write the page of a run; whatever else has its name is renamed.
@@ -130,7 +134,7 @@ def write_run_page(
         folder: the run, whose files may be damaged or missing.
         path: the file to write.
         cfg: its config; None: that of `resolved.yaml`.
-        metrics: its metrics, as far as they were read; None: they are read now.
+        rows: its metrics, as far as they were read; None: they are read now.
         spread: the best metric of the runs that differ in their seed alone.
 
     Raises:
@@ -140,14 +144,15 @@ def write_run_page(
     from trainkit.report.web.run_document import RunFacts, Standing, run_page  # noqa: PLC0415
     from trainkit.report.web.run_files import RunFiles  # noqa: PLC0415
 
-    status = read_status(folder)
+    status, files = read_status(folder), RunFiles.read(folder.path)
     facts = RunFacts(
-        files=RunFiles.read(folder.path),
-        rows=(metrics or MetricsReader(folder.metrics)).read(),
+        files=files,
+        rows=MetricsReader(folder.metrics).read() if rows is None else rows,
         cfg=cfg or _config(folder),
         standing=Standing(state=status.state, step=status.step, words=_words(status)),
         ranks=_ranks(folder),
         spread=spread,
+        lasted=_lasted(files.environment, status),
     )
     write_page(path, run_page(facts))
 
@@ -165,6 +170,21 @@ def write_page(path: Path, page: str) -> None:
         if not _begins_with(path, MARK):
             set_aside(path, "is no page that trainkit wrote")
     write_atomically(path, page, sync=False)
+    _remove_drafts(path, MARK)
+
+
+def _remove_drafts(page: Path, mark: bytes) -> None:
+    """Remove drafts of this page that killed processes have left (`.report.html.PID`).
+
+    What does not begin as a page is not trainkit's, and a draft of the last minute may be under way in another process.
+    Both times are those of the file system, so that clocks of several hosts do not matter.
+    """
+    with contextlib.suppress(OSError):
+        written = page.lstat().st_mtime
+        for draft in page.parent.glob(f".{glob.escape(page.name)}.*"):
+            is_named = draft.suffix[1:].isdecimal()
+            if is_named and written - draft.lstat().st_mtime > _DRAFT_S and _begins_with(draft, mark):
+                draft.unlink(missing_ok=True)
 
 
 def _begins_with(path: Path, mark: bytes) -> bool:
@@ -188,6 +208,17 @@ def _words(status: RunStatus) -> str:
         at = "" if status.step is None else f" at step {status.step:,}"
         return f"{'starts' if status.state == 'starting' else 'runs'}{at}"
     return status.summary()
+
+
+def _lasted(environment: Mapping[str, Any], status: RunStatus) -> float | None:
+    """Return the seconds from the start of the last command of a run to its end, to a second; None: not known."""
+    if status.updated is None or status.is_running:
+        return None
+    try:
+        started = datetime.fromisoformat(str(environment.get("started"))).timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return status.updated - started if status.updated >= started else None
 
 
 def _ranks(folder: RunFolder) -> list[RankLine]:

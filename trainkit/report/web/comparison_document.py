@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.fields import Tag
 from trainkit.redaction import mask
+from trainkit.report.web.commands import printable_command
 from trainkit.report.web.curves import LoggedRows, Point, number
-from trainkit.report.web.page import COMPARISON_BYTES, compact_curve, fit, make_page, printable
+from trainkit.report.web.fitting import Draft, Resolution, fit
+from trainkit.report.web.packing import column, compact_curve
+from trainkit.report.web.page import COMPARISON_BYTES, printable, to_json
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "coordinates.js", "comparison.js")
 _POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12, 4)
+_FEW_POINTS: Final = 12
+"""Points a curve below which other parts are left out first."""
+_ALL: Final = 1 << 62
 _FEW: Final = 8
 """Runs up to which every metric is drawn; of more runs, the monitored metric and the training loss."""
 _MOST_METRICS: Final = 40
@@ -41,9 +48,11 @@ class ComparedRun:
     is_faded: bool = False
     """Whether it was ended before its time: pruned, failed or not run."""
     command: str = ""
-    """The command that trains it once more."""
+    """The command that trains it once more; empty where no file holds it."""
     metrics: Mapping[str, float]
     seconds: float | None = None
+    usd_s: float | None = None
+    """US dollars that a second of its training costs; None: not known."""
     steps: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     """The keys in which it differs from the others, as text."""
@@ -62,24 +71,84 @@ class Comparison:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much of a comparison is shown; the best runs are those by the metric."""
+
+    text: int = 400
+    """Characters of a text; of a key 80 at least."""
+    commands: int = _ALL
+    """The best runs whose command is shown."""
+    curves: int = _ALL
+    """The best runs whose curves are shown."""
+    keys: int = _ALL
+    """Keys that differ."""
+    runs: int = _ALL
+    """The best runs."""
+
+
+_LIMITS: Final = (
+    Limits(),
+    Limits(text=60),
+    Limits(text=60, commands=20),
+    Limits(text=60, commands=20, curves=200),
+    Limits(text=60, commands=20, curves=40),
+    Limits(text=60, commands=20, curves=40, keys=40),
+    Limits(text=60, commands=20, curves=40, keys=40, runs=1_000),
+    Limits(text=20, commands=8, curves=8, keys=12, runs=200),
+    Limits(text=20, commands=8, curves=8, keys=6, runs=40),
+)
+"""What is left out where the page would be too large, in this order."""
+
+
 def comparison_page(comparison: Comparison) -> str:
-    """Return the page, of at most 1 MB: its curves have fewer points where they are many."""
-    data = comparison_document(comparison)
-
-    def page(most: int) -> str:
-        shown = {**data, "curves": curves_of(comparison, most), "points": most}
-        return make_page(data["title"], shown, scripts=SCRIPTS)
-
-    def least(most: int) -> int:
-        shown = [run.rows.curves.get(name) for name in _names(comparison) for run in comparison.runs]
-        return sum(6 * len(curve.points(most)) for curve in shown if curve is not None)  # value, samples and seconds
-
-    return fit(page, limit=COMPARISON_BYTES, points=_POINTS, least=least)
+    """Return the page, of at most 1 MB: curves have fewer points, and parts are left out, where it is large."""
+    drafts = [partial(_draft, comparison, limits) for limits in _LIMITS]
+    return fit(drafts, scripts=SCRIPTS, limit=COMPARISON_BYTES, points=_POINTS, few=_FEW_POINTS)
 
 
-def comparison_document(comparison: Comparison) -> dict[str, Any]:
-    """Return what the page shows, without its curves."""
-    ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))
+def _draft(comparison: Comparison, limits: Limits) -> Draft:
+    best = sorted(range(len(comparison.runs)), key=lambda place: _rank(comparison.runs[place], comparison.goal))
+    kept, drawn = sorted(best[: limits.runs]), {*best[: limits.curves]}
+    data = _document(comparison, limits, kept, {*best[: limits.commands]})
+    runs = [(at, comparison.runs[place]) for at, place in enumerate(kept) if place in drawn]
+    names = _names(comparison)
+    return Draft(data=data, curves=lambda resolution: _curves(names, runs, resolution))
+
+
+def _rank(run: ComparedRun, goal: MonitoredMetric) -> tuple[bool, bool, float]:
+    """Return the place of a run: by the metric, runs without it and those that ended before their time at the end."""
+    value = number(run.metrics.get(goal.metric))
+    return run.is_faded, value is None, 0.0 if value is None else goal.sign * value
+
+
+def _left_out(comparison: Comparison, limits: Limits) -> str:
+    """Return the line that names what the page leaves out."""
+    number_of, metric = len(comparison.runs), printable(comparison.goal.metric, 60)
+    parts = {
+        f"texts after {limits.text} characters": limits.text < Limits().text,
+        f"the commands of all but the {limits.commands} best": number_of > limits.commands,
+        f"the curves of all but the {limits.curves} best": number_of > limits.curves,
+        f"keys that differ after the first {limits.keys}": len(comparison.differences) > limits.keys,
+        f"of {number_of:,} runs all but the {limits.runs:,} best by {metric}": number_of > limits.runs,
+    }
+    left = [words for words, holds in parts.items() if holds]
+    return f"Left out, since this page has at most {COMPARISON_BYTES // 1000} KB: {'; '.join(left)}." if left else ""
+
+
+def _document(
+    comparison: Comparison, limits: Limits, kept: Sequence[int], with_command: Collection[int]
+) -> dict[str, Any]:
+    """Return what the page shows, without its curves.
+
+    Args:
+        comparison: all runs.
+        limits: how much of each is shown.
+        kept: the places of the runs that are shown.
+        with_command: the places of the runs whose command is shown.
+    """
+    ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))[: limits.keys]
+    columns = {one.key: printable(one.key, max(80, min(200, limits.text))) for one in ordered}
     return {
         "version": 1,
         "kind": "sweep" if comparison.is_sweep else "comparison",
@@ -87,14 +156,22 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "sentence": printable(sentence(comparison), 600),
         "goal": {"metric": printable(comparison.goal.metric), "mode": comparison.goal.mode},
-        "columns": [printable(one.key, 200) for one in ordered],
+        "columns": [*columns.values()],
         "differences": [
-            {"key": printable(one.key), "tag": one.tag, "values": [printable(mask(text)) for text in one.values]}
+            {
+                "key": printable(one.key),
+                "tag": one.tag,
+                "values": [printable(mask(one.values[place]), limits.text) for place in kept],
+            }
             for one in ([] if comparison.is_sweep else ordered)
         ],
-        "tags": {printable(one.key, 200): one.tag for one in ordered},
-        "runs": [_run(one, comparison.goal) for one in comparison.runs],
+        "tags": {columns[one.key]: one.tag for one in ordered},
+        "runs": [
+            _run(comparison.runs[place], comparison.goal, columns, limits.text, has_command=place in with_command)
+            for place in kept
+        ],
         "notes": [printable(mask(text)) for text in comparison.notes],
+        "left_out": _left_out(comparison, limits),
     }
 
 
@@ -121,33 +198,41 @@ def sentence(comparison: Comparison) -> str:
     return f"{whole} differ in {matter} key{'' if matter == 1 else 's'} that can change the result."
 
 
-def _run(one: ComparedRun, goal: MonitoredMetric) -> dict[str, Any]:
+def _run(
+    one: ComparedRun, goal: MonitoredMetric, columns: Mapping[str, str], longest: int, *, has_command: bool
+) -> dict[str, Any]:
     return {
-        "name": printable(one.name, 200),
-        "folder": printable(one.folder),
+        "name": printable(one.name, min(200, longest)),
+        "folder": printable(one.folder, longest),
         "status": printable(one.status, 60),
         "faded": one.is_faded,
-        "command": printable(mask(one.command), 2_000),
+        "command": printable_command(one.command) if has_command else "",
         "value": number(one.metrics.get(goal.metric)),
         "seconds": number(one.seconds),
+        "usd_s": number(one.usd_s),
         "steps": one.steps,
-        "settings": {printable(key, 200): printable(mask(value), 200) for key, value in one.settings.items()},
+        "settings": {
+            columns[key]: printable(mask(value), min(200, longest))
+            for key, value in one.settings.items()
+            if key in columns
+        },
     }
 
 
-def curves_of(comparison: Comparison, most: int) -> list[dict[str, Any]]:
-    """Return the curves of the runs by metric, each point with the samples and seconds of its step."""
-    return [
-        {
-            "name": printable(name),
-            "runs": [
-                {"run": place, **_curve(run.rows, name, most)}
-                for place, run in enumerate(comparison.runs)
-                if name in run.rows.curves
-            ],
-        }
-        for name in _names(comparison)
-    ]
+def _curves(names: Sequence[str], runs: Sequence[tuple[int, ComparedRun]], resolution: Resolution) -> Iterator[str]:
+    """Yield the curves by metric as pieces of a JSON list, each point with the samples and seconds of its step.
+
+    Args:
+        names: the metrics.
+        runs: the runs, each with its place on the page.
+        resolution: how much of a curve is shown.
+    """
+    for number_of, name in enumerate(names):
+        yield f'{"," if number_of else ""}{{"name":{to_json(printable(name))},"runs":['
+        having = [(place, run) for place, run in runs if name in run.rows.curves]
+        for at, (place, run) in enumerate(having):
+            yield ("," if at else "") + to_json({"run": place, **_curve(run.rows, name, resolution)})
+        yield "]}"
 
 
 def _names(comparison: Comparison) -> list[str]:
@@ -159,12 +244,12 @@ def _names(comparison: Comparison) -> list[str]:
     return sorted(known, key=lambda name: (name != goal, "loss" not in name))[:_MOST_METRICS]
 
 
-def _curve(rows: LoggedRows, name: str, most: int) -> dict[str, Any]:
-    curve = rows.curves[name]
-    points = curve.points(most)
-    found = compact_curve(points, curve.seen)
+def _curve(rows: LoggedRows, name: str, resolution: Resolution) -> dict[str, Any]:
+    curve, is_packed = rows.curves[name], resolution.is_packed
+    points = curve.points(resolution.points)
+    found = compact_curve(points, curve.seen, is_packed=is_packed)
     for unit, clock in rows.clock.items():
-        found[unit] = _along(points, clock.points())
+        found[unit] = column(_along(points, clock.points()), digits=6, is_packed=is_packed)
     return found
 
 
@@ -178,5 +263,5 @@ def _along(points: Sequence[Point], clock: Sequence[Point]) -> list[float]:
         if at + 1 < len(clock) and clock[at + 1][0] > here:
             ahead, later = clock[at + 1][0], clock[at + 1][1] or 0.0
             value += (later - value) * min(1.0, max(0.0, (step - here) / (ahead - here)))
-        found.append(float(f"{value:.6g}"))
+        found.append(value)
     return found

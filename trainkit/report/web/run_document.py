@@ -7,29 +7,37 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.redaction import mask
 from trainkit.report.numbers import count, duration, figure
+from trainkit.report.web.commands import printable_command, repeating_command
 from trainkit.report.web.curves import Curve, LoggedRows, number
 from trainkit.report.web.figures_document import figures_of
-from trainkit.report.web.page import RUN_PAGE_BYTES, compact_curve, fit, make_page, printable
+from trainkit.report.web.fitting import Draft, Resolution, fit
+from trainkit.report.web.packing import compact_curve
+from trainkit.report.web.page import RUN_PAGE_BYTES, printable, to_json
+from trainkit.report.web.run_cuts import versions_of
 from trainkit.report.web.run_files import RunFiles
 from trainkit.report.web.trust import trust_strip
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
-_POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12)
+_POINTS: Final = (2_000, 1_500, 1_000, 500, 250, 100, 40, 12, 4)
+_FEW_POINTS: Final = 40
+"""Points a curve below which other parts are left out first."""
 _MOST_MARKS: Final = 300
 _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
 """The reason of an end that says itself at which step the run ended."""
 _RESULT_BYTES: Final = 60_000
 _MOST_ROWS: Final = 600
 _MOST_SETTINGS: Final = 200
+_LONGEST: Final = 400
+"""Characters of the name of a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +83,28 @@ class RunFacts:
     standing: Standing
     ranks: Sequence[RankLine] = ()
     spread: Spread | None = None
+    lasted: float | None = None
+    """Seconds from the start of the last command to its end, with all restarts, to a second; None: not known."""
 
 
 def run_page(facts: RunFacts) -> str:
-    """Return the page of a run, of at most 300 KB: its curves have fewer points where they are many."""
-    data = run_document(facts)
+    """Return the page of a run, of at most 300 KB; where it would be larger, curves have fewer points, and parts go."""
 
-    def page(most: int) -> str:
-        curves = [{"name": printable(name), **_compact(curve, most)} for name, curve in _ordered(facts)]
-        shown = {**data, "curves": curves, "points": most}
-        return make_page(data["title"], shown, scripts=SCRIPTS)
+    def draft_of(make: Callable[[], dict[str, Any]]) -> Draft:
+        data = make()
+        return Draft(data=data, curves=lambda resolution: _curves(facts, resolution, data["longest"]))
 
-    def least(most: int) -> int:
-        return sum(2 * len(curve.points(most)) for curve in facts.rows.curves.values())  # a digit and a comma
-
-    return fit(page, limit=RUN_PAGE_BYTES, points=_POINTS, least=least)
+    versions = versions_of(run_document(facts), limit=RUN_PAGE_BYTES)
+    drafts = [partial(draft_of, make) for make in versions]
+    return fit(drafts, scripts=SCRIPTS, limit=RUN_PAGE_BYTES, points=_POINTS, few=_FEW_POINTS)
 
 
-def _compact(curve: Curve, most: int) -> dict[str, Any]:
-    return compact_curve(curve.points(most), curve.seen)
+def _curves(facts: RunFacts, resolution: Resolution, longest: int) -> Iterator[str]:
+    """Yield the curves as pieces of a JSON list."""
+    for place, (name, curve) in enumerate(_ordered(facts)):
+        points = curve.points(resolution.points)
+        compact = compact_curve(points, curve.seen, is_packed=resolution.is_packed)
+        yield ("," if place else "") + to_json({"name": printable(name, longest), **compact})
 
 
 def _ordered(facts: RunFacts) -> list[tuple[str, Curve]]:
@@ -133,6 +144,8 @@ def run_document(facts: RunFacts) -> dict[str, Any]:
         "environment": list(_environment(files.environment)),
         "result": list(flattened(files.result)),
         "notes": [printable(mask(text)) for text in _notes(facts)],
+        "longest": _LONGEST,
+        "left_out": "",
     }
 
 
@@ -180,16 +193,14 @@ def _best(facts: RunFacts) -> dict[str, Any] | None:
 
 def _commands(facts: RunFacts) -> Iterator[dict[str, str]]:
     """Yield the commands that repeat and continue the run."""
-    argv = [text for text in facts.files.environment.get("argv") or [] if isinstance(text, str)]
-    if argv:
-        program = "trainkit" if Path(argv[0]).name in ("trainkit", "__main__.py") else f"python {shlex.quote(argv[0])}"
-        command = " ".join([program, *map(shlex.quote, argv[1:])])
-        yield {"what": "repeat", "command": printable(mask(command), 2_000)}
+    repeat = repeating_command(facts.files.environment)
+    if repeat:
+        yield {"what": "repeat", "command": repeat}
     resume = facts.files.result.get("resume") or (
         shlex.join(["trainkit", "resume", str(facts.files.folder)]) if facts.files.checkpoints else None
     )
     if isinstance(resume, str):
-        yield {"what": "continue", "command": printable(mask(resume), 2_000)}
+        yield {"what": "continue", "command": printable_command(resume)}
 
 
 def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
@@ -203,6 +214,8 @@ def _marks(facts: RunFacts) -> Iterator[dict[str, Any]]:
         yield {"kind": "evaluation", "step": step, "text": ""}
     for step in files.continued_at[-_MOST_MARKS:]:
         yield {"kind": "restart", "step": step, "text": "continued by another command"}
+    for one in (files.rollbacks or [])[:_MOST_MARKS]:
+        yield {"kind": "rollback", "step": one["step"], "text": f"trained again from step {one['checkpoint']}"}
     for one in files.restarts[:_MOST_MARKS]:
         at = one.get("checkpoint") if one.get("step") is None else one.get("step")
         if isinstance(at, int):
@@ -232,23 +245,41 @@ def _time(facts: RunFacts) -> dict[str, Any]:
     """Return where the time went, in seconds, and the goodput: the share of it that trained."""
     result, rows = facts.files.result, facts.rows
     trained = number(result.get("seconds")) if result else rows.seconds or None
-    total, exported = number(result.get("seconds_total")), number(result.get("model_seconds")) or 0.0
-    parts = []
-    if trained is not None:
-        waited = min(rows.waited_s, trained)
-        parts = [{"name": "steps", "seconds": trained - waited}, {"name": "waiting for data", "seconds": waited}]
-    note, goodput = "", None
-    if total is None or trained is None:
-        note = "The goodput is known at the end of a run."
-    elif facts.files.restarts or trained > total:
-        note = "The goodput is not known: the run was started again, and how long its earlier starts took is not kept."
-    else:
-        goodput = trained / (total + exported)
-        parts += [
-            {"name": "start, evaluation and saving", "seconds": total - trained},
-            {"name": "writing the model", "seconds": exported},
-        ]
-    return {"parts": parts, "goodput": goodput, "note": note}
+    if trained is None:
+        return {"parts": [], "goodput": None, "note": "The goodput is known at the end of a run."}
+    waited = min(rows.waited_s, trained)
+    parts = [{"name": "steps", "seconds": trained - waited}, {"name": "waiting for data", "seconds": waited}]
+    exported = number(result.get("model_seconds")) or 0.0
+    total = _whole_time(facts, trained, exported)
+    if isinstance(total, str):
+        return {"parts": parts, "goodput": None, "note": total}
+    started_again = "restarts, " if any(map(_is_of_all, facts.files.restarts)) else ""
+    parts += [
+        {"name": f"{started_again}start, evaluation and saving", "seconds": total - exported - trained},
+        {"name": "writing the model", "seconds": exported},
+    ]
+    return {"parts": parts, "goodput": trained / total if total else None, "note": ""}
+
+
+def _whole_time(facts: RunFacts, trained: float, exported: float) -> float | str:
+    """Return the seconds of the run, all its starts together; or why they are not known."""
+    files, total = facts.files, number(facts.files.result.get("seconds_total"))
+    if not files.result:
+        return "The goodput is known at the end of a run."
+    if files.continued_at or files.environment.get("begun"):
+        return "The goodput of this run is not known: how long the command that began it took is not kept."
+    if facts.cfg is not None and facts.cfg.resume not in (None, "auto"):
+        return "The goodput is not known: the run began at a checkpoint of another run."
+    if total is None or any(map(_is_of_all, files.restarts)):  # `seconds_total` is that of the last start of rank 0
+        total = None if facts.lasted is None else facts.lasted - exported
+    if total is None or total < trained:
+        return "The goodput is not known: how long all starts of the run took is not kept."
+    return total + exported
+
+
+def _is_of_all(restart: Mapping[str, Any]) -> bool:
+    """Return whether a restart ended the process of rank 0, as all do but that of one other task."""
+    return restart.get("kind") != "alone"
 
 
 def _worst(files: RunFiles) -> dict[str, Any] | None:
@@ -281,7 +312,7 @@ def _settings(files: RunFiles) -> list[dict[str, str]] | None:
 
 
 def _environment(content: Mapping[str, Any]) -> Iterator[list[str]]:
-    for key, value in flattened({key: content[key] for key in content if key not in ("argv", "notes")}):
+    for key, value in flattened({key: content[key] for key in content if key not in ("argv", "notes", "begun")}):
         yield [key, value.strip('"')]
 
 

@@ -41,6 +41,7 @@ _RESULT: Final[Mapping[str, Kind]] = {
     "best": (str, type(None)),
     "restarts": (list, type(None)),
     "skipped_steps": (list, type(None)),
+    "rollbacks": (list, type(None)),
 }
 _ENVIRONMENT: Final[Mapping[str, Kind]] = {
     "started": str,
@@ -48,6 +49,7 @@ _ENVIRONMENT: Final[Mapping[str, Kind]] = {
     "git": _MAP,
     "notes": list,
     "fingerprint": str,
+    "begun": dict,
 }
 _SETTINGS: Final[Mapping[str, Kind]] = {"key": str, "value": object, "recipe": object, "set_by": str, "tag": str}
 
@@ -68,6 +70,8 @@ class RunFiles:
     """The steps of the checkpoints that are there."""
     best_step: int | None
     restarts: list[dict[str, Any]]
+    rollbacks: list[dict[str, int]] | None
+    """`step` and `checkpoint` of each rollback (`result.json`, before the end `rollbacks.json`); None: not recorded."""
     evaluation: Mapping[str, Any] | None
     """The first evaluation below `evaluations/` that lists its worst samples."""
     picture: str | None
@@ -96,6 +100,7 @@ class RunFiles:
             restarts=[one for one in listed if isinstance(one, dict)]
             if isinstance(listed, list)
             else list(_rows(folder / "restarts.jsonl")),
+            rollbacks=_rollbacks(result, folder / "rollbacks.json", unreadable),
             evaluation=evaluation,
             picture=None if place is None else picture_at(place / "worst.png"),
             unreadable=unreadable,
@@ -110,6 +115,17 @@ def _map_of(path: Path, kinds: Mapping[str, Kind], unreadable: list[str]) -> dic
     except UnreadableError as error:
         unreadable.append(f"{path.name}: {error}")
         return {}
+
+
+def _rollbacks(result: Mapping[str, Any], path: Path, unreadable: list[str]) -> list[dict[str, int]] | None:
+    found = result.get("rollbacks")
+    if found is None:
+        found = _map_of(path, {"rollbacks": list}, unreadable).get("rollbacks")
+    return None if found is None else [one for one in found if _is_rollback(one)]
+
+
+def _is_rollback(content: Any) -> bool:
+    return isinstance(content, dict) and all(type(content.get(name)) is int for name in ("step", "checkpoint"))
 
 
 def _is_setting(content: Any) -> bool:

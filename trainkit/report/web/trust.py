@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from trainkit.config.schema import RunConfig
+from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.report.numbers import count
 from trainkit.report.web.page import printable
 from trainkit.report.web.run_files import RunFiles
+
+_CUTS: Final = {
+    AT_EQUAL_CUT: ("to rounding, at an equal batch.micro_size", ""),
+    CUT_UNKNOWN: ("to rounding, on as many replicas", " On another number it may be another training."),
+}
+"""Words of a note of the run -> how its repetition agrees, and what the note does not say."""
 
 
 def trust_strip(files: RunFiles, cfg: RunConfig | None, *, state: str) -> list[dict[str, Any]]:
@@ -29,20 +36,45 @@ def _items(files: RunFiles, cfg: RunConfig | None, state: str) -> Iterator[tuple
     yield ("reproducible", *_reproducible(files, cfg))
     yield ("last proof", *_proof(files))
     yield ("restarts", *_restarts(files))
+    if files.rollbacks is not None:
+        yield ("rollbacks", *_rollbacks(files.rollbacks))
     yield ("samples repeated or skipped", *_samples(files, ended=bool(result) and state not in ("starting", "running")))
 
 
 def _reproducible(files: RunFiles, cfg: RunConfig | None) -> tuple[str, str, bool | None]:
-    """Return whether a repetition gives the same bits, or why not."""
+    """Return whether a repetition of the command gives the same bits, on other replicas too, or why not."""
     if cfg is None:
         return "unknown", "resolved.yaml cannot be read", None
     git = files.environment.get("git") or {}
     if git.get("dirty"):
         return "no", "the code had changes that no commit holds", False
-    if not cfg.numerics.reproducible:
-        detail = "numerics.reproducible=false: another number of processes, threads or devices rounds otherwise"
-        return "to rounding", detail, None
-    return "to the bit", "numerics.reproducible=true: sums have one order on any number of replicas", True
+    timing = _timing(cfg.strategy)
+    if timing is not None:
+        return "no", f"{timing}: another training every time", False
+    if cfg.numerics.reproducible:
+        return "to the bit", "numerics.reproducible=true: sums have one order on any number of replicas", True
+    for words, (value, more) in _CUTS.items():
+        for note in _notes(files.environment):
+            if words in note:
+                return value, f"{note}{more}", None
+    detail = "numerics.reproducible=false: another number of processes, threads or devices rounds otherwise"
+    return "to rounding", detail, None
+
+
+def _timing(strategy: Mapping[str, Any]) -> str | None:
+    """Return why the updates of a run depend on which process or thread is faster; None if they do not."""
+    alone = strategy.get("workers") == 1 or len(strategy.get("compute_devices") or "ab") == 1
+    if strategy.get("mode") == "async" and strategy.get("replay") is None and not alone:
+        return "strategy.mode=async applies gradients as they come"
+    if strategy.get("spare_mode") == "replace" and strategy.get("spare_replicas"):
+        return "strategy.spare_mode=replace makes a step of the first shards that come"
+    return None
+
+
+def _notes(environment: Mapping[str, Any]) -> list[str]:
+    """Return the notes of the command that began the run, and of the last one that continued it."""
+    commands = (environment.get("begun") or {}, environment)
+    return [note for one in commands for note in one.get("notes") or () if isinstance(note, str)]
 
 
 def _proof(files: RunFiles) -> tuple[str, str, bool | None]:
@@ -56,6 +88,14 @@ def _proof(files: RunFiles) -> tuple[str, str, bool | None]:
     words = {"equal": "equal to the bit", "rounding": "equal to rounding", "different": "different numbers"}
     detail = f"{proved.get('date')}: same training: {same or 'not asked'}; {proved.get('command')}"
     return words.get(numbers, numbers), detail, numbers != "different" and same != "no"
+
+
+def _rollbacks(found: Sequence[Mapping[str, int]]) -> tuple[str, str, bool | None]:
+    if not found:
+        return "0", "no step was trained again because it was not finite", True
+    last = found[-1]
+    detail = f"the last: step {last['step']}, trained again from the checkpoint of step {last['checkpoint']}"
+    return count(len(found)), detail, None
 
 
 def _restarts(files: RunFiles) -> tuple[str, str, bool | None]:
@@ -75,7 +115,7 @@ def _samples(files: RunFiles, *, ended: bool) -> tuple[str, str, bool | None]:
     more = files.result.get("skipped_steps_not_listed")
     lost = sum(number for number in numbers if isinstance(number, int))
     if not skipped:
-        again = "; a step that a restart trained again counts once" if files.restarts else ""
+        again = "; a step that was trained again counts once" if files.restarts or files.rollbacks else ""
         return "0", f"no step was left out{again}", True
     steps = len(skipped) + (more if isinstance(more, int) else 0)
     at_least = "at least " if isinstance(more, int) else ""

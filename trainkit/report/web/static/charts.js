@@ -3,11 +3,20 @@ const charts = [];
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const color = (at) => css(`--c${at % 8}`);
 
+// A column of numbers: a list, {r: [value, repetitions, ...]}, or 32-bit floats in base64 (packing.py).
+function numbers(column) {
+  if (Array.isArray(column)) return column;
+  if (typeof column !== "string") return column.r.flatMap((value, at) => (at % 2 ? [] : Array(column.r[at + 1]).fill(value)));
+  const bytes = Uint8Array.from(atob(column), (one) => one.charCodeAt(0)), view = new DataView(bytes.buffer);
+  return Array.from({length: bytes.length / 4}, (_, at) => view.getFloat32(4 * at, true))
+    .map((value) => (Number.isNaN(value) ? null : Number(value.toPrecision(7))));
+}
+
 // {every: [first, stride, number]} or {dx: [first, differences...]} -> the steps of a curve
 function steps(curve) {
   if (curve.every) return Array.from({length: curve.every[2]}, (_, at) => curve.every[0] + at * curve.every[1]);
   let here = 0;
-  return curve.dx.map((by) => (here += by));
+  return numbers(curve.dx).map((by) => (here += by));
 }
 
 // The point at a place, or the last one before it.
@@ -22,6 +31,7 @@ function indexAt(xs, x) {
 
 // Glyphs, not colours alone, tell the kinds of marks apart.
 const MARKS = {
+  rollback: {color: "--c3", draw: (c, x, y, r) => { c.moveTo(x, y - r - 1); c.lineTo(x + r + 1, y); c.lineTo(x, y + r + 1); c.lineTo(x - r - 1, y); c.closePath(); }},
   checkpoint: {color: "--c2", draw: (c, x, y, r) => { c.rect(x - r, y - r, 2 * r, 2 * r); }},
   evaluation: {color: "--c7", draw: (c, x, y, r) => { c.moveTo(x, y - r); c.lineTo(x + r, y + r); c.lineTo(x - r, y + r); c.closePath(); }},
   restart: {color: "--c1", draw: (c, x, y, r) => { c.arc(x, y, r, 0, 7); }},
@@ -34,7 +44,7 @@ function drawMarks(marks) {
     for (const mark of marks) {
       if (mark.step < min || mark.step > max) continue;
       const x = plot.valToPos(mark.step, "x", true), kind = MARKS[mark.kind];
-      if (mark.kind === "restart") {
+      if (mark.kind === "restart" || mark.kind === "rollback") {
         ctx.strokeStyle = css(kind.color);
         ctx.setLineDash([4 * ratio, 4 * ratio]);
         ctx.beginPath();
@@ -56,7 +66,7 @@ function markKey(kind) {
   svg.setAttribute("width", size);
   svg.setAttribute("height", size);
   svg.setAttribute("aria-hidden", "true");
-  const shapes = {checkpoint: "M2 2h8v8h-8z", evaluation: "M6 2L10 10H2z", restart: "M6 2a4 4 0 1 0 .01 0z"};
+  const shapes = {checkpoint: "M2 2h8v8h-8z", evaluation: "M6 2L10 10H2z", restart: "M6 2a4 4 0 1 0 .01 0z", rollback: "M6 1L11 6L6 11L1 6z"};
   const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
   path.setAttribute("d", shapes[kind]);
   path.setAttribute("fill", `var(${MARKS[kind].color})`);
@@ -126,7 +136,7 @@ function show(one, x) {
     one.values[at].textContent = words;
     return `${s.name} ${words}`;
   });
-  one.place.setAttribute("aria-label", `${one.title}. ${said.slice(0, 6).join(", ")}. Arrow keys move the cursor.`);
+  one.place.setAttribute("aria-label", `${one.title}. ${said.slice(0, 6).join(", ")}. Arrow keys move the cursor, + and - zoom, 0 shows all, Shift and an arrow move what is shown.`);
 }
 
 function walk(one, event) {
@@ -135,8 +145,28 @@ function walk(one, event) {
   const next = by ? Math.min(xs.length - 1, Math.max(0, here + by)) : {Home: 0, End: xs.length - 1}[event.key];
   if (next === undefined) return;
   event.preventDefault();
+  const {min, max} = one.plot.scales.x;
+  if (xs[next] < min || xs[next] > max) part(one, xs[next] < min ? xs[next] : xs[next] - (max - min), max - min);
   one.plot.setCursor({left: one.plot.valToPos(xs[next], "x"), top: 0}, false);
   moveTo(xs[next], one);
+}
+
+// Shows a part of a chart, of a width and from a place on, as far as the curves reach.
+function part(one, from, width) {
+  const xs = one.joined[0], first = xs[0], last = xs[xs.length - 1], low = Math.max(first, Math.min(from, last - width));
+  one.plot.setScale("x", width >= last - first ? {min: first, max: last} : {min: low, max: low + width});
+}
+
+// Zooms about the cursor, or about the middle where the cursor is elsewhere; at least two points stay.
+function zoom(one, event) {
+  const {min, max} = one.plot.scales.x, width = max - min, by = {"+": .5, "=": .5, "-": 2, 0: Infinity}[event.key];
+  const along = event.shiftKey ? {ArrowLeft: -.25, ArrowRight: .25}[event.key] : undefined;
+  if (event.ctrlKey || event.metaKey || event.altKey || (by === undefined && along === undefined)) return false;
+  event.preventDefault();
+  const about = shownAt !== null && shownAt >= min && shownAt <= max ? shownAt : (min + max) / 2;
+  const from = by === undefined ? min + along * width : by === Infinity ? min : about - (about - min) * by, wide = width * (by ?? 1);
+  if (by >= 1 || by === undefined || one.joined[0].filter((x) => x >= from && x <= from + wide).length > 1) part(one, from, wide);
+  return true;
 }
 
 function start(one) {
@@ -144,7 +174,7 @@ function start(one) {
   show(one, null);
   if (one.started) return;
   one.started = true;
-  one.place.addEventListener("keydown", (event) => walk(one, event));
+  one.place.addEventListener("keydown", (event) => zoom(one, event) || walk(one, event));
 }
 
 // Only charts that come into view are drawn: a run may have two hundred.
@@ -152,7 +182,8 @@ const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (!entry.isIntersecting) continue;
     seen.unobserve(entry.target);
-    start(charts.find((one) => one.place === entry.target));
+    const one = charts.find((each) => each.place === entry.target);
+    if (one) start(one);  // its chart may be gone by now: another row was chosen
   }
 }, {rootMargin: "600px"});
 

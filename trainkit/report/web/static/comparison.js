@@ -1,11 +1,19 @@
 // The page that compares runs, or the jobs of a sweep.
 const {goal, runs, columns} = data, sign = goal.mode === "max" ? -1 : 1;
-const isSweep = data.kind === "sweep", LINES = 8;
+const isSweep = data.kind === "sweep", LINES = 8, AXES = 11;
+// What curves stand over, and the column of a curve that has it; a cost where every run with curves has a price.
+const UNITS = {step: null, sample: "samples", second: "seconds", "US dollar": "cost"};
+for (const one of data.curves.flatMap((curve) => curve.runs)) {
+  const run = runs[one.run];
+  for (const name of ["y", "samples", "seconds"]) if (one[name]) one[name] = numbers(one[name]);
+  if (one.seconds && isNumber(run.usd_s)) one.cost = one.seconds.map((value) => Number((value * run.usd_s).toPrecision(6)));
+}
+const units = Object.keys(UNITS).filter((name) => UNITS[name] !== "cost" || data.curves.every((curve) => curve.runs.every((one) => one.cost)));
 let inside = runs.map((_, at) => at), chosen = null, unit = "step";
 
 function header() {
   page.append(el("header", {}, el("h1", {}, text(data.title)), el("p", {class: "verdict"}, text(data.sentence)),
-    ...data.notes.map((note) => el("p", {class: "soft"}, text(note)))));
+    ...[...data.notes, data.left_out].filter(Boolean).map((note) => el("p", {class: "soft"}, text(note)))));
 }
 
 function differences() {
@@ -83,20 +91,22 @@ function leaderboard() {
     el("table", {class: "sortable"}, el("caption", {}, `By ${goal.metric} (${goal.mode}); a click on a column sorts`),
       el("thead", {}, el("tr", {}, el("td", {class: "number"}), ...heads)), el("tbody", {}, ...body))));
   const one = chosen === null ? null : runs[chosen];
-  picked.replaceChildren(...(one && one.command ? [commandLine(isSweep ? "repeat" : "continue", one.command)] : [el("p", {class: "soft small"}, "Choose a row to see its command.")]));
+  picked.replaceChildren(one && one.command ? commandLine("repeat", one.command)
+    : el("p", {class: "soft small"}, one ? "The command of this row is not on this page." : "Choose a row to see its command."));
   count.textContent = `${inside.length} of ${runs.length} ${isSweep ? "jobs" : "runs"}`;
   drawCurves(rows);
 }
 
 function coordinateSection() {
-  const names = columns.filter((key) => new Set(runs.map((run) => run.settings[key] ?? "")).size > 1).slice(0, 11);
+  const swept = columns.filter((key) => new Set(runs.map((run) => run.settings[key] ?? "")).size > 1), names = swept.slice(0, AXES);
   if (!isSweep || !names.length) return;
+  const without = swept.slice(AXES), words = `The first ${AXES} swept keys and the metric have an axis. Without one: ${without.join(", ")}.`;
   const axes = [...names.map((name) => axisOf(name, runs.map((run) => run.settings[name] ?? ""))), axisOf(goal.metric, runs.map((run) => run.value))];
   const values = runs.map((run) => run.value).filter(isNumber), low = Math.min(...values), high = Math.max(...values);
   const jobs = runs.map((run) => ({values: {...run.settings, [goal.metric]: run.value}, faded: run.faded,
     score: run.value === null ? null : high === low ? .5 : (run.value - low) / (high - low)}));
   const drawn = coordinates(axes, jobs, (places) => { inside = places; leaderboard(); });
-  section("Jobs", count, drawn.node).classList.add("jobs");
+  section("Jobs", count, drawn.node, without.length ? el("p", {class: "soft small"}, text(words)) : null).classList.add("jobs");
   drawn.apply();
 }
 
@@ -106,20 +116,20 @@ function drawCurves(rows) {
     ? [...new Set([...(chosen === null ? [] : [chosen]), ...rows.flatMap((row) => row.members)])].slice(0, LINES) : runs.map((_, at) => at);
   const grid = el("div", {class: "charts"});
   for (const curve of data.curves) {
-    const series = wanted.flatMap((at) => curve.runs.filter((one) => one.run === at && (unit === "step" || one[{sample: "samples", second: "seconds"}[unit]])).map((one) => {
-      const x = unit === "step" ? steps(one) : one[{sample: "samples", second: "seconds"}[unit]];
+    const series = wanted.flatMap((at) => curve.runs.filter((one) => one.run === at && (unit === "step" || one[UNITS[unit]])).map((one) => {
+      const x = unit === "step" ? steps(one) : one[UNITS[unit]];
       const label = isSweep ? folded.map((key) => `${key}=${runs[at].settings[key] ?? ""}`).join(" ") || runs[at].name : runs[at].name;
       return {name: isSweep ? `${runs[at].name}: ${label}` : label, x, y: one.y, seen: one.seen, faded: runs[at].faded};
     })).filter((one) => one.x.length);
     if (series.length) grid.append(chart(curve.name, series.map(increasing), {unit}));
   }
-  const units = ["step", "sample", "second"].map((name) => el("button", {type: "button", "aria-pressed": String(unit === name), onclick: (event) => {
+  const buttons = units.map((name) => el("button", {type: "button", "aria-pressed": String(unit === name), onclick: (event) => {
     unit = name;
     leaderboard();
     plots.querySelector(`button[aria-pressed=true]`).focus();
   }}, `${name}s`));
   const note = runs.length > LINES ? el("span", {class: "soft small"}, `the first ${LINES} of the table`) : null;
-  plots.replaceChildren(el("div", {class: "bar"}, el("span", {class: "soft"}, "over"), ...units, note), grid);
+  plots.replaceChildren(el("div", {class: "bar"}, el("span", {class: "soft"}, "over"), ...buttons, note), grid);
   watchCharts();
 }
 

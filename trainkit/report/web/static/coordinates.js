@@ -22,9 +22,11 @@ function axisOf(name, texts) {
     place: (value) => (high === low ? .5 : (scale(Number(value)) - scale(low)) / (scale(high) - scale(low)))};
 }
 
-// Dark blue to yellow through equal steps of lightness: told apart by any eye, and in print.
+// Dark blue to yellow through equal steps of lightness: told apart by any eye, and in print; lighter on a dark ground.
+const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
 function shade(share) {
-  const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [220, 200, 30]];
+  const stops = isDark ? [[139, 110, 190], [92, 143, 214], [51, 176, 172], [120, 210, 110], [240, 225, 80]]
+    : [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [220, 200, 30]];
   const at = Math.min(.9999, Math.max(0, share)) * 4, low = Math.floor(at), part = at - low;
   return `rgb(${stops[low].map((one, place) => Math.round(one + part * (stops[low + 1][place] - one)))})`;
 }
@@ -33,6 +35,7 @@ function shade(share) {
 function coordinates(axes, jobs, onChange) {
   const width = 1040, height = 330, top = 42, bottom = 24, side = 70;
   const inner = height - top - bottom, gap = axes.length > 1 ? (width - 2 * side) / (axes.length - 1) : 0;
+  const room = Math.max(6, Math.min(22, 2 * Math.floor((gap || 198) / 18)));  // characters beside each other
   const x = (at) => side + at * gap, y = (axis, value) => top + inner * (1 - axis.place(value));
   const lines = svg("g", {fill: "none"}), marks = svg("g", {});
   const known = (job, axis) => job.values[axis.name] !== null && job.values[axis.name] !== undefined && job.values[axis.name] !== "";
@@ -46,7 +49,7 @@ function coordinates(axes, jobs, onChange) {
   axes.forEach((axis, at) => {
     const band = svg("rect", {x: x(at) - 11, width: 22, fill: "var(--accent)", opacity: .25, height: 0, y: top});
     const label = svg("text", {x: x(at), y: 16, "text-anchor": "middle", fill: "var(--ink)", "font-size": 12, "font-weight": 600});
-    label.textContent = axis.name.length > 22 ? `${axis.name.slice(0, 10)}…${axis.name.slice(-10)}` : axis.name;
+    label.textContent = axis.name.length > room ? `${axis.name.slice(0, room / 2)}…${axis.name.slice(1 - room / 2)}` : axis.name;
     const title = svg("title");
     title.textContent = axis.name;
     label.append(title);
@@ -55,7 +58,7 @@ function coordinates(axes, jobs, onChange) {
     const shown = axis.values.length <= 9 ? axis.values : [axis.values[0], axis.values[axis.values.length - 1]];
     for (const value of shown) {
       const tick = svg("text", {x: x(at) + (at === axes.length - 1 ? 8 : -8), y: y(axis, value) + 4, "text-anchor": at === axes.length - 1 ? "start" : "end", fill: "var(--soft)", "font-size": 11, stroke: "var(--ground)", "stroke-width": 4, "paint-order": "stroke"});
-      tick.textContent = isNumber(value) ? short(value) : String(value).slice(0, 14);
+      tick.textContent = isNumber(value) ? short(value) : String(value).slice(0, Math.min(14, room));
       marks.append(tick);
     }
     marks.append(grip);
