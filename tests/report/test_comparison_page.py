@@ -14,18 +14,21 @@ from trainkit.cli import main
 from trainkit.config.schema import MonitoredMetric
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
 from trainkit.report.web.curves import Curve, LoggedRows
-from trainkit.sweeps.results.comparing import spread_of_run
+from trainkit.sweeps.results.comparing import compare_runs, spread_of_run
+from trainkit.sweeps.results.leaderboard import collect
+from trainkit.sweeps.results.page import page_at_end
 
+PRICED = ("hardware=laptop", "hardware.price_usd_h=3.6")
 GOAL = MonitoredMetric(metric="val/loss", mode="min")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of a sweep: two seeds, and another rate."""
+    """Three runs of a sweep, of a device with a price: two seeds, and another rate."""
     folder = tmp_path_factory.mktemp("compared")
     jobs = []
     for name, seed, rate in (("a", 0, 0.01), ("b", 1, 0.01), ("c", 0, 0.02)):
-        arguments = latest(*SHORT, "steps=12", "log_every_steps=4", f"seed={seed}", f"optimizer.lr={rate}")
+        arguments = latest(*SHORT, *PRICED, "steps=12", "log_every_steps=4", f"seed={seed}", f"optimizer.lr={rate}")
         trainkit.train(arguments, run_dir=folder / name)
         jobs.append({"job": name, "folder": name, "overrides": arguments, "exit_code": 0})
     (folder / "sweep.json").write_text(json.dumps({"version": 1, "jobs": jobs}))
@@ -62,6 +65,27 @@ def test_each_point_has_its_samples_and_seconds(runs: Path, tmp_path: Path) -> N
     assert loss["runs"][0]["seconds"] == pytest.approx([row["seconds"] for row in logged], rel=1e-5)
 
 
+def test_a_run_has_a_cost_where_it_has_a_price_and_a_plan_says_its_devices(runs: Path) -> None:
+    for name, hours, device_hours in (("a", 2.0, 4.0), ("b", 1e-300, 1e300)):
+        plan = {"time": {"total_h": hours}, "cost": {"device_h": device_hours}}
+        (runs / name / "plan.json").write_text(json.dumps(plan))
+    found = compare_runs([runs / name for name in "abc"]).runs
+    assert [run.usd_s for run in found] == [0.002, None, None]  # 3.6 dollars an hour, of two devices
+    resolved = runs / "a/resolved.yaml"
+    before = resolved.read_text()
+    resolved.write_text(before.replace("price_usd_h: 3.6", "price_usd_h: null"))
+    assert compare_runs([runs / "a", runs / "b"]).runs[0].usd_s is None
+    resolved.write_text(before)
+
+
+def test_the_command_of_a_run_repeats_it(runs: Path) -> None:
+    path = runs / "a/environment.json"
+    content = json.loads(path.read_text())
+    for argv, command in ((["/bin/trainkit", "seed=0"], "trainkit seed=0"), (["/bin/trainkit", "resume", "a"], "")):
+        path.write_text(json.dumps({**content, "argv": argv}))
+        assert compare_runs([runs / "a", runs / "b"]).runs[0].command == command
+
+
 def test_a_sweep_has_a_page_with_its_swept_keys_and_the_command_of_each_job(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +106,18 @@ def test_a_run_of_a_sweep_knows_the_spread_over_its_seeds(runs: Path) -> None:
     assert spread_of_run(runs / "c") is None
     assert main(["report", str(runs / "a")]) == 0
     assert shown(runs / "a/report.html")["best"]["spread"].endswith("over 2 seeds")
+
+
+def test_the_end_of_a_sweep_writes_the_spread_into_the_pages_of_its_jobs(runs: Path) -> None:
+    pages = {name: runs / name / "report.html" for name in "abc"}
+    pages["b"].unlink()
+    before = pages["c"].read_bytes()
+    assert page_at_end(runs, collect(runs)) == runs / "report.html"
+    content = shown(pages["a"])
+    assert content["best"]["spread"].endswith("over 2 seeds")
+    assert content["curves"][0]["name"] == "val/loss"
+    assert not pages["b"].exists()
+    assert pages["c"].read_bytes() == before
 
 
 def test_two_hundred_runs_fit_into_a_megabyte() -> None:

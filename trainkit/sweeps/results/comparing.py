@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
+from trainkit.bounded import Kind
 from trainkit.config.composition import leaves
 from trainkit.config.identity import Difference, difference, tag_of
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError, UnreadableError, yaml_text
 from trainkit.fields import Tag
+from trainkit.files import read_map
+from trainkit.report.web.commands import repeating_command
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey
-from trainkit.report.web.curves import MetricsReader
+from trainkit.report.web.curves import MetricsReader, number
 from trainkit.report.web.run_document import Spread
 from trainkit.sweeps.results.job_results import JobResult, read_entries, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of, key_value
 
 _SEED: Final = "seed"
+_MOST_DEVICES: Final = 1e6
+_LIMIT: Final = 4 << 20
+"""Largest number of bytes of a JSON file of a run."""
 _FINISHED: Final = ("finished", "stopped")
 _ORDER: Final = (Tag.maths, Tag.placement, Tag.speed, Tag.cosmetic)
 
@@ -44,7 +49,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         _compared(
             read_entry(folder, job=name),
             settings={one.key: one.values[place] for one in differences if one.tag != Tag.cosmetic.value},
-            command="",
+            command=repeating_command(_read(folder / "environment.json", {"argv": list}, {"begun": dict})),
         )
         for place, (folder, name) in enumerate(zip(folders, names, strict=True))
     ]
@@ -130,18 +135,31 @@ def _compared(entry: JobResult, *, settings: Mapping[str, str], command: str) ->
         folder=str(entry.folder),
         status=entry.status,
         is_faded=entry.status not in _FINISHED,
-        command=command or _repeated(entry.folder),
+        command=command,
         metrics=entry.metrics,
         seconds=entry.seconds,
+        usd_s=_usd_a_second(entry.folder),
         steps=entry.steps,
         settings=settings,
         rows=MetricsReader(entry.folder / "metrics.jsonl").read(),
     )
 
 
-def _repeated(folder: Path) -> str:
-    """Return the command that continues the run of a folder."""
-    return shlex.join(["trainkit", "resume", str(folder)])
+def _usd_a_second(folder: Path) -> float | None:
+    """Return what a second of a run costs: the price of a device, times the devices of its plan; None: not known."""
+    plan = _read(folder / "plan.json", {"time": dict, "cost": dict})
+    hours, device_hours = number(plan.get("time", {}).get("total_h")), number(plan.get("cost", {}).get("device_h"))
+    devices = device_hours / hours if hours and device_hours else 0.0
+    cfg = _config(folder) if 0.5 < devices < _MOST_DEVICES else None
+    price = None if cfg is None else number(cfg.hardware.get("price_usd_h"))
+    return None if price is None else price * round(devices) / 3600
+
+
+def _read(path: Path, kinds: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> dict[str, Any]:
+    try:
+        return read_map(path, kinds, optional=optional, limit=_LIMIT)
+    except UnreadableError:
+        return {}
 
 
 def spread_of_run(folder: Path) -> Spread | None:
@@ -150,17 +168,25 @@ def spread_of_run(folder: Path) -> Spread | None:
         entries = read_entries(folder.parent) if (folder.parent / "sweep.json").is_file() else []
     except UnreadableError:
         return None
-    own = next((entry for entry in entries if entry.folder.absolute() == folder.absolute()), None)
-    cfg = _config(folder)
-    if own is None or cfg is None:
+    cfg = _config(folder) if entries else None
+    if cfg is None:
         return None
-    metric = MonitoredMetric.of(cfg.eval).metric
-    alike = [entry for entry in entries if _without_seed(entry) == _without_seed(own) and entry.status == "finished"]
-    values: list[Any] = [entry.metrics[metric] for entry in alike if metric in entry.metrics]
-    if len(values) < 2:
-        return None
-    return Spread(mean=fmean(values), deviation=stdev(values), num_seeds=len(values))
+    return spreads_of(entries, MonitoredMetric.of(cfg.eval).metric).get(folder.absolute())
 
 
-def _without_seed(entry: JobResult) -> tuple[str, ...]:
-    return tuple(text for text in entry.arguments if key_value(text)[0] != _SEED)
+def spreads_of(entries: Sequence[JobResult], metric: str) -> dict[Path, Spread]:
+    """Return the folder of a job -> mean and spread of the jobs that differ from it in their seed alone, two at least.
+
+    A job that has not finished gives no value; it is told the spread of the others.
+    """
+    points: dict[tuple[str, ...], list[JobResult]] = {}
+    for entry in entries:
+        alike = tuple(text for text in entry.arguments if key_value(text)[0] != _SEED)
+        points.setdefault(alike, []).append(entry)
+    found = {}
+    for jobs in points.values():
+        values: list[Any] = [job.metrics[metric] for job in jobs if job.status == "finished" and metric in job.metrics]
+        if len(values) > 1:
+            spread = Spread(mean=fmean(values), deviation=stdev(values), num_seeds=len(values))
+            found.update({job.folder.absolute(): spread for job in jobs})
+    return found

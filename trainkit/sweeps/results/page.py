@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from trainkit.run.page import write_page
-from trainkit.sweeps.results.comparing import compare_sweep, wants_page
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.page import write_page, write_run_page
+from trainkit.sweeps.results.comparing import compare_sweep, spreads_of, wants_page
+from trainkit.sweeps.results.job_results import read_entries
 from trainkit.sweeps.results.leaderboard import Leaderboard
+
+if TYPE_CHECKING:
+    from trainkit.report.web.comparison_document import Comparison
 
 FILE: Final = "report.html"
 
 _log = logging.getLogger(__name__)
 
 
-def write_sweep_page(folder: Path, board: Leaderboard, path: Path) -> None:
+def write_sweep_page(comparison: Comparison, path: Path) -> None:
     """Write the page of a sweep; whatever else has its name is renamed.
 
     Args:
-        folder: the folder of the sweep.
-        board: its leaderboard.
+        comparison: its jobs, from `compare_sweep`.
         path: the file to write.
 
     Raises:
         OSError: it cannot be written.
-        UnreadableError: `sweep.json` cannot be read.
     """
     from trainkit.report.web.comparison_document import comparison_page  # noqa: PLC0415 - for a page only
 
-    write_page(path, comparison_page(compare_sweep(folder, board)))
+    write_page(path, comparison_page(comparison))
 
 
 def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
@@ -42,8 +45,23 @@ def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
     try:
         if not wants_page(board):
             return None
-        write_sweep_page(folder, board, path)
+        comparison = compare_sweep(folder, board)
+        write_sweep_page(comparison, path)
     except Exception as error:  # noqa: BLE001 - whatever it is, the sweep has its results
         _log.warning("%s cannot be written: %s: %s", path, type(error).__name__, error)
         return None
+    _add_spreads(folder, comparison)
     return path
+
+
+def _add_spreads(folder: Path, comparison: Comparison) -> None:
+    """Write the pages of jobs again that have other seeds beside them; the rows are those of the comparison."""
+    spreads = spreads_of(read_entries(folder), comparison.goal.metric)
+    for job in comparison.runs:
+        place = Path(job.folder)
+        spread, page = spreads.get(place.absolute()), place / FILE
+        try:
+            if spread is not None and page.is_file():
+                write_run_page(RunFolder(place), page, rows=job.rows, spread=spread)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.warning("%s cannot be written: %s: %s", page, type(error).__name__, error)

@@ -73,10 +73,11 @@ def _write_comparison(folders: list[Path], out: Path) -> None:
 
 
 def _write_sweep(folder: Path, out: Path) -> None:
-    from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - as above
+    from trainkit.sweeps.results.comparing import compare_sweep  # noqa: PLC0415 - as above
+    from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - the same
     from trainkit.sweeps.results.page import write_sweep_page  # noqa: PLC0415 - the same
 
     board = collect(folder)
     if not board.entries:
         raise refusal(str(folder), "lists no job.")
-    write_sweep_page(folder, board, out)
+    write_sweep_page(compare_sweep(folder, board), out)
