@@ -11,8 +11,9 @@ _PAGE: Final = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>trainkit watch</title>
 <style nonce="NONCE">
-:root { color-scheme: light dark; --line: #8884; --quiet: #666; }
-@media (prefers-color-scheme: dark) { :root { --quiet: #aaa; } }
+:root { color-scheme: light dark; --line: #8884; --quiet: #666; --ground: #fff; --ink: #000; }
+@media (prefers-color-scheme: dark) { :root { --quiet: #aaa; --ground: #14171a; --ink: #e8eaed; } }
+html { background: var(--ground); color: var(--ink); }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem; }
 h1 { font-size: 1.15rem; overflow-wrap: anywhere; }
 p { color: var(--quiet); }
@@ -58,7 +59,8 @@ events.onmessage = (event) => {
     return row;
   }));
   const more = found.not_shown ? ", and " + found.not_shown + " older ones" : "";
-  document.getElementById("state").textContent = found.runs.length + " runs" + more + ".";
+  const number_of = found.runs.length + (found.runs.length === 1 ? " run" : " runs");
+  document.getElementById("state").textContent = number_of + more + ".";
 };
 events.onerror = () => { document.getElementById("state").textContent = "No connection to trainkit watch."; };
 </script>
