@@ -183,6 +183,7 @@ def test_a_read_inside_a_graph_is_seen() -> None:
             lambda one: one.new_full((2,), one.sum().item()),
             GraphSettings(covers="step", backend="aot_eager"),
             torch.device("cpu"),
+            is_joint=True,
         )
         with torch._dynamo.config.patch(capture_scalar_outputs=True), trace:
             graph(torch.ones(3))

@@ -72,7 +72,9 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraph], pool: Pool) -> None:
     for rank in train(pool, case):
         assert reference.differences(rank.weights, oracle(case)) == []
-    assert all(graph.is_whole and graph.is_joint == (passes == "joint") for graph in made)
+    assert all(
+        graph.is_whole and graph.is_joint == (passes == "joint" or case.task == "channels_last") for graph in made
+    )
     assert made
     assert not torch._dynamo.utils.counters["graph_break"]
 

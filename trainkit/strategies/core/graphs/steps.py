@@ -236,7 +236,7 @@ class StepGraphs:
         self._add, self._finish, self._step = self._compiled(add), self._compiled(finish), self._compiled(step)
 
     def _compiled(self, function: Callable[..., Any]) -> WholeGraph:
-        return WholeGraph(function, self._settings, self._replica.device)
+        return WholeGraph(function, self._settings, self._replica.device, is_joint=True)
 
     def _run(self, graph: Callable[..., Any], *args: Any) -> Any:
         keys = self._keys

@@ -11,6 +11,7 @@ from torch import fx
 from trainkit.errors import TrainingError, TrainkitError
 from trainkit.frames import first_line
 from trainkit.numerics.generators import GENERATORS_LOCK, HostStates, generators_of
+from trainkit.strategies.core.graphs.pooling import keep_pool_kernels
 from trainkit.strategies.step_values import GraphSettings
 
 _MOST_GRAPHS: Final = 64
@@ -57,9 +58,12 @@ class WholeGraph:
         function: takes tensors, and values that contain tensors.
         settings: backend and mode of torch.compile.
         device: of the tensors.
+        is_joint: whether the function computes gradients as well.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: GraphSettings, device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[..., Any], settings: GraphSettings, device: torch.device, *, is_joint: bool
+    ) -> None:
         from torch._dynamo import config, exc, lookup_backend  # noqa: PLC0415 - slow to import, and most runs need none
 
         self._untraceable = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
@@ -75,6 +79,7 @@ class WholeGraph:
             options = {"config_patches": list_mode_options(settings.mode)}
 
         def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            keep_pool_kernels(graph, is_joint=is_joint)
             made: Callable[..., Any] = lookup_backend(settings.backend)(graph, inputs, **options)
             self._drawn = drawing_operation(graph)
             if self._before is None:

@@ -114,7 +114,8 @@ class ShardGraph:
             replica.keys.silence(silent=False)
             before.restore()
             attributes.restore()
-        self.is_joint = replica.device.type == "cpu" and counter.get_total_flops() < _FEW_OPERATIONS
+        few = counter.get_total_flops() < _FEW_OPERATIONS
+        self.is_joint = replica.device.type == "cpu" and (few or _has_channels_last(replica.model))
         return found
 
     def _make(self) -> None:
@@ -126,7 +127,8 @@ class ShardGraph:
             return loss.loss_sum, loss.weight, loss.extra, None if loss.terms is None else dict(loss.terms)
 
         joint = ShardGradients(replica, self._training, used=None, by_others=True)
-        self._graph = WholeGraph(joint if self.is_joint else losses, self._settings, replica.device)
+        function = joint if self.is_joint else losses
+        self._graph = WholeGraph(function, self._settings, replica.device, is_joint=self.is_joint)
 
     def run(self, *args: Any) -> Any:
         """Run the graph; None where it cannot be one, now or any more: blocks are compiled then."""
@@ -141,6 +143,14 @@ class ShardGraph:
     def seed(self, factor: float) -> Tensor:
         """Return the start gradient of backward."""
         return self._replica.backward_seed(factor, self._like)
+
+
+def _has_channels_last(model: nn.Module) -> bool:
+    """Return whether the channels of a weight lie last: a backward graph of its own would copy gradients."""
+    last = torch.channels_last
+    return any(
+        p.dim() == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=last) for p in model.parameters()
+    )
 
 
 def _has_own_derivative(loss: Tensor) -> bool:

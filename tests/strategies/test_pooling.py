@@ -1,0 +1,69 @@
+"""Max pools of compiled graphs on a CPU: torch's kernels inside of an operator, with torch's numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainkit.strategies.core.graphs import pooling
+from trainkit.strategies.core.graphs.pooling import keep_pool_kernels, settings_of
+
+LAST = torch.channels_last
+SETTINGS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((2,), {}), (((3, 2),), {"stride": 2, "padding": (1, 0)}), ((2, 1), {"dilation": 2}), ((3,), {"ceil_mode": True}),
+]  # fmt: skip
+
+
+def gradients(pool: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = inputs.clone(memory_format=torch.preserve_format).requires_grad_()
+    outputs = pool(leaf)
+    outputs.square().sum().backward()
+    assert leaf.grad is not None
+    return outputs.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, LAST], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels", [1, 16])
+@pytest.mark.parametrize(("args", "kwargs"), SETTINGS)
+def test_the_operator_has_the_bits_of_torch(args: Any, kwargs: Any, channels: int, memory_format: Any) -> None:
+    inputs = torch.randn(3, channels, 9, 7).round(decimals=1).contiguous(memory_format=memory_format)  # with ties
+    settings = settings_of(*args, **kwargs)
+    own = gradients(lambda leaf: torch.ops.trainkit.max_pool2d(leaf, *settings)[0], inputs)
+    plain = gradients(lambda leaf: nn.functional.max_pool2d(leaf, *args, **kwargs), inputs)
+    for one, other in zip(own, plain, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+
+
+class Pools(nn.Module):
+    """A module and two functions that pool, and one that also returns places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = torch.max_pool2d(nn.functional.max_pool2d(self.pool(inputs), 2, stride=1), 2)
+        return found + nn.functional.max_pool2d(found, 1, return_indices=True)[0]
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize(
+    ("memory_format", "is_joint", "replaced"), [(LAST, False, 3), (None, True, 3), (None, False, 0)]
+)
+def test_pools_whose_compiled_code_is_slow_are_replaced(
+    memory_format: Any, is_joint: bool, replaced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooling, "_LEAST_ELEMENTS", 1)
+    counts = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        keep_pool_kernels(graph, is_joint=is_joint)
+        counts.append(sum("trainkit" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    inputs = torch.randn(2, 8, 17, 16).contiguous(memory_format=memory_format or torch.contiguous_format)
+    found = torch.compile(Pools(), backend=backend, fullgraph=True)(inputs)
+    assert counts == [replaced]
+    assert torch.equal(found, Pools()(inputs))
