@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 __all__ = [
+    "OnlyWith",
     "Tag",
     "Tagged",
     "Unit",
@@ -102,6 +103,32 @@ def unit(name: str) -> Unit:
 
 secret: Final = _Secret()
 """Marks a field whose value is neither written nor printed, in addition to its tag."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlyWith:
+    """Keys of a class that have an effect only where another of its keys has one value.
+
+    A class declares them as `only_with: ClassVar[OnlyWith]`: elsewhere they are no part of its fingerprint.
+
+    Example:
+        >>> scaling = OnlyWith(keys=("scale",), key="value", value="fp16_mixed", reason="has no effect.")
+        >>> scaling.unused({"value": "fp32", "scale": 2.0}), scaling.unused({"value": "fp16_mixed", "scale": 2.0})
+        (('scale',), ())
+    """
+
+    keys: tuple[str, ...]
+    """These keys."""
+    key: str
+    """The key that decides."""
+    value: object
+    """Its value with which they have an effect."""
+    reason: str
+    """What to say of one that has none."""
+
+    def unused(self, node: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return which of these keys a node of the config holds without effect."""
+        return () if node.get(self.key) == self.value else tuple(name for name in self.keys if name in node)
 
 
 def secret_fields(target: Callable[..., Any]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -17,10 +17,21 @@ __all__ = ["EngineLauncher"]
 class EngineLauncher(Launcher):
     """Runs each job with a backend, and keeps the leaderboard of the sweep."""
 
+    submits_single_runs = True
+    """Whether it runs single runs, too."""
+
     def __init__(self, launcher: str, **keys: Any) -> None:
         self._launcher, self._keys = launcher, keys
         self.launching: Any = None
         """`trainkit.sweeps.backends.launching.EngineLaunching`, for sweepers that choose jobs as others end."""
+
+    @staticmethod
+    def unused_keys(launcher: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the keys of `sweep` about sharing this machine: another system starts the jobs."""
+        del sweep
+        if launcher in _KEYS:
+            reason = f"has no effect with hydra/launcher={launcher}: it is for slots. Give hydra.launcher.jobs_at_once."
+            yield from ((name, reason) for name in ("slots", "jobs_per_device"))
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store what the jobs need; a job is a command, so the task function is not used."""

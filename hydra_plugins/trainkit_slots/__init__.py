@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -17,9 +17,20 @@ __all__ = ["SlotsLauncher"]
 class SlotsLauncher(Launcher):
     """Starts each job in a process and on slots of its own, and keeps the leaderboard of the sweep."""
 
+    submits_single_runs = False
+    """Whether it runs single runs, too: one that is no sweep trains in this process."""
+
     def __init__(self) -> None:
         self.launching: Any = None
         """`trainkit.sweeps.launching.Launching`, which creates and runs jobs for trainkit's searches."""
+
+    @staticmethod
+    def unused_keys(launcher: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the keys of `sweep` that another launcher does not read, and why they have no effect there."""
+        del sweep
+        if launcher != "slots":
+            reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
+            yield from ((name, reason) for name in ("resume", "slots", "jobs_per_device", "retries", "on_error"))
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store what the jobs need; a job is a command, so the task function is not used."""

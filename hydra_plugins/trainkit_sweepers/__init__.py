@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -12,6 +13,17 @@ from omegaconf import DictConfig
 __all__ = ["TrainkitSweeper"]
 
 
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "trials": ("random", "optuna", "halving"),
+    "seed": ("random", "optuna", "halving"),
+    "pruner": ("optuna",),
+    "min_steps": ("optuna",),
+    "reduction": ("halving", "optuna"),
+    "rungs": ("halving",),
+}
+"""Key of `sweep` -> the choices of hydra/sweeper that read it."""
+
+
 class TrainkitSweeper(Sweeper):
     """Passes the points of a sweep to the launcher; `trainkit.sweeps.spaces` computes the points."""
 
@@ -19,6 +31,20 @@ class TrainkitSweeper(Sweeper):
         self._kind = kind
         self._context: HydraContext | None = None
         self._launcher: Any = None
+
+    @staticmethod
+    def unused_keys(sweeper: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the keys of `sweep` that a sweeper does not read, and those that another key makes ineffective."""
+        for name, readers in _READERS.items():
+            if sweeper not in readers:
+                yield name, f"has no effect with hydra/sweeper={sweeper}: it is for {', '.join(readers)}."
+        pruner = sweep.get("pruner")
+        if sweeper == "optuna" and pruner != "hyperband":
+            yield "reduction", "has no effect without sweep.pruner=hyperband."
+        if sweeper == "optuna" and pruner == "none":
+            yield "min_steps", "has no effect with sweep.pruner=none: every job takes all its steps."
+        if sweeper == "halving" and sweep.get("trials") is None:
+            yield "seed", "has no effect without sweep.trials: the whole grid is tried."
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Create the launcher."""

@@ -14,6 +14,7 @@ from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
+from trainkit.config.check.unused_keys import unused_keys
 from trainkit.config.compose import compose
 from trainkit.config.compose.jobs import hydra_config, run_job
 from trainkit.config.yaml_files import shipped_conf
@@ -121,6 +122,14 @@ def test_the_cluster_chooses_the_launcher_and_the_command_line_another(tmp_path:
     assert hydra_config(compose(["recipe=null", "hydra/launcher=basic"])).hydra.launcher._target_.endswith(
         "BasicLauncher"
     )
+
+
+def test_a_cluster_that_chooses_no_launcher_has_hydras_which_reads_no_key_of_the_sweep() -> None:
+    composed = compose(["recipe=null", "cluster=null", "sweep.retries=2"])
+    assert hydra_config(composed).hydra.launcher._target_.endswith("BasicLauncher")
+    assert [str(one) for one in unused_keys(composed, multirun=True)[0]] == [
+        "sweep.retries=2: has no effect with hydra/launcher=basic: it is for slots. (command line)"
+    ]
 
 
 def test_hydra_takes_no_typo_in_a_users_file(

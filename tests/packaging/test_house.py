@@ -24,6 +24,20 @@ def test_no_old_name_is_left() -> None:
     assert [*words.found_names(words.NAMES), *words.found_modules()] == []
 
 
+def test_what_checks_configs_and_explains_a_full_memory_knows_no_choice_by_name() -> None:
+    choices = {file.stem for group in ("strategy", "precision") for file in ROOT.glob(f"conf/{group}/*.yaml")}
+    choices |= {"basic", "slots", "joblib", "ray", "submitit_local", "submitit_slurm"}  # hydra/launcher
+    choices |= {"grid", "random", "optuna", "halving"}  # hydra/sweeper
+    asking = ("trainkit/config/", "trainkit/run/planning/", "trainkit/run/estimates/remedies")
+    assert [
+        f"{path}:{node.lineno} {node.value}"
+        for path, tree in trees().items()
+        if path.startswith(asking)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in choices
+    ] == []
+
+
 def test_files_and_functions_are_short() -> None:
     assert {path for path in trees() if len((ROOT / path).read_text().splitlines()) > 400} == set()
     assert {

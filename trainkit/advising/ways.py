@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Final
 
-_STRATEGIES: Final[Mapping[str, Callable[[int], tuple[str, ...]]]] = {
-    "one_device": lambda _: ("strategy=one_device",),
-    "mirrored": lambda count: ("strategy=mirrored", f"strategy.replicas={count}"),
-    "fsdp": lambda count: ("strategy=fsdp", f"strategy.replicas={count}"),
-    "tensor_parallel": lambda count: ("strategy=tensor_parallel", "strategy.replicas=1", f"strategy.degree={count}"),
-    "pipeline": lambda count: ("strategy=pipeline", "strategy.replicas=1", f"strategy.stages={count}"),
-}
-"""Strategy -> its overrides on so many devices, from the simplest strategy on."""
+from trainkit.strategies.shipped import SpreadsOver, shipped_strategies
+
 NOT_TRIED: Final = (
     "central_storage, parameter_server, local_sgd and device_map are not tried: they serve servers, slow links and "
     "models that one process cuts (docs/which-strategy.md)."
@@ -24,6 +19,12 @@ NOT_TRIED: Final = (
 
 _FEW: Final = 8
 _MOST_COUNTS: Final = 3
+
+
+@cache
+def _strategies() -> Mapping[str, type[SpreadsOver]]:
+    """Return the strategies that are tried, the simplest first."""
+    return {one.name: one.kind for one in shipped_strategies() if issubclass(one.kind, SpreadsOver)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,8 @@ class Way:
     @property
     def order(self) -> tuple[int, int, bool]:
         """The place from the simplest way on: fewer devices, a simpler strategy, the precision of the config."""
-        places = list(_STRATEGIES)
-        return self.devices, places.index(self.strategy) if self.strategy else 0, bool(self.precision)
+        place = list(_strategies()).index(self.strategy) if self.strategy else 0
+        return self.devices, place, bool(self.precision)
 
 
 Family = tuple[Way, ...]
@@ -63,18 +64,24 @@ def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...])
         >>> [" ".join(way.overrides) for way in found[1]]
         ['strategy=mirrored strategy.replicas=2', 'strategy=mirrored strategy.replicas=4']
     """
-    for precision, name in product(("", *precisions), ("",) if strategy_given else _STRATEGIES):
+    for precision, name in product(("", *precisions), ("",) if strategy_given else _strategies()):
         added = (f"precision={precision}",) if precision else ()
         if strategy_given:
             yield (Way(strategy="", devices=0, precision=precision, overrides=added),)
             continue
-        counts = [1] if name == "one_device" else _counts(devices)
+        counts = _counts(devices) if _strategies()[name].spread_over(1) else [1]
         found = tuple(
-            Way(strategy=name, devices=count, precision=precision, overrides=(*_STRATEGIES[name](count), *added))
+            Way(strategy=name, devices=count, precision=precision, overrides=(*_on(name, count), *added))
             for count in counts
         )
         if found:
             yield found
+
+
+def _on(name: str, count: int) -> tuple[str, ...]:
+    """Return the overrides of a strategy on so many devices."""
+    keys = _strategies()[name].spread_over(count)
+    return f"strategy={name}", *(f"strategy.{key}={value}" for key, value in keys.items())
 
 
 def _counts(devices: int) -> list[int]:

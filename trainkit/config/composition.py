@@ -58,7 +58,9 @@ class Composition:
     hydra: Mapping[str, Any] = field(default_factory=dict)
     """What the files set below `hydra`."""
     hydra_choices: Mapping[str, str] = field(default_factory=dict)
-    """Hydra's own groups for which files select a choice, such as `hydra/launcher`."""
+    """The choices of Hydra's own groups, such as `hydra/launcher`, without those of the arguments."""
+    launcher_takes_single_runs: bool = False
+    """Whether the launcher among them starts single runs, too."""
     config_dirs: tuple[Path, ...] = ()
     """The user's config folders."""
     packages: tuple[str, ...] = ()
@@ -110,12 +112,12 @@ class Composition:
     @property
     def sweeper(self) -> str:
         """The choice of hydra/sweeper, which decides the points of a sweep."""
-        return self._hydra_setting("hydra/sweeper") or self.hydra_choices.get("hydra/sweeper", "basic")
+        return self._hydra_setting("hydra/sweeper") or self.hydra_choices.get("hydra/sweeper", "")
 
     @property
     def launcher(self) -> str:
         """The choice of hydra/launcher, which starts the jobs of a sweep."""
-        return self._hydra_setting("hydra/launcher") or self.hydra_choices.get("hydra/launcher", "slots")
+        return self._hydra_setting("hydra/launcher") or self.hydra_choices.get("hydra/launcher", "")
 
     def _hydra_setting(self, key: str) -> str:
         """Return the last value that the arguments give to a key of Hydra, or an empty text."""
@@ -132,7 +134,7 @@ class Composition:
         """Whether the cluster's launcher also submits single runs; the job itself has hydra.mode=RUN."""
         if mode := self._hydra_setting("hydra.mode"):
             return mode == "MULTIRUN"
-        return self.hydra_choices.get("hydra/launcher", "slots") not in ("slots", "basic")
+        return self.launcher_takes_single_runs
 
     @property
     def is_sweep(self) -> bool:

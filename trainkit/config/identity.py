@@ -26,12 +26,10 @@ from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement, tags_of
+from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tags_of
 from trainkit.moved import with_original_targets
 from trainkit.redaction import REDACTED, variable_of
 
-SCALING_KEYS: Final = ("initial_scale", "growth_interval", "min_scale", "max_overflows")
-"""Keys of a precision that only loss scaling reads."""
 _PLACES: Final = ("strategy", "cluster")
 """Groups whose choice is placement (where a training runs), unless the class declares otherwise."""
 
@@ -158,11 +156,15 @@ def _is_unused(cfg: RunConfig, path: KeyPath) -> bool:
         return not cfg.numerics.reproducible
     if path == ("lr_scaling", "rule"):
         return cfg.lr_scaling.reference_batch is None
-    if path[0] == "precision" and path[-1] in SCALING_KEYS:
-        return cfg.precision.get("value") != "fp16_mixed"
     if path == ("warmup", "start"):
         return not cfg.warmup.epochs and not cfg.warmup.steps
-    return path in (("warmup", "epochs"), ("warmup", "steps")) and not getattr(cfg.warmup, path[1])
+    if path in (("warmup", "epochs"), ("warmup", "steps")):
+        return not getattr(cfg.warmup, path[1])
+    if path[0] not in GROUPS or path[0] in LIST_GROUPS:
+        return False
+    node = getattr(cfg, path[0])
+    only_with = getattr(_target_of(node), "only_with", None)
+    return isinstance(only_with, OnlyWith) and path[1] in only_with.unused(node)
 
 
 def _neutral(value: Any, tag: Tagged) -> bool:

@@ -173,9 +173,9 @@ def expected(hint: Any) -> str:
     arguments = typing.get_args(hint)
     words: dict[str | None, Callable[[], str]] = {
         "scalar": lambda: _NAMES[hint],
-        "literal": lambda: _either(yaml_text(choice) for choice in arguments),
-        "union": lambda: _either(expected(member) for member in arguments if _kind(plain(member))),
-        "enum": lambda: _either(str(member.value) for member in hint),
+        "literal": lambda: either(yaml_text(choice) for choice in arguments),
+        "union": lambda: either(expected(member) for member in arguments if _kind(plain(member))),
+        "enum": lambda: either(str(member.value) for member in hint),
         "path": lambda: "a path",
         "list": lambda: _expected_items(arguments),
         "section": lambda: f"a mapping with the keys {', '.join(field.name for field in fields(hint))}",
@@ -299,7 +299,8 @@ def _words(hint: Any) -> list[str]:
     )
 
 
-def _either(words: Iterable[str]) -> str:
+def either(words: Iterable[str]) -> str:
+    """Return words as a text, `a, b or c`."""
     found = list(dict.fromkeys(words))
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 

@@ -108,7 +108,7 @@ def _parsed(file: Path, text: str) -> Document:
         check_bounds(text)
         root = loader.get_single_node()
         if root is None:
-            return Document(file=file, values={}, lines={}, package=_package_in(text))
+            return Document(file=file, values={}, lines={}, package=_header(text, r"package\s+(\S+)"))
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError([Problem(key=file.name, rule="must hold keys and values.", origin=f"{file}:1")])
         lines: dict[KeyPath, int] = {}
@@ -131,7 +131,7 @@ def _parsed(file: Path, text: str) -> Document:
         gotchas=tuple(gotcha for gotcha in gotchas if gotcha.path[:1] != ("defaults",)),
         defaults=defaults,
         defaults_lines=item_lines,
-        package=_package_in(text),
+        package=_header(text, r"package\s+(\S+)"),
     )
 
 
@@ -240,13 +240,21 @@ def is_choice_path(path: str) -> bool:
     return all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/"))
 
 
-def _package_in(text: str) -> str | None:
+def _header(text: str, shape: str) -> str | None:
+    """Return what a comment of this shape gives, `# @...`, which stands above all keys."""
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
             return None
-        if match := re.fullmatch(r"#\s*@package\s+(\S+)\s*", line):
+        if match := re.fullmatch(rf"#\s*@{shape}\s*", line):
             return match[1]
     return None
+
+
+def hint_for_word(word: str) -> str | None:
+    """Return what to write instead of a word of other libraries; a shipped choice says it: `# @word WORD HINT`."""
+    files = sorted(shipped_conf().glob("*/*.yaml"))
+    hints = (_header(_text_of(file), rf"word\s+{re.escape(word)}\s+(\S.*?)") for file in files)
+    return next(filter(None, hints), None)
 
 
 def _syntax_problem(file: Path, error: yaml.YAMLError) -> Problem:

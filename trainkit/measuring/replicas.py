@@ -26,7 +26,8 @@ from trainkit.scaling.answers import Remediable
 from trainkit.scaling.fit import Point
 from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
 from trainkit.strategies.base import Strategy
-from trainkit.strategies.scaling import Scaled, scaled
+from trainkit.strategies.scaling import Scaled, ScalesOut, scaled
+from trainkit.strategies.shipped import names_of
 from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
 
 SHARES: Final = (1, 2, 4, 16, 64, 256)
@@ -123,8 +124,8 @@ def scalable(cfg: RunConfig) -> Scalable:
     if scaled(plan.components.strategy, 2, plan.facts) is None:
         name = cfg.strategy["_target_"].rpartition(".")[2]
         rule = (
-            f"{name} has one replica, or an exchange that scale has no figures for. Use mirrored, "
-            "multi_worker_mirrored, fsdp or parameter_server; --simulate needs none of them."
+            f"{name} has one replica, or an exchange that scale has no figures for. Use "
+            f"{names_of(lambda kind: issubclass(kind, ScalesOut))}; --simulate needs none of them."
         )
         raise ConfigError([Problem(key="strategy", rule=rule)])
     what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan), cores=num_cores())

@@ -6,17 +6,28 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from trainkit.errors import LossScaleError
+from trainkit.fields import OnlyWith
+from trainkit.numerics.loss_scaling import KEYS, SCALED
 
 _NOTHING: Final = nullcontext()
 
 Value = Literal["fp64", "fp32", "tf32", "bf16", "bf16_mixed", "fp16_mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Narrower:
+    """A precision that needs less memory than another one."""
+
+    value: Value
+    saves: str
+    """What it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,9 @@ class Precision:
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740; Kalamkar et al. 2019, arXiv:1905.12322.
     """
+
+    only_with: ClassVar[OnlyWith] = KEYS
+    """The keys that only loss scaling reads."""
 
     value: Value = "fp32"
     """The name of the precision."""
@@ -61,6 +75,23 @@ class Precision:
         """The dtype of matrix products."""
         mixed = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
         return mixed.get(self.value, self.model_dtype)
+
+    @property
+    def narrower(self) -> Narrower | None:
+        """The next precision that needs less memory; None where there is none, or where it saves little."""
+        if self.value == "fp64":
+            return Narrower("fp32", "half of everything")
+        if self.compute_dtype is torch.float32:
+            return Narrower("bf16_mixed", "about half of the activations")
+        return None
+
+    def rule_without_cuda(self) -> str | None:
+        """Return what a config should say instead on a machine without CUDA GPUs; None where this precision has an
+        effect there.
+        """
+        if self.value != "tf32":
+            return None
+        return "is a mode of CUDA GPUs, and there is none here. Use precision=fp32."
 
     def autocast(self, device_types: Sequence[str]) -> AbstractContextManager[Any]:
         """Return the context of a forward pass and its loss, on devices of these types."""
@@ -102,7 +133,7 @@ class Precision:
 
     def loss_scale(self) -> LossScale:
         """Return the loss scale of a new run; constant 1 if nothing can overflow."""
-        if self.value != "fp16_mixed":
+        if self.value != SCALED:
             return LossScale(scale=1.0)
         scaling = Scaling(
             growth_interval=self.growth_interval, min_scale=self.min_scale, max_overflows=self.max_overflows

@@ -172,6 +172,8 @@ class StagePart:
 class Traits:
     """The properties of a strategy that do not depend on its fields."""
 
+    place: int = 9
+    """Where texts that list strategies name it: smaller numbers first, from the simplest strategy on."""
     elastic: bool = False
     """Whether a run may continue with fewer of its tasks, and later with all: every rank holds the whole state."""
     compiles: Compiles = "blocks"

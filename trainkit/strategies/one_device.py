@@ -34,13 +34,18 @@ class OneDevice(Strategy):
     """
 
     traits: ClassVar[Traits] = Traits(
-        compiles="model", several_optimizers=True, converts=True, compiles_step=True, shows_gradients=True
+        place=0, compiles="model", several_optimizers=True, converts=True, compiles_step=True, shows_gradients=True
     )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
     device: Annotated[str, placement] = "auto"
     """`auto` (the first GPU, else the CPU), `cpu`, `cuda:1`, `/gpu:1`."""
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:  # noqa: ARG003 - one device
+        """Return no keys."""
+        return {}
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: a device that does not exist, and processes that have no work."""

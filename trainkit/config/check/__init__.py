@@ -21,6 +21,7 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_pack
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, optimizer_limits, target_problems, unchecked_keys
 from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
+from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
 
 __all__ = [
@@ -167,16 +168,9 @@ def _run_level(composition: Composition, kind: Any, values: Mapping[str, Any], p
             yield composition.problem(inner, rule, value=value)
 
 
-_MEANT: Final = {
-    "device_map": "no such key. Did you mean strategy.map? It is a key of strategy=device_map (one replica over "
-    "several devices) and of strategy=mirrored (several replicas)."
-}
-"""Word that other libraries use -> the rule that names the key of this one."""
-
-
 def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Composition) -> str:
-    if not path and name in _MEANT:
-        return _MEANT[name]
+    if not path and (hint := hint_for_word(name)):
+        return f"no such key. {hint}"
     near = closest(name, hints)
     if near is None and not path:
         sections = {key: hint for key, hint in hints.items() if is_dataclass(plain(hint))}

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from trainkit.config.composition import Composition, Level, lookup, path_of
-from trainkit.config.identity import SCALING_KEYS
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.loss_scaling import KEYS as SCALING_KEYS
 
 
 def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
@@ -26,9 +26,8 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
     problems: list[Problem] = []
     notes: list[str] = []
     values = composition.values
-    searching = unused_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
-    launching = _unused_launcher_keys(composition.launcher) if multirun else ()
-    for key, rule in (*_ineffective(values, multirun=multirun), *searching, *launching):
+    sweeping = _unused_by_plugins(composition) if multirun else ()
+    for key, rule in (*_ineffective(values, multirun=multirun), *sweeping):
         origin = composition.origin(key)
         problem = composition.problem(key, rule, value=_value(composition, key))
         if origin.level is Level.command_line:
@@ -103,9 +102,16 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
         yield from ((f"sweep.{name}", "has no effect without -m.") for name in values["sweep"])
     elif values["sweep"]["resume"] is not None:
         yield "sweep.name", "has no effect beside sweep.resume, which names the folder."
-    if values["precision"].get("value") != "fp16_mixed":
-        reason = "has no effect: only precision=fp16_mixed scales its loss."
-        yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
+    yield from ((f"precision.{name}", SCALING_KEYS.reason) for name in SCALING_KEYS.unused(values["precision"]))
+
+
+def _unused_by_plugins(composition: Composition) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a sweep that have no effect with its sweeper or its launcher, which say so themselves."""
+    from trainkit.config.compose.plugins import unused_sweep_keys  # noqa: PLC0415 - for sweeps only: imports Hydra
+
+    sweep = composition.values["sweep"]
+    for group, choice in (("hydra/sweeper", composition.sweeper), ("hydra/launcher", composition.launcher)):
+        yield from ((f"sweep.{name}", reason) for name, reason in unused_sweep_keys(group, choice, sweep))
 
 
 def _unused_numerics_keys(numerics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -115,23 +121,6 @@ def _unused_numerics_keys(numerics: Mapping[str, Any]) -> Iterator[tuple[str, st
     if numerics["on_nonfinite"] != "skip":
         limits = ("max_skips_in_a_row", "max_skipped_share")
         yield from ((f"numerics.{name}", "has no effect without numerics.on_nonfinite=skip.") for name in limits)
-
-
-_ENGINES: Final = ("joblib", "ray", "submitit_local", "submitit_slurm")
-"""Launchers of trainkit that submit jobs to another system."""
-
-
-def _unused_launcher_keys(launcher: str) -> Iterator[tuple[str, str]]:
-    """Yield unused keys about sharing this machine between jobs, where another system starts the jobs."""
-    reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
-    if launcher in _ENGINES:
-        yield from ((f"sweep.{name}", f"{reason} Give hydra.launcher.jobs_at_once.") for name in _SHARES)
-    elif launcher != "slots":
-        names = ("resume", *_SHARES, "retries", "on_error")
-        yield from ((f"sweep.{name}", reason) for name in names)
-
-
-_SHARES: Final = ("slots", "jobs_per_device")
 
 
 def _unused_schedule_keys(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -165,7 +154,7 @@ def _hydra_sweep_keys(composition: Composition) -> Iterator[Problem]:
 
 
 def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from trainkit.config.targets.build import hooks_in, resolve_target  # noqa: PLC0415 - imports targets: second phase only
+    from trainkit.config.targets.build import build, hooks_in, resolve_target  # noqa: PLC0415 - imports targets: second phase only
 
     loader = values["loader"]
     dataset = resolve_target(values["data"]["_target_"])
@@ -177,8 +166,8 @@ def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         reason = "has no effect: the dataset is in memory. With loader.cache=false its samples are read one by one."
         yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))
     if not _cuda():
-        if values["precision"].get("value") == "tf32":
-            yield "precision", "is a mode of CUDA GPUs, and there is none here. Use precision=fp32."
+        if rule := build(values["precision"], "precision").rule_without_cuda():
+            yield "precision", rule
         if loader["pin_memory"] is True:
             yield "loader.pin_memory", "has no effect: there is no CUDA GPU here to copy to."
 
@@ -217,37 +206,3 @@ def _cuda() -> bool:
     import torch  # noqa: PLC0415 - second phase only
 
     return torch.cuda.is_available()
-
-
-_READERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "trials": ("random", "optuna", "halving"),
-    "seed": ("random", "optuna", "halving"),
-    "pruner": ("optuna",),
-    "min_steps": ("optuna",),
-    "reduction": ("halving", "optuna"),
-    "rungs": ("halving",),
-}
-"""Key of `sweep` -> the choices of hydra/sweeper that read it."""
-
-
-def unused_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a search that have no effect with this sweeper, and why.
-
-    Example:
-        >>> dict(unused_search_keys({}, sweeper="random", multirun=True))["sweep.rungs"]
-        'has no effect with hydra/sweeper=random: it is for halving.'
-    """
-    for name, readers in _READERS.items():
-        if not multirun:
-            yield f"sweep.{name}", "has no effect without -m."
-        elif sweeper not in readers:
-            yield f"sweep.{name}", f"has no effect with hydra/sweeper={sweeper}: it is for {', '.join(readers)}."
-    if not multirun or sweeper not in ("optuna", "halving"):
-        return
-    pruner = sweep.get("pruner")
-    if sweeper == "optuna" and pruner != "hyperband":
-        yield "sweep.reduction", "has no effect without sweep.pruner=hyperband."
-    if sweeper == "optuna" and pruner == "none":
-        yield "sweep.min_steps", "has no effect with sweep.pruner=none: every job takes all its steps."
-    if sweeper == "halving" and sweep.get("trials") is None:
-        yield "sweep.seed", "has no effect without sweep.trials: the whole grid is tried."

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.compose.files import CONFIG, Repository, SearchPath, group_in, hydra_state, is_about_hydra
 from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, shown
+from trainkit.config.compose.plugins import submits_single_runs, usual_choices
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.grammar import COMMAND_LINE, key_of
@@ -143,7 +144,8 @@ class CompositionBuilder:
             overrides=tuple(item.input_line or "" for item in self.parsed if not item.is_hydra_override()),
             hydra_overrides=tuple(item.input_line or "" for item in about_hydra),
             hydra=hydra,
-            hydra_choices=_hydra_choices(files),
+            hydra_choices=(hydra_choices := _hydra_choices(files)),
+            launcher_takes_single_runs=submits_single_runs(hydra_choices["hydra/launcher"]),
             config_dirs=self.composer.config_dirs,
             packages=self.composer.packages,
             notes=tuple(layers.notes),
@@ -338,9 +340,9 @@ def _is_of_schema(path: KeyPath) -> bool:
 
 
 def _hydra_choices(files: Sequence[ConfigFile]) -> dict[str, str]:
-    """Return the choices that files make for Hydra's own groups; the file of highest precedence decides."""
+    """Return the choices of Hydra's own groups; the file of highest precedence decides, or else Hydra."""
     items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
-    return {group_in(str(key)): value for item in items for key, value in item.items()}
+    return usual_choices() | {group_in(str(key)): value for item in items for key, value in item.items()}
 
 
 def _names(value: Any) -> list[str]:

@@ -167,11 +167,11 @@ def _sharded(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
 
 
 def _narrower(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
-    names = {"fp64": ("fp32",), "fp32": ("bf16_mixed",), "tf32": ("bf16_mixed",)}
-    for name in names.get(plan.components.precision.value, ()):
-        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": name})
+    narrower = plan.components.precision.narrower
+    if narrower is not None:
+        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": narrower.value})
         price = "other rounding: compare the results"
-        yield _Change(overrides=f"precision={name}", price=price, cfg=cfg)
+        yield _Change(overrides=f"precision={narrower.value}", price=price, cfg=cfg)
 
 
 def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:

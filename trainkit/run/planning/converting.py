@@ -7,6 +7,7 @@ from torch import nn
 from trainkit.adapters.float8 import Float8
 from trainkit.errors import Problem
 from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.strategies.shipped import names_of
 
 
 def output_name(model: nn.Module) -> str | None:
@@ -36,10 +37,8 @@ def conversion_problems(
         converts: whether the strategy takes converted layers.
     """
     if not converts:
-        rule = (
-            f"strategy={strategy} takes no converted layers. Use convert=none, or one_device, mirrored, "
-            "multi_worker_mirrored or fsdp."
-        )
+        others = names_of(lambda kind: kind.traits.converts)
+        rule = f"strategy={strategy} takes no converted layers. Use convert=none, or {others}."
         return [Problem(key="convert", value="float8", rule=rule)]
     return conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
 

@@ -17,6 +17,7 @@ from trainkit.numerics.schedules import LearningRate, Schedule
 from trainkit.objectives.base import Objective
 from trainkit.run.planning.build import make_optimizer, parameter_matches
 from trainkit.strategies.base import NamedOptimizer, Phase, PlanContext, Strategy
+from trainkit.strategies.shipped import names_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]
         return []
     rule = (
         f"names {', '.join(context.optimizers)}, and {type(strategy).__name__} updates all parameters by one "
-        "optimizer. Use strategy=one_device, mirrored, multi_worker_mirrored or fsdp."
+        f"optimizer. Use strategy={names_of(lambda kind: kind.traits.several_optimizers)}."
     )
     return [Problem(key="optimizers", rule=rule)]
 

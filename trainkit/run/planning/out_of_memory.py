@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-import torch
-
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
-from trainkit.config.targets.build import build, resolve_target
-from trainkit.config.yaml_files import read_document, shipped_conf
+from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
 from trainkit.frames import first_line
 from trainkit.run.planning.build import model_transforms_of
@@ -30,6 +27,7 @@ from trainkit.storage import num_bytes
 from trainkit.strategies.capabilities import traits_here, validate_model
 from trainkit.strategies.memory_capabilities import ShardsModel
 from trainkit.strategies.model_transforms import shaping_problems
+from trainkit.strategies.shipped import shipped_strategies
 
 _FEWEST: Final = 3
 """Number of remedies to name, if there are so many."""
@@ -149,14 +147,13 @@ def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig
     """
     if count < 2 or plan.components.strategy.traits.is_sharded:
         return
-    for file in sorted((shipped_conf() / "strategy").glob("*.yaml")):
-        target = read_document(file).values[TARGET]
-        if not issubclass(kind := resolve_target(target), ShardsModel):
+    for name, target, kind in shipped_strategies():
+        if not issubclass(kind, ShardsModel):
             continue
         keys = kind.sharded_over(count)
         cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
         given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
-        yield f"strategy={file.stem} {given}{more}", cfg
+        yield f"strategy={name} {given}{more}", cfg
 
 
 def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
@@ -173,11 +170,9 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
 
 
 def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
-    precision = plan.components.precision
-    if precision.value == "fp64":
-        yield _Remedy(overrides="precision=fp32", effect="half of everything")
-    elif precision.compute_dtype is torch.float32:
-        yield _Remedy(overrides="precision=bf16_mixed", effect="about half of the activations")
+    narrower = plan.components.precision.narrower
+    if narrower is not None:
+        yield _Remedy(overrides=f"precision={narrower.value}", effect=narrower.saves)
 
 
 def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
+from trainkit.strategies import ALL_DEVICES
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.trainer.events import Callback, kind_of
@@ -69,7 +70,7 @@ def refuse_unlike(tensors: Mapping[str, Tensor], ranks: Collective) -> None:
             named = unlike.split("/")[1]
             raise TrainingError(
                 f"the state of the callback {named} holds other tensors on rank {rank} than on rank 0, whose state is "
-                "saved. Keep what is the same on every rank, or use strategy=mirrored."
+                f"saved. Keep what is the same on every rank, or use {ALL_DEVICES}."
             )
 
 

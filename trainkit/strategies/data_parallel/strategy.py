@@ -117,7 +117,13 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     """
 
     traits: ClassVar[Traits] = Traits(
-        elastic=True, compiles="model", several_optimizers=True, converts=True, compiles_step=True, shows_gradients=True
+        place=1,
+        elastic=True,
+        compiles="model",
+        several_optimizers=True,
+        converts=True,
+        compiles_step=True,
+        shows_gradients=True,
     )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
@@ -323,6 +329,11 @@ class Mirrored(DataParallel):
     """
 
     alone_as_one_device: ClassVar[bool] = True
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return the number of replicas, each on a device."""
+        return {"replicas": count}
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return the problems of any data-parallel strategy, and that of a launch on more than one host."""

@@ -63,6 +63,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
 
     alone_as_one_device: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
+        place=2,
         supports_meta_init=True,
         is_sharded=True,
         forward_is_collective=True,
@@ -132,6 +133,11 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
                 rule = f"no module of the model is of this class. {hint}"
                 found.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return found
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return the number of replicas, each on a device."""
+        return cls.sharded_over(count)
 
     @classmethod
     def sharded_over(cls, count: int) -> dict[str, int]:

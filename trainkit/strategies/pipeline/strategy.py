@@ -113,7 +113,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         (2, 8)
     """
 
-    traits: ClassVar[Traits] = Traits(supports_meta_init=True, is_sharded=True, forward_is_collective=True)
+    traits: ClassVar[Traits] = Traits(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
     """Copies of the whole pipeline; auto: as many as the GPUs of this host make up; in a launch, its ranks."""
@@ -223,6 +223,11 @@ class Pipeline(ProcessGroupOptions, Strategy):
             part_of(stage, cut.members(stage), bytes_of, devices[stage % self.stages])
             for stage in range(cut.num_stages)
         )
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return one replica, with a stage on each device."""
+        return {"replicas": 1, **cls.sharded_over(count)}
 
     @classmethod
     def sharded_over(cls, count: int) -> dict[str, int]:

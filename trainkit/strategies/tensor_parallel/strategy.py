@@ -149,7 +149,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
 
     alone_as_one_device: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
-        compiles="nothing", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
+        place=3, compiles="nothing", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
     )
 
     degree: Annotated[int, placement, at_most(MOST_PROCESSES)] = 1
@@ -176,6 +176,11 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             rule = "has no effect with 1 replica. Use strategy.replicas=2 or more."
             problems.append(Problem(key="strategy.shard", value=True, rule=rule))
         return problems
+
+    @classmethod
+    def spread_over(cls, count: int) -> dict[str, int]:
+        """Return one replica, with a part of each layer on each device."""
+        return {"replicas": 1, "degree": count}
 
     def withheld(self, context: PlanContext) -> Mapping[Access, str]:
         """Return what needs whole parameters, where ranks hold parts of them."""

@@ -1,0 +1,49 @@
+"""The strategies that ship, with their classes, which say what texts and advice tell of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import resolve_target
+from trainkit.config.values import either
+from trainkit.config.yaml_files import read_document, shipped_conf
+from trainkit.strategies.base import Strategy
+
+
+class Shipped(NamedTuple):
+    """One strategy that ships."""
+
+    name: str
+    """The choice of `strategy`."""
+    target: str
+    """What its YAML names as `_target_`."""
+    kind: type[Strategy]
+
+
+@runtime_checkable
+class SpreadsOver(Protocol):
+    """A strategy that runs on any number of devices by its keys alone; `trainkit advise` tries it."""
+
+    @classmethod
+    def spread_over(cls, count: int) -> Mapping[str, int]:
+        """Return the keys of `strategy` that use so many devices; empty for a strategy of one device; pure."""
+
+
+def shipped_strategies() -> Iterator[Shipped]:
+    """Yield the strategies that ship, the simplest first."""
+    files = sorted((shipped_conf() / "strategy").glob("*.yaml"))
+    targets = [(file.stem, str(read_document(file).values[TARGET])) for file in files]
+    found = [Shipped(name, target, resolve_target(target)) for name, target in targets]
+    yield from sorted(found, key=lambda one: one.kind.traits.place)
+
+
+def names_of(has: Callable[[type[Strategy]], bool]) -> str:
+    """Return the choices of `strategy` that have a property, as a text.
+
+    Example:
+        >>> names_of(lambda kind: kind.traits.converts)
+        'one_device, mirrored, multi_worker_mirrored or fsdp'
+    """
+    return either(one.name for one in shipped_strategies() if has(one.kind))
