@@ -53,7 +53,6 @@ objectives.own_loss: OwnLoss
 report.live: _Part
 report.tables: _shown
 run.backends.attempt: open_attempt seen_attempt
-run.backends.base: Connection Engine Job
 run.backends.driver: _shown
 run.backends.worker: Place _seen cargo_of
 run.equivalence.sameness: _shown
@@ -68,6 +67,7 @@ run.hang_detection.cpu_times: waited
 run.hang_detection.process_evidence: Evidence
 run.hang_detection.self_watch: CountedBeats OwnWatch
 run.hang_detection.watch: Overdue
+run.process_backend: Connection Engine Job
 run.planning.build: Parts build_parts shaped_model shaping_of
 run.planning.memory: abstract_model
 run.planning.out_of_memory: _Way _narrower _told _ways_out telling_of_memory
@@ -125,7 +125,6 @@ strategies.base: Bench Facts Outcome Part Placed Placed.collective Placed.everyo
 strategies.central_storage.asynchronous: Flight _Errand hand_out_or_apply handed_out tickets_to_hand_out
 strategies.central_storage.variables: Central settle_like
 strategies.core.grad_exchange: in_all_places settle_exchange
-strategies.core.object_snapshot: Contents
 strategies.core.optimizer: OptimizerStepper.forget Stepper
 strategies.core.placement: OnOneDevice Spread
 strategies.core.replica: Held masters_apart
@@ -139,6 +138,7 @@ strategies.groups.single_process: Alone
 strategies.local_sgd.averaging: AveragingWindow.note Outer Window
 strategies.model_transforms.blocks: Unit units_of
 strategies.model_transforms.shape: Shaping shape
+strategies.object_snapshot: Contents
 strategies.parameter_server.coordinator.async_scheduler: AsyncDesk AsyncScheduler._give_back AsyncScheduler._take
     AsyncScheduler.again AsyncScheduler.ready
 strategies.parameter_server.coordinator.dispatcher: Chief UpdateDispatcher._forget UpdateDispatcher._give_up_on_silent

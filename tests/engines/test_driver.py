@@ -21,10 +21,10 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
 from trainkit.run.backends.attempt import begin_attempt, wait_for_attempt
-from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.driver import run_on
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan
+from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 
 def started_rank(job: BackendJob, number: int, attempt: list[str] | None) -> subprocess.Popen[bytes]:

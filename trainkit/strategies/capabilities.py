@@ -5,8 +5,8 @@ A class has a capability if it has its methods. The trainer calls the functions,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -41,17 +41,30 @@ class LimitsAccess(Protocol):
         """Return what an objective cannot have, each with the reason and what to choose instead; pure."""
 
 
+class RefusedAccess(NamedTuple):
+    """What a strategy cannot give of the model."""
+
+    access: Access
+    reason: str
+    """Why, and what to choose instead."""
+
+    @property
+    def rule(self) -> str:
+        """The rule of a problem."""
+        return f"{self.access.value}, and {self.reason}"
+
+
+def refused_access(strategy: Strategy, context: PlanContext, needs: Collection[Access]) -> RefusedAccess | None:
+    """Return the first of these needs that a strategy cannot serve; None where it serves all."""
+    reasons = strategy.withheld(context) if isinstance(strategy, LimitsAccess) else {}
+    return next((RefusedAccess(one, reasons[one]) for one in Access if one in needs and one in reasons), None)
+
+
 def access_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
     """Return the problem of an objective that needs of the model what a strategy cannot give it."""
     objective = context.objective
-    if objective is None or not isinstance(strategy, LimitsAccess):
-        return []
-    reasons, needs = strategy.withheld(context), needs_of(objective)
-    found = next((access for access in Access if access in needs and access in reasons), None)
-    if found is None:
-        return []
-    rule = f"{found.value}, and {reasons[found]}"
-    return [Problem(key="objective", value=type(objective).__name__, rule=rule)]
+    found = refused_access(strategy, context, () if objective is None else needs_of(objective))
+    return [] if found is None else [Problem(key="objective", value=type(objective).__name__, rule=found.rule)]
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import Batch, LoopCall, PlanContext, StepOutcome, Strategy, Ticket
-from trainkit.strategies.capabilities import LimitsAccess
+from trainkit.strategies.capabilities import refused_access
 
 
 @runtime_checkable
@@ -23,9 +23,8 @@ class LimitsLoops(Protocol):
 def refused_calls(strategy: Strategy, context: PlanContext) -> Mapping[LoopCall, str]:
     """Return the calls that a strategy refuses, each with the reason; a loss of the loop runs the model itself."""
     found = dict(strategy.refused_calls(context)) if isinstance(strategy, LimitsLoops) else {}
-    withheld = strategy.withheld(context) if isinstance(strategy, LimitsAccess) else {}
-    if Access.calls in withheld:
-        found.setdefault(LoopCall.own_loss, withheld[Access.calls])
+    if (refused := refused_access(strategy, context, [Access.calls])) is not None:
+        found.setdefault(LoopCall.own_loss, refused.reason)
     return found
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar
 from trainkit.config.values import above
 from trainkit.fields import placement
 from trainkit.run.backends.attempt import begin_attempt
-from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.worker import WorkerInfo, run_rank
+from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # send no usage data

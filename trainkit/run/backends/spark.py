@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.run.backends.attempt import begin_attempt, may_restart, wait_for_attempt
-from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.worker import WorkerInfo, run_rank
+from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,9 +50,9 @@ from trainkit.strategies.base import (
     UpdateParams,
 )
 from trainkit.strategies.capabilities import (
-    LimitsAccess,
     access_problems,
     refresh_model,
+    refused_access,
     resolve,
     traits_here,
     validate_model,
@@ -211,17 +211,14 @@ def _misfit(job: Job, sample: Any, error: Exception) -> ConfigError:
 
 def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[Problem]:
     """Return the problem of a strategy that cannot give a prediction what it needs of the model."""
-    if not isinstance(parts.strategy, LimitsAccess):
-        return []
     needs = set(needs_of(parts.objective)) | ({Access.methods} if outputs.layer else set())
-    reasons = parts.strategy.withheld(facts)
-    found = next((access for access in Access if access in needs and access in reasons), None)
-    if found is None:
+    refused = refused_access(parts.strategy, facts, needs)
+    if refused is None:
         return []
     key, value = ("objective", type(parts.objective).__name__)
-    if outputs.layer and found is Access.methods:
+    if outputs.layer and refused.access is Access.methods:
         key, value = "predict.outputs", f"embedding:{outputs.layer}"
-    return [Problem(key=key, value=value, rule=f"{found.value}, and {reasons[found]}")]
+    return [Problem(key=key, value=value, rule=refused.rule)]
 
 
 def _model_of_source(cfg: RunConfig, source: Source) -> nn.Module:

@@ -28,12 +28,12 @@ from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
-from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.callbacks import callback_problems
 from trainkit.run.planning.averages import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
+from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
 from trainkit.strategies.capabilities import (
     access_problems,

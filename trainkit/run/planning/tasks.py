@@ -10,8 +10,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import class_built_by
 from trainkit.data.splits import validation_splits
 from trainkit.errors import Problem
-from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components
+from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import num_slots
 

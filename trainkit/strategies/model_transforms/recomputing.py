@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import Drawing, Draws, keys_of
-from trainkit.strategies.core.buffers import ObjectSnapshot, refuse_changes
 from trainkit.strategies.model_transforms.selective import selective_contexts
+from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
 
 
 class Recomputed:

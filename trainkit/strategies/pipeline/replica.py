@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.core.buffers import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica, ReplicaParts
+from trainkit.strategies.object_snapshot import ObjectSnapshot
 from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.microbatch import BusyTimer, Chunk
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule

@@ -22,8 +22,8 @@ from trainkit.config.secrets import refuse_to_carry
 from trainkit.errors import Problem, UnreadableError
 from trainkit.files import open_regular, read_text
 from trainkit.redaction import redacted_argument
-from trainkit.run.backends.base import CARRIED
 from trainkit.run.process.worker_group import ProcessExit
+from trainkit.run.process_backend import CARRIED
 from trainkit.sweeps.backends.base import Handle, JobBackend, Submitter
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, signals_file
 from trainkit.sweeps.job_sources import JobSource

@@ -21,13 +21,13 @@ from trainkit.numerics.batch import Ticket
 from trainkit.numerics.random_calls import random_call
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, GraphSettings, SetupRequest, StepContext
-from trainkit.strategies.core.buffers import ObjectSnapshot
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import MakeStep
+from trainkit.strategies.object_snapshot import ObjectSnapshot
 from trainkit.strategies.tensors.layouts import in_layout
 
 _LOG: Final = logging.getLogger(__name__)

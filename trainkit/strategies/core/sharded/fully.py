@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.core.buffers import watch_first_call
 from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
 from trainkit.strategies.groups.process_group import broadcast_values
+from trainkit.strategies.object_snapshot import watch_first_call
 from trainkit.strategies.partition.blocks import blocks_of
 
 _M_MMAP_THRESHOLD: Final = -3  # a constant of malloc.h

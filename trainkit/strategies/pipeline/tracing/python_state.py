@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from trainkit.strategies.core.buffers import ObjectSnapshot, class_name
+from trainkit.strategies.object_snapshot import ObjectSnapshot, class_name
 from trainkit.strategies.partition.blocks import Block
 
 _IMMUTABLE = (

@@ -1,0 +1,194 @@
+"""What a forward pass changes beside tensors: Python objects.
+
+Parameters and buffers are tensors that a strategy synchronizes. A counter, a list of losses or a cache that a forward
+pass keeps on a module, or that one block leaves for another, is a Python object: `ObjectSnapshot` compares such
+objects and restores them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from trainkit.errors import TrainingError
+
+_OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of `nn.Module` itself: parameters, buffers, children and hooks."""
+_WITHOUT_STATE: Final = ("torch", "trainkit")
+"""Packages whose objects have no state that a model's own code writes."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NO_OBJECT = (*_PLAIN, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_ABSENT: Final = object()
+
+
+class ObjectSnapshot:
+    """The state of some values at one moment: attributes of modules and objects, entries of containers, at any depth.
+
+    Tensors, and the modules inside of a module, are compared by identity and not looked into.
+
+    Example:
+        >>> module = nn.Module()
+        >>> module.calls, module.kept = 0, []
+        >>> before = ObjectSnapshot([("", module)])
+        >>> module.calls += 1
+        >>> module.kept.append(1)
+        >>> before.changed()
+        [('calls', 'int'), ('kept', 'list')]
+        >>> before.restore()
+        >>> module.calls, module.kept
+        (0, [])
+    """
+
+    def __init__(self, values: Iterable[tuple[str, object]]) -> None:
+        self._places: list[tuple[str, Any, Any]] = []
+        seen: set[int] = set()
+        for name, value in values:
+            if isinstance(value, nn.Module):
+                self._walk_object(name, value, seen)
+            else:
+                self._walk(name, value, seen)
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Return the name and the class of each attribute or container that has changed."""
+        return list(dict.fromkeys(found for place in self._places for found in _differences(*place)))
+
+    def changed_class(self) -> str | None:
+        """Return the class of the first object or container that has changed; None if none has."""
+        return next(
+            (class_name(holder) for path, holder, before in self._places if any(_differences(path, holder, before))),
+            None,
+        )
+
+    def restore(self) -> None:
+        """Restore the content of each attribute and container."""
+        for _, holder, before in self._places:
+            if isinstance(holder, list):
+                holder[:] = before
+            elif isinstance(holder, deque):
+                holder.clear()
+                holder.extend(before)
+            elif isinstance(holder, dict | set):
+                holder.clear()
+                holder.update(before)
+            else:
+                _restore_object(holder, before)
+
+    def _walk(self, path: str, value: object, seen: set[int]) -> None:
+        if id(value) in seen or isinstance(value, (*_NO_OBJECT, nn.Module)):
+            return
+        seen.add(id(value))
+        if isinstance(value, dict | list | set | deque):
+            copied = dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+            self._places.append((path, value, copied))
+        if isinstance(value, dict | list | set | deque | tuple):
+            for key, inner in _entries(value):
+                self._walk(f"{path}[{key!r}]", inner, seen)
+        elif type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
+            self._walk_object(path, value, seen)
+
+    def _walk_object(self, path: str, value: object, seen: set[int]) -> None:
+        attributes = _attributes(value)
+        self._places.append((path, value, attributes))
+        for key, inner in attributes.items():
+            self._walk(f"{path}.{key}" if path else key, inner, seen)
+
+
+def class_name(value: object) -> str:
+    """Return the class of a value for a message.
+
+    Example:
+        >>> class_name([]), class_name(deque())
+        ('list', 'collections.deque')
+    """
+    kind = Tensor if isinstance(value, Tensor) else type(value)
+    package = kind.__module__.partition(".")[0]
+    return kind.__qualname__ if package == "builtins" or kind is Tensor else f"{package}.{kind.__qualname__}"
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    found = {key: inner for key, inner in list(vars(value).items()) if key not in _OF_TORCH} if _has_dict(value) else {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if key not in {"__dict__", "__weakref__"} and hasattr(value, key):
+                found[key] = getattr(value, key)
+    return found
+
+
+def _has_dict(value: object) -> bool:
+    return hasattr(value, "__dict__")
+
+
+def _restore_object(value: object, before: Mapping[str, Any]) -> None:
+    for key in _attributes(value).keys() - before.keys():
+        object.__delattr__(value, key)
+    for key, inner in before.items():
+        if not _is_same(_attributes(value).get(key, _ABSENT), inner):
+            object.__setattr__(value, key, inner)
+
+
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+
+
+def _differences(path: str, holder: Any, before: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(holder, set):
+        if holder != before:
+            yield path, class_name(holder)
+    elif isinstance(holder, dict | list | deque):
+        now, then = _entries(holder), _entries(before)
+        if len(now) != len(then) or not all(
+            _is_same(key, other) and _is_same(one, two) for (key, one), (other, two) in zip(now, then, strict=True)
+        ):
+            yield path, class_name(holder)
+    else:
+        attributes = _attributes(holder)
+        for key in dict.fromkeys((*before, *attributes)):
+            one, two = attributes.get(key, _ABSENT), before.get(key, _ABSENT)
+            if not _is_same(one, two):
+                yield f"{path}.{key}" if path else key, class_name(two if one is _ABSENT else one)
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two values are one object, or equal numbers or texts of one type."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not isinstance(one, _PLAIN):
+        return False
+    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - two NaN are the same
+
+
+def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
+    """Raise an error if a block has changed a container or an object among its arguments.
+
+    Raises:
+        TrainingError: it has changed one.
+    """
+    kind = given.changed_class()
+    if kind is not None:
+        raise TrainingError(
+            f"the block {block} changes the {kind} that it is given, {because}. Return what it adds, or use "
+            "strategy=mirrored."
+        )
+
+
+def watch_first_call(module: nn.Module, block: str, because: str) -> None:
+    """Apply `refuse_changes` to the first call of a block, by hooks that are then removed."""
+    given: list[ObjectSnapshot] = []
+
+    def before(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        given.append(ObjectSnapshot([("", (args, kwargs))]))
+
+    def after(_module: nn.Module, _args: object, _kwargs: object, _outputs: object) -> None:
+        for handle in handles:
+            handle.remove()
+        refuse_changes(given[-1], block, because)
+
+    handles = [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
