@@ -1,67 +1,65 @@
-"""The strategy that docs/adding-a-strategy.md shows trains what one device trains."""
+"""The strategy that docs/adding-a-strategy.md shows keeps the contract that the shipped ones keep, on two ranks."""
 
 from __future__ import annotations
 
-import re
-import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support import zoo
-from tests.support.requests import request_for
-from trainkit.cluster.tasks import Identity
-from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import PlanContext, Strategy
-from trainkit.strategies.one_device import OneDevice
+from tests.contract.crossing import cross
+from tests.contract.documented import Documented, MyStrategy
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference
+from tests.support.pool import Pool
+from trainkit.strategies.base import PlanContext
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-strategy.md"
-
-
-@dataclass
-class At:
-    step: int = 0
+# 37 points in batches of 16 and 5, in shards of at most 3: each rank has several, and the last ones are short
+TWO = Documented(settings={"replicas": 2}, global_size=16, micro_size=3)
 
 
-@pytest.fixture
-def documented(monkeypatch: pytest.MonkeyPatch) -> type[Strategy]:
-    """The class of the page."""
-    found = re.search(r"```python\n(# trainkit/strategies/my_strategy.py\n.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    module = ModuleType("my_strategy")
-    monkeypatch.setitem(sys.modules, "my_strategy", module)
-    exec(compile(found[1], str(PAGE), "exec"), module.__dict__)
-    made: type[Strategy] = module.MyStrategy
-    return made
+@pytest.mark.parametrize("case", [
+    TWO,
+    replace(TWO, settings={"replicas": 1}),
+    replace(TWO, optimizer="adamw", resume_at=4),
+    replace(TWO, model={"norm": True}, max_norm=0.05),
+], ids=["accumulated", "one replica", "resumed", "clipped"])  # fmt: skip
+def test_its_steps_are_those_of_the_reference(case: Documented, pool: Pool) -> None:
+    assert case.make_strategy().validate(PlanContext()) == []
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+        if case.resume_at is None:
+            assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-def trained(strategy: Strategy) -> dict[str, Tensor]:
-    """The state after one step."""
-    torch.manual_seed(3)
-    request = request_for(
-        zoo.Net(width=8),
-        identity=Identity.solo("cpu"),
-        precision=Precision(value="fp64"),
-        make_optimizer=lambda params: torch.optim.SGD(list(params.values()), lr=0.1),
-    )
-    executor = strategy.setup(request)
-    ticket = next(executor.tickets(At()))
-    points = zoo.Points()
-    batch = tuple(part[: len(ticket.shards) * 8] for part in points.tensors())
-    executor.step(ticket, [(batch[0].double(), batch[1])])
-    found = {name: tensor.clone() for name, tensor in executor.state_dict().items()}
-    executor.close()
-    return found
+def test_its_reproducible_runs_end_in_the_bits_of_one_device(pool: Pool) -> None:
+    drawn = {"norm": True, "dropout": 0.3}
+    case = replace(TWO, precision="fp32", optimizer="adamw", reproducible=True, model=drawn, max_norm=0.5)
+    plain = {name: getattr(case, name) for name in Case.__dataclass_fields__ if name not in {"strategy", "settings"}}
+    expected = train(pool, Case(**plain))[0].state
+    for rank in train(pool, case):
+        assert [name for name, tensor in expected.items() if not torch.equal(tensor, rank.state[name])] == []
 
 
-def test_the_documented_strategy_is_the_training_of_one_device(documented: type[Strategy]) -> None:
-    strategy = documented(replicas=1)  # type: ignore[call-arg]
-    assert strategy.validate(PlanContext()) == []
-    assert [str(task) for task in documented(replicas=2).tasks(PlanContext())] == ["worker:0", "worker:1"]  # type: ignore[call-arg]
-    found, expected = trained(strategy), trained(OneDevice())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+@pytest.mark.parametrize(("earlier", "later"), [("fsdp", "my_strategy"), ("my_strategy", "fsdp")])
+def test_checkpoints_cross_to_it_and_from_it(earlier: str, later: str, pool: Pool, tmp_path: Path) -> None:
+    def case(name: str, num_steps: int) -> Case:
+        kind = Documented if name == "my_strategy" else Case
+        sizes = {"global_size": 16, "micro_size": 4, "num_steps": num_steps}
+        return kind(strategy=name, settings={"replicas": 2}, optimizer="adamw", **sizes)  # type: ignore[arg-type]
+
+    saved = cross(pool, case(earlier, 4), source=None, target=tmp_path, saves_at=4)
+    last = case(later, 7)
+    ranks = cross(pool, last, source=tmp_path / "step_00000004", target=tmp_path / "again", saves_at=4)
+    assert {rank.sha256 for rank in ranks} - {None} == {rank.sha256 for rank in saved} - {None}
+    assert all(rank.losses == pytest.approx(oracle(last).losses[4:], rel=1e-12) for rank in ranks)
+
+
+def test_it_refuses_more_replicas_than_lanes_where_a_run_is_reproducible() -> None:
+    context = PlanContext()
+    context = replace(context, numerics=replace(context.numerics, reproducible=True))
+    assert [str(one) for one in MyStrategy(replicas=9).validate(context)] == [  # type: ignore[call-arg]
+        "strategy.replicas=9: more replicas than numerics.lanes=8. Use at most that many."
+    ]
