@@ -17,7 +17,7 @@ from trainkit.storage import lacking
 from trainkit.strategies.groups.process_group import GroupCollective, all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import Retention, ShardedSaver, sha256_of_pieces
+from trainkit.trainer.checkpoint import Retention, SavePolicy, ShardedSaver, sha256_of_pieces
 from trainkit.trainer.checkpoint import background as module
 from trainkit.trainer.checkpoint import disk_space as space
 
@@ -66,7 +66,9 @@ def assemble(place: Place) -> tuple[dict[str, Tensor], str]:
 
 def save_twice(place: Place, root: Path, background: bool) -> list[int]:
     """Two checkpoints, of which the first goes; what changes after the call is not saved."""
-    saver = ShardedSaver(root, together(place), retention=Retention(keep_last=1, keep_best=0), background=background)
+    saver = ShardedSaver(
+        root, together(place), policy=SavePolicy(retention=Retention(keep_last=1, keep_best=0)), background=background
+    )
     for step in (1, 2):
         pieces = held(place, scale=float(step))
         saver.save(step=step, pieces=pieces, meta={"position": step, "rank": place.rank}, metric=0.5)

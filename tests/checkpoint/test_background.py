@@ -9,7 +9,7 @@ import torch
 from tests.support.present import present
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, list_complete, load, save
+from trainkit.trainer.checkpoint import BackgroundSaver, Retention, SavePolicy, background, list_complete, load, save
 from trainkit.trainer.manifest import Checkpoint
 
 
@@ -72,7 +72,7 @@ def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path: Path) -> Non
 
 
 def test_older_checkpoints_are_pruned(tmp_path: Path) -> None:
-    saver = BackgroundSaver(tmp_path, retention=Retention(keep_last=1))
+    saver = BackgroundSaver(tmp_path, policy=SavePolicy(retention=Retention(keep_last=1)))
     for step in (1, 2, 3):
         saver.save(step=step, tensors={}, meta={})
     saver.close()

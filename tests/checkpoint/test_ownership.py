@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from trainkit.errors import UnreadableError
-from trainkit.trainer.checkpoint import Retention, begin, commit, list_complete, load, newest_valid, save, write_part
+from trainkit.trainer.checkpoint import (
+    Retention,
+    SavePolicy,
+    begin,
+    commit,
+    list_complete,
+    load,
+    newest_valid,
+    save,
+    write_part,
+)
 from trainkit.trainer.checkpoint.loading import note_foreign
 from trainkit.trainer.ownership import MARK, OwnershipToken
 
@@ -28,7 +38,13 @@ def root(tmp_path: Path) -> Path:
 
 def put(root: Path, step: int, *, keep: int | None = None, owner: OwnershipToken | None = None) -> None:
     tensors = {"param/w": torch.full((4,), float(step))}
-    save(root, step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=keep), owner=owner)
+    save(
+        root,
+        step=step,
+        tensors=tensors,
+        meta={"position": step},
+        policy=SavePolicy(retention=Retention(keep_last=keep), owner=owner),
+    )
 
 
 def plant(root: Path) -> dict[str, bytes]:

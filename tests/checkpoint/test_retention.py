@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.support.present import present
-from trainkit.trainer.checkpoint import Retention, list_complete, newest_valid, save
+from trainkit.trainer.checkpoint import Retention, SavePolicy, list_complete, newest_valid, save
 
 
 def save_all(
     root: Path, metrics: Sequence[float | None], retention: Retention
 ) -> tuple[list[int], dict[str, str | None]]:
     for step, metric in enumerate(metrics, start=1):
-        save(root, step=step, tensors={}, meta={}, metric=metric, retention=retention)
+        save(root, step=step, tensors={}, meta={}, metric=metric, policy=SavePolicy(retention=retention))
     names = json.loads((root / "index.json").read_text())
     return [entry.step for entry in list_complete(root)], names
 
@@ -66,11 +66,17 @@ def test_pruning_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_path: Path) -> None:
     for step in (100, 200, 300):
-        save(tmp_path, step=step, tensors={"param/w": torch.ones(9)}, meta={}, retention=Retention(keep_last=3))
+        save(
+            tmp_path,
+            step=step,
+            tensors={"param/w": torch.ones(9)},
+            meta={},
+            policy=SavePolicy(retention=Retention(keep_last=3)),
+        )
     flip_last_byte(tmp_path / "step_00000300" / "rank_00000.safetensors")  # its size is right: only loading notices
     (tmp_path / "step_00000200" / "manifest.json").unlink()
     assert present(newest_valid(tmp_path, print)).checkpoint.step == 100
-    save(tmp_path, step=150, tensors={}, meta={}, retention=Retention(keep_last=1))
+    save(tmp_path, step=150, tensors={}, meta={}, policy=SavePolicy(retention=Retention(keep_last=1)))
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         "index.json",
         "step_00000150",

@@ -75,10 +75,11 @@ def test_an_error_before_the_manifest_leaves_nothing(tmp_path: Path, monkeypatch
 SAVE_FOR_EVER = """
 import sys, itertools, torch
 from pathlib import Path
-from trainkit.trainer.checkpoint import Retention, save
+from trainkit.trainer.checkpoint import Retention, SavePolicy, save
+policy = SavePolicy(retention=Retention(keep_last=2))
 for step in itertools.count():
     tensors = {f"param/{i}": torch.full((1 << 16,), float(step)) for i in range(8)}
-    save(Path(sys.argv[1]), step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=2))
+    save(Path(sys.argv[1]), step=step, tensors=tensors, meta={"position": step}, policy=policy)
     print(step, flush=True)
 """
 

@@ -11,7 +11,7 @@ import torch
 from trainkit.errors import CheckpointError, ConfigError, UnreadableError
 from trainkit.run.folder.lock import discard_lock, locked
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.trainer.checkpoint import list_complete, save
+from trainkit.trainer.checkpoint import SavePolicy, list_complete, save
 from trainkit.trainer.cleanup import delete
 from trainkit.trainer.ownership import MARK, OwnershipToken
 
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "trainkit"
 
 
 def put(path: Path, step: int, owner: OwnershipToken | None = None) -> None:
-    save(path / "checkpoints", step=step, tensors={"param/w": torch.ones(2)}, meta={}, owner=owner)
+    save(path / "checkpoints", step=step, tensors={"param/w": torch.ones(2)}, meta={}, policy=SavePolicy(owner=owner))
 
 
 def test_a_first_run_leaves_the_live_and_logs_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,10 @@ _MAX_BYTES: Final = 4096
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
+def uncontested() -> None:
+    """Do nothing: the check of a folder that no other group can have taken over."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnershipToken:
     """The identity of a run in the folders that it creates.

@@ -26,6 +26,7 @@ from trainkit.trainer.checkpoint import (
     BackgroundSaver,
     Loaded,
     Retention,
+    SavePolicy,
     ShardedSaver,
     sha256_of_pieces,
     weights_sha256,
@@ -53,14 +54,16 @@ class Checkpointer:
         *,
         callbacks: CallbackHooks,
         fingerprint: str,
-        confirm: Callable[[], None] | None,
+        confirm: Callable[[], None],
         enter: Callable[[str], None],
         snapshot: Snapshot | None,
     ) -> None:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings = plan.cfg.checkpoint
-        self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
+        self._policy = SavePolicy(
+            retention=retention_of(plan.cfg), confirm=confirm, owner=OwnershipToken.found(run.folder)
+        )
         self._finite: set[str] = set()
         """The buffers that begin finite."""
         if any(True for _ in executor.local.model.buffers()):
@@ -73,7 +76,12 @@ class Checkpointer:
     @cached_property
     def _saver(self) -> BackgroundSaver:
         """Writes whole checkpoints; made by the first save."""
-        return BackgroundSaver(self._run.folder / "checkpoints", **self._saving)
+        return BackgroundSaver(
+            self._run.folder / "checkpoints",
+            policy=self._policy,
+            background=self._settings.background,
+            snapshot=self._snapshot,
+        )
 
     @cached_property
     def _together(self) -> ShardedSaver | None:
@@ -81,12 +89,13 @@ class Checkpointer:
         all_ranks = self._executor.local.all_ranks
         if not self._plan.components.strategy.traits.is_sharded or all_ranks.num_ranks == 1:
             return None
-        return ShardedSaver(self._run.folder / "checkpoints", all_ranks, **self._saving)
-
-    @property
-    def _saving(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {"retention": retention_of(self._plan.cfg), "background": self._settings.background}
-        return kept | {"confirm": self._confirm, "owner": self._owner, "snapshot": self._snapshot}
+        return ShardedSaver(
+            self._run.folder / "checkpoints",
+            all_ranks,
+            policy=self._policy,
+            background=self._settings.background,
+            snapshot=self._snapshot,
+        )
 
     @property
     def _writer(self) -> BackgroundSaver | ShardedSaver:

@@ -1,9 +1,9 @@
 """Checkpoints: atomic, hashed, verified before use, never pickled.
 
-saver = BackgroundSaver(root, retention=Retention(keep_last=2, keep_best=1, mode="max")) saver.save(step=100,
-tensors=tensors, meta=meta, metric=0.97)     # takes as long as the copy to the host saver.close()
-# waits for the disk loaded = newest_valid(root, report=print)                         # reports a damaged one, uses the
-one before
+saver = BackgroundSaver(root, policy=SavePolicy(retention=Retention(keep_last=2, keep_best=1, mode="max")))
+saver.save(step=100, tensors=tensors, meta=meta, metric=0.97)   # takes as long as the copy to the host
+saver.close()                                                   # waits for the disk
+loaded = newest_valid(root, report=print)                       # reports a damaged one, uses the one before
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from trainkit.trainer.checkpoint.background import BackgroundSaver, ShardedSaver
 from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, manifest_below, meta_of, newest_valid
 from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
-from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, prune, save, write_part
+from trainkit.trainer.checkpoint.saving import CheckpointPart, SavePolicy, begin, commit, prune, save, write_part
 from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
 from trainkit.trainer.manifest import Checkpoint, list_complete, read_manifest
 
@@ -22,6 +22,7 @@ __all__ = [
     "EvaluatedIndex",
     "Loaded",
     "Retention",
+    "SavePolicy",
     "ShardedSaver",
     "begin",
     "commit",

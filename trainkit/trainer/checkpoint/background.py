@@ -22,10 +22,20 @@ from trainkit.storage import bytes_needed
 from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
-from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, file_key, prune, save, untied, write_part
+from trainkit.trainer.checkpoint.saving import (
+    EVERYTHING,
+    CheckpointPart,
+    SavePolicy,
+    begin,
+    commit,
+    file_key,
+    prune,
+    save,
+    untied,
+    write_part,
+)
 from trainkit.trainer.checkpoint.snapshot import Snapshot
-from trainkit.trainer.cleanup import delete_temporary_folder, owner_of
+from trainkit.trainer.cleanup import delete_temporary_folder
 from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import Checkpoint
 from trainkit.trainer.ownership import OwnershipToken
@@ -43,16 +53,12 @@ class BackgroundSaver:
         self,
         root: Path,
         *,
-        retention: Retention | None = None,
+        policy: SavePolicy = EVERYTHING,
         background: bool = True,
-        confirm: Callable[[], None] | None = None,
-        owner: OwnershipToken | None = None,
         snapshot: Snapshot | None = None,
     ) -> None:
         self._root = root
-        self._owner = owner
-        self._confirm = confirm
-        self._retention = retention
+        self._policy = policy
         self._background = background
         self._snapshot = snapshot or Snapshot()
         self._thread: threading.Thread | None = None
@@ -76,17 +82,16 @@ class BackgroundSaver:
             CheckpointError: this checkpoint, or the one before it, could not be written.
         """
         self.wait()
-        arguments: dict[str, Any] = {"step": step, "meta": meta, "metric": metric, "retention": self._retention}
-        self._owner = self._owner or owner_of(self._root)
-        arguments.update(confirm=self._confirm, owner=self._owner)
+        self._policy = replace(self._policy, owner=self._policy.owned(self._root))
+        write = functools.partial(save, self._root, step=step, meta=meta, metric=metric, policy=self._policy)
         if not self._background:
-            self._finished.append(save(self._root, tensors=tensors, aliases=aliases, **arguments))
+            self._finished.append(write(tensors=tensors, aliases=aliases))
             return
         unique, tied = untied(tensors)
         refuse_lack_of_room(self._root, step, bytes_needed(unique.values()))
-        arguments.update(tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
+        write = functools.partial(write, tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
         # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that is never taken for a checkpoint.
-        self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
@@ -129,10 +134,10 @@ class BackgroundSaver:
             self._snapshot.release()
         return self.finished()
 
-    def _write(self, **arguments: Any) -> None:
+    def _write(self, write: Callable[[], Checkpoint]) -> None:
         try:
             self._snapshot.wait_copied()
-            self._finished.append(save(self._root, **arguments))
+            self._finished.append(write())
         except BaseException as error:  # noqa: BLE001 - carried to the thread that trains
             self._error = error
 
@@ -172,10 +177,8 @@ class ShardedSaver:
     Args:
         root: the `checkpoints` folder, which all ranks see.
         all_ranks: all processes of the run; rank 0 completes the checkpoints.
-        retention: what to keep; None keeps everything.
+        policy: what all checkpoints of the run have in common; only rank 0 needs an owner, and confirms.
         background: whether the files are written in the background.
-        confirm: called by rank 0 before a checkpoint is renamed; raises if another group owns the folder now.
-        owner: the run; None: the owner of `root`. Only rank 0 needs it.
         snapshot: makes the copies; None: a new one.
     """
 
@@ -184,15 +187,12 @@ class ShardedSaver:
         root: Path,
         all_ranks: Collective,
         *,
-        retention: Retention | None = None,
+        policy: SavePolicy = EVERYTHING,
         background: bool = True,
-        confirm: Callable[[], None] | None = None,
-        owner: OwnershipToken | None = None,
         snapshot: Snapshot | None = None,
     ) -> None:
         self._root, self._all_ranks = root, all_ranks
-        self._given = owner
-        self._retention, self._background, self._confirm = retention or Retention(), background, confirm
+        self._policy, self._background = policy, background
         self._snapshot = snapshot or Snapshot()
         self._pending: _PendingSave | None = None
         self._finished: list[Checkpoint] = []
@@ -272,7 +272,7 @@ class ShardedSaver:
 
     @functools.cached_property
     def _owner(self) -> OwnershipToken:
-        return self._given or owner_of(self._root)
+        return self._policy.owned(self._root)
 
     @property
     def _completes(self) -> bool:
@@ -347,12 +347,12 @@ class ShardedSaver:
                 meta=found.meta,
                 aliases={},
                 metric=found.metric,
-                confirm=self._confirm,
+                confirm=self._policy.confirm,
             )
         except OSError as error:
             raise unwritten(self._root, found.step, error, needed=found.needed) from error
         self._finished.append(done)
-        prune(self._root, self._retention, step=found.step, owner=self._owner)
+        prune(self._root, self._policy.retention, step=found.step, owner=self._owner)
 
     def _agreed(self, act: Callable[[], _T]) -> _T:
         """Run a function; if it fails on one rank, it fails on all."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from trainkit.trainer.cleanup import (
 )
 from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
-from trainkit.trainer.ownership import OwnershipToken
+from trainkit.trainer.ownership import OwnershipToken, uncontested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,26 @@ class CheckpointPart:
         return cls(file=content["file"], record=FileRecord(**content["record"]), tensors=content["tensors"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    """What all checkpoints of a run have in common."""
+
+    retention: Retention = field(default_factory=Retention)
+    """What to keep; by default everything."""
+    confirm: Callable[[], None] = uncontested
+    """Called before a checkpoint is renamed; raises if another group owns the folder now."""
+    owner: OwnershipToken | None = None
+    """The run; None: the owner of the folder of checkpoints."""
+
+    def owned(self, root: Path) -> OwnershipToken:
+        """Return the owner of what is written into a folder of checkpoints."""
+        return self.owner or owner_of(root)
+
+
+EVERYTHING: Final = SavePolicy()
+"""Keep every checkpoint, in a folder that no other group can take over."""
+
+
 def save(
     root: Path,
     *,
@@ -60,9 +80,7 @@ def save(
     meta: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
     metric: float | None = None,
-    retention: Retention | None = None,
-    confirm: Callable[[], None] | None = None,
-    owner: OwnershipToken | None = None,
+    policy: SavePolicy = EVERYTHING,
 ) -> Checkpoint:
     """Write a checkpoint from one process, then prune the older ones.
 
@@ -73,15 +91,13 @@ def save(
         meta: JSON; its keys `position` and `fingerprint` go into the manifest. `load` returns all of it.
         aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are detected anyway.
         metric: the monitored metric, if known.
-        retention: what to keep; None keeps everything.
-        confirm: called before the checkpoint is renamed; raises if another group owns the folder now.
-        owner: the run; None: the owner of `root`.
+        policy: what all checkpoints of the run have in common.
 
     Raises:
         StorageError: it could not be written, for example because the disk is full; nothing of it is left.
         CheckpointError: a tensor cannot be saved.
     """
-    owner = owner or owner_of(root)
+    owner = policy.owned(root)
     unique, tied = untied(tensors)
     needed = bytes_needed(unique.values())
     refuse_lack_of_room(root, step, needed)
@@ -89,12 +105,14 @@ def save(
     try:
         part = write_part(draft, {name: (TensorShard.whole(tensor),) for name, tensor in unique.items()})
         tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
-        checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=confirm)
+        checkpoint = commit(
+            draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=policy.confirm
+        )
     except OSError as error:
         raise unwritten(root, step, error, needed=needed) from error
     finally:
         delete_temporary_folder(draft, owner)
-    prune(root, retention or Retention(), step=step, owner=owner)
+    prune(root, policy.retention, step=step, owner=owner)
     return checkpoint
 
 
@@ -158,7 +176,7 @@ def commit(
     meta: Mapping[str, Any],
     aliases: Mapping[str, str],
     metric: float | None = None,
-    confirm: Callable[[], None] | None = None,
+    confirm: Callable[[], None] = uncontested,
 ) -> Checkpoint:
     """Write index, meta and manifest, and rename the folder: from here on the checkpoint exists.
 
@@ -186,8 +204,7 @@ def commit(
     hit("save", step)
     write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
     sync_folder(draft)
-    if confirm is not None:
-        confirm()
+    confirm()
     _move_into_place(draft, final, owner)
     return checkpoint
 
