@@ -56,20 +56,24 @@ class Scaling:
         return self.knee.middle < 2
 
 
-def scaling_of(
-    fit: Fit,
-    counts: Sequence[int],
-    *,
-    title: str,
-    known: KnownInputs[LinkInputs],
-    shares: Sequence[tuple[str, Interval]],
-    keys: Remediable,
-    on_cpu: bool,
-    notes: Sequence[str],
-    seed: int,
-) -> Scaling:
+@dataclass(frozen=True, kw_only=True)
+class ScalingSubject:
+    """What is to be scaled, as far as the fitted model does not know it."""
+
+    title: str
+    known: KnownInputs[LinkInputs]
+    shares: Sequence[tuple[str, Interval]]
+    """What one replica measured: label, and seconds of a step."""
+    keys: Remediable
+    """What could still be chosen."""
+    on_cpu: bool
+    """Whether the replicas of a host share its cores, and its price."""
+    notes: Sequence[str]
+
+
+def scaling_of(fit: Fit, counts: Sequence[int], what: ScalingSubject, *, seed: int) -> Scaling:
     """Return the answers of a fitted model."""
-    target = max(counts)
+    target, known, keys = max(counts), what.known, what.keys
     found = predictions(fit.work, fit.draw, counts, seed=seed)
     rng = np.random.default_rng(seed)
     most = min(target, _MOST_KNEE)
@@ -80,9 +84,9 @@ def scaling_of(
     bound_at = min(2 * middle, target)
     binds, part = binding(fit.work, bound_at)
     return Scaling(
-        title=title,
+        title=what.title,
         known=known,
-        shares=tuple(shares),
+        shares=tuple(what.shares),
         grows=fit.work.grows,
         checks=fit.checks,
         predictions=tuple(found),
@@ -92,8 +96,8 @@ def scaling_of(
         binds_share=part,
         remedies=tuple(remedies(fit.work, bound_at, keys)) if bound_at > 1 else (),
         servers=(have, servers_needed(fit.work, target, have)) if (have := keys.num_servers) else None,
-        cost_per_million=_costs(found, known.values, on_cpu=on_cpu),
-        notes=(*_doubts(fit.checks, found), *notes),
+        cost_per_million=_costs(found, known.values, on_cpu=what.on_cpu),
+        notes=(*_doubts(fit.checks, found), *what.notes),
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_flatten
 
@@ -34,34 +33,24 @@ class ChunkStage(PipelineStage):
     Shapes are given, so that torch runs no forward pass to infer them: that would change batch statistics.
 
     Args:
-        around: called before and after each microbatch.
-        autocast: creates the context of a forward pass.
+        traced: the computation of the model for these inputs.
+        stage: number of the stage.
+        around: the replica, called before and after each microbatch.
     """
 
-    def __init__(
-        self,
-        segment: StageModule,
-        stretch: StageProgram,
-        program: Program,
-        *,
-        stage: int,
-        num_stages: int,
-        device: torch.device,
-        group: ProcessGroup,
-        around: PipelineReplica,
-        autocast: Callable[[], Any],
-    ) -> None:
+    def __init__(self, traced: Traced, stage: int, around: PipelineReplica) -> None:
+        program, stretch = traced.program, traced.stretches[stage]
         received = stretch.received if stage else tuple(range(program.num_inputs))
         super().__init__(
-            segment,
+            traced.segments[stage],
             stage,
-            num_stages,
-            device,
+            around.cut.num_stages,
+            around.device,
             input_args=tuple(_described(program, number) for number in received),
             output_args=tuple(_described(program, number) for number in stretch.sent),
-            group=group,
+            group=around.groups.replica,
         )
-        self._segment, self._around, self._autocast = segment, around, autocast
+        self._segment, self._around = traced.segments[stage], around
         self._microbatches: Sequence[Chunk] = ()
 
     def take(self, microbatches: Sequence[Chunk]) -> None:
@@ -80,7 +69,8 @@ class ChunkStage(PipelineStage):
         with self._around.clock.running(), _unwrapped():
             self._around.before_forward(chunk)
             self._segment.set_inputs(chunk.inputs)
-            with self._autocast(), self._around.scoring(fwd_chunk_id, self.stage_index):
+            autocast = self._around.precision.autocast(self._around.device_types)
+            with autocast, self._around.scoring(fwd_chunk_id, self.stage_index):
                 outputs = super().forward_one_chunk(fwd_chunk_id, chunk.inputs, kwargs, save_forward_output=False)
             self._around.after_forward(chunk, self.stage_index)
         return outputs
@@ -303,20 +293,7 @@ class PipelineReplica(Replica):
         """Return the schedule for `count` microbatches of one shape, and the stages on this rank; cached."""
         key = id(traced), count
         if key not in self._schedules:
-            stages = [
-                ChunkStage(
-                    traced.segments[stage],
-                    traced.stretches[stage],
-                    traced.program,
-                    stage=stage,
-                    num_stages=self.cut.num_stages,
-                    device=self.device,
-                    group=self.groups.replica,
-                    around=self,
-                    autocast=lambda: self.precision.autocast(self.device_types),
-                )
-                for stage in self.stages_here
-            ]
+            stages = [ChunkStage(traced, stage, self) for stage in self.stages_here]
             self._schedules[key] = make_schedule(self.schedule, stages, count, self._scored), stages
         return self._schedules[key]
 

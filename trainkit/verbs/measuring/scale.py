@@ -116,7 +116,7 @@ def _answers(
     )
     from trainkit.run.estimates.hardware import hardware_of  # noqa: PLC0415 - the same
     from trainkit.scaling.fit import fit  # noqa: PLC0415 - imports numpy
-    from trainkit.scaling.result import scaling_of  # noqa: PLC0415 - the same
+    from trainkit.scaling.result import ScalingSubject, scaling_of  # noqa: PLC0415 - the same
 
     target, hardware = int(call.flags["to-replicas"]), hardware_of(composition.cfg)
     known = _known(what, hardware, assumed)
@@ -124,17 +124,17 @@ def _answers(
     work = workload(what, measured, within=_within(what, hardware))
     points = measured.points(grows=work.grows)
     strategy = composition.choices.get("strategy")
-    return scaling_of(
-        fit(work, points, computing=computing_error(measured)).on_hosts(per_host, _between(known.values)),
-        known_counts(target, [point.replicas for point in points]),
+    subject = ScalingSubject(
         title=f"scale of {what.plan.cfg.name}: strategy={strategy}, batch.global_size={what.plan.batch.global_size}",
         known=known,
         shares=measured_shares(measured),
         keys=remediable(what),
         on_cpu=what.on_cpu,
         notes=[*composition.notes, *_notes(what, known.values, hardware, points=len(points))],
-        seed=int(call.flags.get("seed", "0")),
     )
+    fitted = fit(work, points, computing=computing_error(measured)).on_hosts(per_host, _between(known.values))
+    counts = known_counts(target, [point.replicas for point in points])
+    return scaling_of(fitted, counts, subject, seed=int(call.flags.get("seed", "0")))
 
 
 def _notes(what: Scalable, values: LinkInputs, hardware: Hardware | None, *, points: int) -> Iterator[str]:
