@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.loader import Loader
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 
@@ -56,10 +57,8 @@ def make_loader(dataset: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: 
         dataset,
         plan=plan,
         shards_at=shards_at,
-        device=CPU,
-        settings=LoaderSettings(**settings),
-        seed=7,
         num_steps=3 * plan.steps_per_epoch,
+        reading=Reading(device=CPU, settings=LoaderSettings(**settings), seed=7),
     )
 
 

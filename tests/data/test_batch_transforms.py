@@ -10,7 +10,7 @@ import torch
 from tests.data.samples import CPU, InMemorySquares
 from trainkit.config.sections import LoaderConfig
 from trainkit.data.batch_transforms import CutMix, MixUp
-from trainkit.data.hooks import DataHooks, UserTransform
+from trainkit.data.hooks import DataHooks, Reading, UserTransform
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, Ticket
@@ -20,9 +20,13 @@ from trainkit.objectives.classification import Classification
 def loader_of(function: Any) -> Loader:
     plan = BatchPlan(num_samples=10, global_size=4, micro_size=2)
     return Loader(
-        InMemorySquares(), plan=plan, shards_at=lambda step: range(plan.num_shards(step)), device=CPU,
-        settings=LoaderConfig(), seed=7, num_steps=6,
-        hooks=DataHooks(transform=UserTransform(function=function, name="mine.mix")),
+        InMemorySquares(), plan=plan, shards_at=lambda step: range(plan.num_shards(step)), num_steps=6,
+        reading=Reading(
+            device=CPU,
+            settings=LoaderConfig(),
+            seed=7,
+            hooks=DataHooks(transform=UserTransform(function=function, name="mine.mix")),
+        ),
     )  # fmt: skip
 
 

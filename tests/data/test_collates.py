@@ -10,7 +10,7 @@ import torch
 from tests.data.samples import CPU, Noisy
 from trainkit.config.sections import LoaderConfig
 from trainkit.data.collates import Dicts, Lists, PadImages, PadSequences
-from trainkit.data.hooks import DataHooks, UserCollate, class_node
+from trainkit.data.hooks import DataHooks, Reading, UserCollate, class_node
 from trainkit.data.reading.collate import to_device
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import DataError
@@ -24,8 +24,8 @@ def hooks(function: Any) -> DataHooks:
 def loader_of(dataset: Any, function: Any, **settings: Any) -> Loader:
     plan = BatchPlan(num_samples=len(dataset), global_size=4, micro_size=2)
     return Loader(
-        dataset, plan=plan, shards_at=lambda step: range(plan.num_shards(step)), device=CPU,
-        settings=LoaderConfig(**settings), seed=7, num_steps=6, hooks=hooks(function),
+        dataset, plan=plan, shards_at=lambda step: range(plan.num_shards(step)), num_steps=6,
+        reading=Reading(device=CPU, settings=LoaderConfig(**settings), seed=7, hooks=hooks(function)),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.data.samples import CPU
 from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.dealt import DealtOrder, DealtReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
 from trainkit.data.reading.loader import Loader
@@ -58,8 +59,8 @@ def loader_of(
     stream = Stream(source=source, num_samples=count or sum(source.sizes), distribute=distribute)
     plan = BatchPlan(num_samples=len(stream), global_size=4, micro_size=micro_size)
     return Loader(
-        stream, plan=plan, shards_at=lambda step: own(plan, step, rank, num_ranks), device=CPU,
-        settings=LoaderSettings(), seed=7, num_steps=3 * plan.steps_per_epoch,
+        stream, plan=plan, shards_at=lambda step: own(plan, step, rank, num_ranks),
+        num_steps=3 * plan.steps_per_epoch, reading=Reading(device=CPU, settings=LoaderSettings(), seed=7),
     )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ import torch
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches, num_eval_batches
+from trainkit.data.hooks import Reading
 
 
 def batches(dataset: InMemorySquares | Squares, rank: int = 0, num_ranks: int = 1, **settings: Any) -> EvalBatches:
-    return EvalBatches(
-        dataset, batch_size=4, rank=rank, num_ranks=num_ranks, device=CPU, settings=LoaderSettings(**settings)
-    )
+    reading = Reading(device=CPU, settings=LoaderSettings(**settings))
+    return EvalBatches(dataset, reading, batch_size=4, rank=rank, num_ranks=num_ranks)
 
 
 PATHS = [(InMemorySquares, {}), (Squares, {}), (Squares, {"cache": True}), (Squares, {"num_workers": 1})]
@@ -56,13 +56,8 @@ def test_stopping_early_leaves_no_process() -> None:
 def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
-    split = dataset(6)
-    ranks = [
-        EvalBatches(
-            split, batch_size=4, rank=rank, num_ranks=3, device=CPU, settings=LoaderSettings(**settings), together=True
-        )
-        for rank in range(3)
-    ]
+    split, reading = dataset(6), Reading(device=CPU, settings=LoaderSettings(**settings))
+    ranks = [EvalBatches(split, reading, batch_size=4, rank=rank, num_ranks=3, together=True) for rank in range(3)]
     seen = [[targets.tolist() for _, targets in one] for one in ranks]
 
     assert [one.num_counted for one in ranks] == [1, 1, 0]

@@ -9,10 +9,13 @@ from torch import Tensor
 from tests.data.samples import CPU, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import Ticket
+
+READING = Reading(device=CPU, settings=LoaderSettings())
 
 
 class Lines:
@@ -58,7 +61,7 @@ def numbers(loader: Loader, step: int, shards: tuple[int, ...] = (0, 1)) -> list
 def test_a_source_that_goes_on_where_it_stands_is_read_from_its_begin_where_an_epoch_or_an_evaluation_begins() -> None:
     stream = Stream(source=SavedLines(12), num_samples=10)
     stream[3]  # to look at one sample
-    batches = EvalBatches(stream, batch_size=5, rank=0, num_ranks=1, device=CPU, settings=LoaderSettings())
+    batches = EvalBatches(stream, READING, batch_size=5, rank=0, num_ranks=1)
     for _ in range(2):
         assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     read = [int(number) for batches in all_batches(make_loader(stream), range(6)) for number in batches]
@@ -122,12 +125,7 @@ def test_worker_processes_are_refused() -> None:
 def test_validation_has_its_own_source_and_is_shared_by_ranks() -> None:
     stream = Stream(source=Lines(), num_samples=10, val_source=Lines(5), val_num_samples=5, split="val")
     shared = [
-        [
-            numbers.tolist()
-            for numbers, _ in EvalBatches(
-                stream, batch_size=2, rank=rank, num_ranks=2, device=CPU, settings=LoaderSettings()
-            )
-        ]
+        [numbers.tolist() for numbers, _ in EvalBatches(stream, READING, batch_size=2, rank=rank, num_ranks=2)]
         for rank in (0, 1)
     ]
 
@@ -147,8 +145,7 @@ def test_an_evaluation_draws_the_same_numbers_on_any_number_of_ranks() -> None:
     stream = Stream(source=Drawn(), num_samples=5)
 
     def drawn(rank: int, num_ranks: int) -> list[list[list[float]]]:
-        settings = LoaderSettings()
-        batches = EvalBatches(stream, batch_size=2, rank=rank, num_ranks=num_ranks, device=CPU, settings=settings)
+        batches = EvalBatches(stream, READING, batch_size=2, rank=rank, num_ranks=num_ranks)
         return [numbers.tolist() for numbers, _ in batches]
 
     alone = drawn(0, 1)

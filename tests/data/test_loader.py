@@ -7,6 +7,7 @@ import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
@@ -148,10 +149,8 @@ def test_an_empty_dataset_is_named() -> None:
             Squares(0),
             plan=plan,
             shards_at=lambda _: (0,),
-            device=CPU,
-            settings=LoaderSettings(),
-            seed=0,
             num_steps=1,
+            reading=Reading(device=CPU, settings=LoaderSettings()),
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.data.samples import CPU, InMemorySquares
 from trainkit.config.sections import LoaderConfig
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.loader import _in_memory
 from trainkit.data.reading.pinned_ring import Event, PinnedRing
 from trainkit.data.stored import batch_mover
@@ -105,6 +106,6 @@ def test_on_the_cpu_a_batch_stays_where_it_is(pin_memory: Any) -> None:
 def test_pinning_is_refused_where_the_dataset_lies_on_the_device() -> None:
     plan = BatchPlan(num_samples=9, global_size=4, micro_size=4)
     positions = Positions(plan, SampleOrder(num_samples=9, seed=0))
-    settings = LoaderConfig(pin_memory=True)
+    reading = Reading(device=CPU, settings=LoaderConfig(pin_memory=True))
     with pytest.raises(ConfigError, match=r"loader\.pin_memory=true: has no effect: the dataset lies on the device"):
-        _in_memory(InMemorySquares(9), None, positions, device=CPU, settings=settings, move=lambda batch: batch)
+        _in_memory(InMemorySquares(9), None, positions, reading, move=lambda batch: batch)

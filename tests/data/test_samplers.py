@@ -10,7 +10,7 @@ import torch
 
 from tests.data.samples import CPU, Noisy, Squares
 from trainkit.config.sections import CvConfig, LoaderConfig
-from trainkit.data.hooks import DataHooks, UserSampler, WeightedOrder
+from trainkit.data.hooks import DataHooks, Reading, UserSampler, WeightedOrder
 from trainkit.data.reading.loader import Loader
 from trainkit.data.samplers import BalancedClasses, WeightsOf
 from trainkit.data.sets.digits import Digits
@@ -26,8 +26,8 @@ def hooks(function: Any) -> DataHooks:
 def loader_of(dataset: Any, weights: Any, **settings: Any) -> Loader:
     plan = BatchPlan(num_samples=len(dataset), global_size=4, micro_size=2)
     return Loader(
-        dataset, plan=plan, shards_at=lambda step: range(plan.num_shards(step)), device=CPU,
-        settings=LoaderConfig(**settings), seed=7, num_steps=6, hooks=hooks(lambda _: weights),
+        dataset, plan=plan, shards_at=lambda step: range(plan.num_shards(step)), num_steps=6,
+        reading=Reading(device=CPU, settings=LoaderConfig(**settings), seed=7, hooks=hooks(lambda _: weights)),
     )  # fmt: skip
 
 

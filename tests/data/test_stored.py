@@ -17,7 +17,7 @@ from tests.data.samples import CPU
 from trainkit.config.sections import LoaderConfig
 from trainkit.data.declared import declared_data
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.hooks import DataHooks, UserCollate
+from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading import loader as loading
 from trainkit.data.reading.collate import collate
 from trainkit.data.reading.loader import Loader
@@ -84,7 +84,11 @@ CASES = [(name, source) for name in DATASETS for source in SOURCES if (name, sou
 def loader_of(dataset: Any, settings: LoaderConfig, device: torch.device = CPU, **more: Any) -> Loader:
     plan = BatchPlan(num_samples=len(dataset), global_size=4, micro_size=2)
     return Loader(
-        dataset, plan=plan, shards_at=lambda _: (0, 1), device=device, settings=settings, seed=7, num_steps=2, **more
+        dataset,
+        plan=plan,
+        shards_at=lambda _: (0, 1),
+        num_steps=2,
+        reading=Reading(device=device, settings=settings, seed=7, **more),
     )
 
 
@@ -112,7 +116,8 @@ def test_batches_are_those_of_the_class(name: str, source: str, folder: Path) ->
 @pytest.mark.parametrize(("name", "source"), CASES)
 def test_an_evaluation_sees_those_of_the_class(name: str, source: str, folder: Path) -> None:
     dataset = DATASETS[name](folder)
-    batches = EvalBatches(dataset, batch_size=3, rank=0, num_ranks=1, device=CPU, settings=SOURCES[source])
+    reading = Reading(device=CPU, settings=SOURCES[source])
+    batches = EvalBatches(dataset, reading, batch_size=3, rank=0, num_ranks=1)
     found = [[part.clone() for part in flat(batch)] for batch in batches]
     whole = collate([dataset[place] for place in range(len(dataset))], range(len(dataset)))
     assert are_equal(tuple(map(torch.cat, zip(*found, strict=True))), whole)

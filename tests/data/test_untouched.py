@@ -13,6 +13,7 @@ import torch
 from tests.data.samples import CPU, Noisy, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
@@ -52,7 +53,7 @@ def read(dataset: Any, *, steps: range = range(3), **settings: Any) -> list[Any]
 def test_reading_leaves_the_generators_of_the_training_alone(dataset: Any) -> None:
     before = states()
     read(dataset)
-    list(EvalBatches(dataset, batch_size=4, rank=0, num_ranks=1, device=CPU, settings=LoaderSettings()))
+    list(EvalBatches(dataset, Reading(device=CPU, settings=LoaderSettings()), batch_size=4, rank=0, num_ranks=1))
     assert states() == before
 
 

@@ -97,7 +97,7 @@ def exchanged(place: Place) -> tuple[Tensor, list[Tensor]]:
     own = own.t().contiguous().t() if place.rank else own
     everyone = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
     gathered = everyone.gather(own)
-    broadcast_values(own, src=0)
+    broadcast_values(own)
     return own, gathered
 
 

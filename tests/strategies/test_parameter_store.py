@@ -17,6 +17,7 @@ from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions
 from trainkit.strategies.parameter_server.server.gradient_buffer import lane_sum
 from trainkit.strategies.parameter_server.server.shard import ServerShard
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
@@ -121,7 +122,11 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers:
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):
             farm.chief.push(f"s/{shard}", grads)
-        found = farm.chief.sum([f"s/{shard}" for shard in range(shards)], lanes=8, norms=True, exact=True)
+        found = farm.chief.sum(
+            [f"s/{shard}" for shard in range(shards)],
+            AggregationOptions(check_finite=True, lanes=8, norms=True),
+            exact=True,
+        )
         assert found.finite
         assert torch.equal(found.total(), torch.linalg.vector_norm(norms))
         farm.chief.apply(version=1, lr_factor=1.0)
@@ -145,7 +150,9 @@ def test_a_sum_is_normalised_looked_at_unscaled_and_clipped_in_the_order_of_a_lo
     model = Net()
     with serving(model, optimizer_of("sgd"), servers=2) as farm:
         farm.chief.push("a", gradients(model, 1))
-        norm = farm.chief.sum(["a"], weight_factor=0.3, unscale=1 / 8, norms=True, exact=True).total()
+        norm = farm.chief.sum(
+            ["a"], AggregationOptions(check_finite=True, weight_factor=0.3, unscale=1 / 8, norms=True), exact=True
+        ).total()
         factor = float(torch.clamp(0.5 / (norm + 1e-6), max=1.0))
         farm.chief.apply(version=1, lr_factor=1.0, factor=factor)
         state = farm.chief.state()
@@ -160,7 +167,7 @@ def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
     present(grads[-1])[0] = float("nan")
     with serving(model, optimizer_of("momentum"), servers=2) as farm:
         farm.chief.push("a", grads)
-        assert not farm.chief.sum(["a"], check_finite=True).finite
+        assert not farm.chief.sum(["a"], AggregationOptions(check_finite=True)).finite
         farm.chief.discard_sum()
         farm.chief.apply(version=1, lr_factor=1.0)
         equal(farm.chief.state(), state_of(model))

@@ -12,6 +12,7 @@ from tests.strategies.test_parameter_store import Net, equal, gradients, optimiz
 from tests.support.present import present
 from tests.support.serving import Farm, serving, state_of
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of
 
@@ -142,7 +143,7 @@ def test_sparse_gradients_of_several_shards_are_summed_row_by_row() -> None:
     with serving(model, optimizer_of("sgd"), servers=2) as farm:
         for shard, rows in enumerate([[3, 700], [5, 3]]):
             farm.chief.push(str(shard), sparse_gradients(model, rows, shard))
-        norm = farm.chief.sum(["0", "1"], norms=True).total()
+        norm = farm.chief.sum(["0", "1"], AggregationOptions(check_finite=True, norms=True)).total()
         farm.chief.apply(version=1, lr_factor=1.0)
         found = farm.chief.state()["param/embed.weight"]
     grads = [sparse_gradients(model, rows, shard) for shard, rows in enumerate([[3, 700], [5, 3]])]

@@ -28,6 +28,7 @@ from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.objectives.base import Objective
 from trainkit.run import runner
+from trainkit.run.begin import ResumePoint
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
 from trainkit.run.session.own_loop import OwnLoop
@@ -95,14 +96,14 @@ class Session:
                         check=self._check,
                     )
                 )
-                task.given_loss = GivenLoss(self._terms)
-                session = stack.enter_context(task.opened())
+                given = GivenLoss(self._terms)
+                session = stack.enter_context(task.opened(given))
             except ConfigError as error:
                 raise composition.with_origins(error) from error
             assert session is not None
             self._task = task
             stack.enter_context(session.keeping_last_checkpoint())
-            self._loop = OwnLoop(session, task.given_loss, strategy=self._strategy)
+            self._loop = OwnLoop(session, given, strategy=self._strategy)
             self._stack = stack.pop_all()
         return self
 
@@ -115,7 +116,7 @@ class Session:
             self._stack.__exit__(kind, error, trace)
             return
         with self._stack:
-            self._task.trained = loop.finish()
+            self._task.end_with(loop.finish())
         self._stopped = loop.task.run.stop_reason or ""
         result = {**(self._task.result or {}), "folder": str(loop.task.run.folder)}
         self.result = TrainingResult(result, given=self._given, packages=self._composition.packages)
@@ -245,8 +246,9 @@ class Session:
                 [Problem(key="strategy", value=self._strategy, rule=f"refuses {LoopCall.session.value}: {reason}")]
             )
 
-    def _check(self, plan: RunPlan) -> None:
+    def _check(self, start: ResumePoint, plan: RunPlan) -> None:
         """Refuse a plan whose tasks are not this process, or not all loops."""
+        del start
         count, launch = len(plan.tasks), self._launch
         if plan.backend is not None:
             rule = "starts the processes itself, and a loop runs in each. Use torchrun, SLURM or MPI."

@@ -24,6 +24,7 @@ from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
+from trainkit.data.hooks import Reading
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.files import open_regular, read_bytes, read_map, write_json_atomically
@@ -319,9 +320,8 @@ def _rows(local: LocalModel, objective: Objective, outputs: Outputs, dataset: An
     """
     chunks = Chunks(num_rows=size_of(dataset), batch_size=batch_size)
     starts = list(range(0, chunks.num_rows, batch_size))
-    batches = EvalBatches(
-        dataset, batch_size=batch_size, rank=0, num_ranks=1, device=local.device, settings=LoaderConfig(), starts=starts
-    )
+    reading = Reading(device=local.device, settings=LoaderConfig())
+    batches = EvalBatches(dataset, reading, batch_size=batch_size, rank=0, num_ranks=1, starts=starts)
     shape: torch.Size | None = None
     found = predicted(local, objective, outputs, batches, chunks=chunks, starts=starts)
     for start, rows in zip(starts, found, strict=True):

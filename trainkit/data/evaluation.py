@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 
-from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import Reading
 from trainkit.data.reading.collate import narrow
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import collated, whole_arrays
@@ -47,8 +47,8 @@ class EvalBatches:
 
     Example:
         >>> from trainkit.data.sets.digits import Digits
-        >>> batches = EvalBatches(Digits(split="val"), batch_size=100, rank=0, num_ranks=1,
-        ...                       device=torch.device("cpu"), settings=LoaderSettings())
+        >>> reading = Reading(device=torch.device("cpu"), settings=LoaderConfig())
+        >>> batches = EvalBatches(Digits(split="val"), reading, batch_size=100, rank=0, num_ranks=1)
         >>> [len(labels) for _, labels in batches]
         [100, 100, 100, 60]
     """
@@ -56,22 +56,20 @@ class EvalBatches:
     def __init__(
         self,
         dataset: Any,
+        reading: Reading,
         *,
         batch_size: int,
         rank: int,
         num_ranks: int,
-        device: torch.device,
-        settings: LoaderSettings,
         together: bool = False,
-        hooks: DataHooks = DataHooks(),  # noqa: B008 - frozen
         starts: Sequence[int] | None = None,
     ) -> None:
+        hooks, settings, device = reading.hooks, reading.settings, reading.device
         stream, named = isinstance(dataset, Stream), type(dataset).__name__
         stored = None if stream or hooks.collate is not None else stored_of(dataset)
         dataset = dataset if stored is None else stored.samples
-        self._dataset, self._hooks = dataset, hooks
-        self._device, self._move = device, widening(batch_mover(device, settings), stored, device)
-        self._settings = settings
+        self._dataset, self._reading = dataset, replace(reading, seed=0)
+        self._move = widening(batch_mover(device, settings), stored, device)
         count = size_of(dataset)
         given = starts is not None
         starts = list(range(rank * batch_size, count, num_ranks * batch_size) if starts is None else starts)
@@ -103,10 +101,10 @@ class EvalBatches:
             host = (_gathered(self._gather, start, stop) for start, stop in self._ranges)
         elif isinstance(self._dataset, Stream):
             host = self._streamed(self._dataset)
-        elif self._settings.num_processes and self._ranges:
+        elif self._reading.settings.num_processes and self._ranges:
             host = self._by_workers()
         else:
-            reader = Reader(self._dataset, seed=0, collate=self._hooks.collate)
+            reader = Reader(self._dataset, seed=0, collate=self._reading.hooks.collate)
             host = (_read(reader, start, stop) for start, stop in self._ranges)
         for batch in host:
             yield self._move(batch)
@@ -123,20 +121,17 @@ class EvalBatches:
             if len(samples) < stop - start:
                 raise stream.too_short(start + len(samples))
             with Untouched(seed=shard_key(0, 0, start)):
-                batch = self._hooks.collate_function(samples, range(start, stop))
+                batch = self._reading.hooks.collate_function(samples, range(start, stop))
             yield batch
             position = stop
 
     def _by_workers(self) -> Iterator[Any]:
         requests: list[Request] = [(0, list(range(*ends)), [ends[1] - ends[0]], None) for ends in self._ranges]
-        collate = self._hooks.collate
-        ahead = read_ahead(
-            self._dataset, requests, seed=0, device=self._device, settings=self._settings, collate=collate
-        )
+        ahead = read_ahead(self._dataset, requests, self._reading)
         try:
             for batch in ahead:
                 found = unwrap_worker_result(batch)
-                yield found if collate is None else found[0]
+                yield found if self._reading.hooks.collate is None else found[0]
         finally:
             shut_down(ahead)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
@@ -261,6 +262,20 @@ class DataHooks:
     def collate_function(self) -> CollateFunction:
         """Makes a batch of samples: the function of the config, or the one that stacks."""
         return collate if self.collate is None else self.collate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the samples of a split are read, and where their batches go."""
+
+    device: torch.device
+    """The device of the batches."""
+    settings: LoaderConfig
+    """The `loader` keys of the config."""
+    hooks: DataHooks = field(default_factory=DataHooks)
+    """The code that the keys of `data` name."""
+    seed: int = 0
+    """Keys the order and the random numbers of samples: the run's for training, 0 for an evaluation."""
 
 
 def class_node(node: Mapping[str, Any]) -> dict[str, Any]:

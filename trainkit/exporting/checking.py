@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import build_splits, folded, validation_splits
 from trainkit.exporting import fresh_process
 from trainkit.exporting.fresh_process import layers_of, tensors_of
@@ -68,15 +68,8 @@ def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
     """
     splits = folded(build_splits(cfg.data), cfg.cv)
     split = next(iter(validation_splits(splits)), "train")
-    batches = EvalBatches(
-        splits[split],
-        batch_size=_NUM_SAMPLES,
-        rank=0,
-        num_ranks=1,
-        device=torch.device("cpu"),
-        settings=cfg.loader,
-        hooks=DataHooks.of(cfg.data),
-    )
+    reading = Reading(device=torch.device("cpu"), settings=cfg.loader, hooks=DataHooks.of(cfg.data))
+    batches = EvalBatches(splits[split], reading, batch_size=_NUM_SAMPLES, rank=0, num_ranks=1)
     inputs = model_inputs(build(cfg.objective, "objective"), model, next(iter(batches)))
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.config.sections import LoaderConfig
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import DataHooks, Reading
 from trainkit.inference.outputs import Outputs
 from trainkit.inference.parts import Chunks, Parts
 from trainkit.numerics.generators import Untouched
@@ -106,12 +106,10 @@ class PartsComputation:
         local, chunks = self.local, self.parts.chunks
         batches = EvalBatches(
             self.dataset,
+            Reading(device=local.device, settings=self.settings, hooks=self.hooks),
             batch_size=chunks.batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            device=local.device,
-            settings=self.settings,
-            hooks=self.hooks,
             starts=starts,
         )
         found = predicted(local, self.objective, self.outputs, batches, chunks=chunks, starts=starts)

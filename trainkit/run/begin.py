@@ -39,6 +39,7 @@ from trainkit.run.session.outcome import own_loss_refusal
 from trainkit.storage import Free, lacking, num_bytes, storage_error
 from trainkit.trainer.checkpoint import meta_of
 from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
+from trainkit.trainer.ownership import uncontested
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
 _ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"
@@ -163,6 +164,20 @@ class ResumePoint:
                 raise own_loss_refusal(newest[0].folder)
 
 
+CheckStart = Callable[[ResumePoint, RunPlan], None]
+"""Raises if the loop of this process cannot run a plan from where it begins; called before anything is written."""
+
+
+def refuse_own_loss(start: ResumePoint, plan: RunPlan) -> None:
+    """Refuse to continue a training whose losses a loop has given by the trainer's own loop; rank 0 looks for all.
+
+    Raises:
+        ConfigError: the newest checkpoint has steps with a loss of a loop.
+    """
+    if plan.facts.launch is None or plan.facts.launch.rank == 0:  # another host may not see the folder
+        start.refuse_own_loss()
+
+
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     """Resolve the key `resume`.
 
@@ -284,7 +299,7 @@ class RunRecord:
 
 
 @contextmanager
-def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> Iterator[RunRecord]:
+def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> Iterator[RunRecord]:
     """Record the output of a run, its status, and the error that ends it, for the duration of the block."""
     folder.take()  # renames a log or status file of the user before one is written
     with (

@@ -24,7 +24,7 @@ from trainkit.files import open_regular, write_atomically
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import RunStatus, read_status
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.trainer.ownership import set_aside
+from trainkit.trainer.ownership import set_aside, uncontested
 
 if TYPE_CHECKING:
     from trainkit.report.web.curves import LoggedRows, MetricsReader
@@ -54,10 +54,10 @@ class PageWriter:
         self,
         folder: RunFolder,
         *,
-        confirm: Callable[[], None] | None = None,
+        confirm: Callable[[], None] = uncontested,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._confirm, self._clock = folder, confirm or (lambda: None), clock
+        self._folder, self._confirm, self._clock = folder, confirm, clock
         self._cfg: RunConfig | None = None
         self._metrics: MetricsReader | None = None
         self._has_ended = threading.Event()

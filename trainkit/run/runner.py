@@ -17,6 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
 from trainkit.errors import ConfigError
 from trainkit.run.begin import (
+    CheckStart,
     Job,
     Result,
     RunRecord,
@@ -25,6 +26,7 @@ from trainkit.run.begin import (
     new_folder,
     recorded_run,
     refuse_lack_of_room,
+    refuse_own_loss,
 )
 from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.run_folder import RunFolder
@@ -201,19 +203,17 @@ def _begun(
     run_dir: Path | None,
     notes: Sequence[str],
     is_given: Callable[[str], bool],
-    check: Callable[[RunPlan], None] | None = None,
+    check: CheckStart = refuse_own_loss,
     choose_workers: ChooseWorkers | None = None,
 ) -> Iterator[_BegunRun]:
     """Plan a run, refuse what cannot be, and begin its folder; it is locked and its output recorded inside.
 
-    `check` raises if the loop of this process cannot run a plan; None: the trainer's own loop, which runs every plan.
+    `check` raises if the loop of this process cannot run a plan; the trainer's own runs every plan, but for a run to
+    continue whose steps had a loss of another loop.
     """
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
-    if check is None:
-        start.refuse_own_loss()
-    else:
-        check(plan)
+    check(start, plan)
     if plan.backend is not None:
         refuse_to_carry(
             [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
@@ -245,7 +245,7 @@ def opened(
     notes: Sequence[str],
     launch: LaunchEnvironment | None,
     is_given: Callable[[str], bool],
-    check: Callable[[RunPlan], None],
+    check: CheckStart,
 ) -> Iterator[TaskRun]:
     """Begin a run, and give the task of this process, which the block trains in a loop of its own.
 
@@ -274,6 +274,6 @@ def opened(
         with joined(cfg, launch, run_dir=run_dir, notes=notes, is_given=is_given, check=check) as group:
             with group.recorded(), group.ending() as ending, group.task(ending.report) as task:
                 yield task
-                ending.result = task.result
-            task.result = ending.result
+                ending.finish(task.result)
+            task.receive(ending.result)
             group.end(ending.result or {})

@@ -109,6 +109,11 @@ def is_ignored(number: signal.Signals) -> bool:
     return number == hangup and signal.getsignal(number) is signal.SIG_IGN
 
 
+def ignore_request(reason: Reason) -> None:
+    """Do nothing: a request to stop is read from the flag alone."""
+    del reason
+
+
 class StopFlag:
     """Catches stop signals for the duration of its block, and stores the first reason.
 
@@ -124,7 +129,7 @@ class StopFlag:
 
     def __init__(
         self,
-        on_request: Callable[[Reason], None] | None = None,
+        on_request: Callable[[Reason], None] = ignore_request,
         *,
         signals: Mapping[signal.Signals, Reason] | None = None,
     ) -> None:
@@ -144,8 +149,7 @@ class StopFlag:
         """Request a stop; later reasons do not replace the first, unless that was a resize."""
         if self._requested is None or (self._requested == "resized" and reason != "resized"):
             self._requested = reason
-            if self._on_request is not None:
-                self._on_request(reason)
+            self._on_request(reason)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

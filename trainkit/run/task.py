@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError
 from trainkit.exporting.trained import NotExportableError
@@ -35,82 +34,51 @@ from trainkit.run.session.await_evaluator import evaluate_all, findings_of
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
 from trainkit.run.session.restore import restore_or_init
-from trainkit.run.session.session import TaskSession
+from trainkit.run.session.session import TaskLinks, TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
+from trainkit.trainer.ownership import uncontested
 
 _RESERVE: Final = 64 * 2**20
 """Bytes of address space, never touched, that are freed for the report of an error: a limit may count them."""
 
 
-def run_task(
-    cfg: RunConfig,
-    identity: Identity,
-    folder: RunFolder,
-    *,
-    stop: StopFlag,
-    plan: RunPlan | None = None,
-    confirm: Callable[[], None] | None = None,
-    report: Report | None = None,
-    follow: Callable[[Callable[[], int]], None] | None = None,
-    beats: BeatCounter | None = None,
-) -> Result:
-    """Run one task of a run in this process.
-
-    Args:
-        cfg: the resolved config.
-        identity: rank and task of this process.
-        folder: the run folder; rank 0 owns it.
-        stop: requests that this process stops.
-        plan: the plan of `cfg`, if the caller has made it.
-        confirm: raises if another worker group owns the folder now; called before anything is written to it.
-        report: sends an error to the parent and the other ranks, before this rank leaves the group or closes anything;
-            None: there are no others.
-        follow: receives a function that returns the current step, once the training can begin.
-        beats: counts the heartbeats of a run of one process; None: heartbeats are written to the run folder for other
-            processes.
-
-    Returns:
-        Content of result.json on rank 0; None on other ranks.
-
-    Raises:
-        TrainkitError: the training failed; rank 0 has recorded it in result.json.
-    """
-    return TaskRun(
-        cfg=cfg,
-        identity=identity,
-        folder=folder,
-        stop=stop,
-        plan=plan,
-        confirm=confirm,
-        report=report,
-        follow=follow,
-        beats=beats,
-    ).run()
+def unfollowed(step: Callable[[], int]) -> None:
+    """Do nothing: another process reads the step from the heartbeat."""
+    del step
 
 
 @dataclass(kw_only=True)
 class TaskRun:
-    """One task of a run in this process; the first fields are the arguments of `run_task`."""
+    """One task of a run in this process."""
 
     cfg: RunConfig
+    """The resolved config."""
     identity: Identity
+    """Rank and task of this process."""
     folder: RunFolder
+    """The run folder; rank 0 owns it."""
     stop: StopFlag
+    """Requests that this process stops."""
     plan: RunPlan | None = None
-    confirm: Callable[[], None] | None = None
+    """The plan of `cfg`, if the caller has made it."""
+    confirm: Callable[[], None] = uncontested
+    """Raises if another worker group owns the folder now; called before anything is written to it."""
     report: Report | None = None
-    follow: Callable[[Callable[[], int]], None] | None = None
+    """Sends an error to the parent and the other ranks, before this rank leaves the group or closes anything; None:
+    there are no others."""
+    follow: Callable[[Callable[[], int]], None] = unfollowed
+    """Receives a function that returns the current step, once the training can begin."""
     beats: BeatCounter | None = None
-    given_loss: GivenLoss | None = None
-    """Holds the loss that a loop of the user's own gives to a step; None: the trainer's own loop runs."""
+    """Counts the heartbeats of a run of one process; None: heartbeats are written to the run folder for other
+    processes."""
     begun: float = field(default_factory=time.perf_counter)
     session: TaskSession | None = None
     trained: dict[str, Any] = field(default_factory=dict)
-    """What `TaskSession.finish` returned; set by the caller of `opened`."""
+    """What `TaskSession.finish` returned."""
     result: Result = None
     """Content of result.json on rank 0 after the end."""
 
@@ -119,15 +87,33 @@ class TaskRun:
         return -1 if self.session is None else self.session.run.state.step
 
     def run(self) -> Result:
-        """Run the task to its end, as `run_task`."""
+        """Run the task to its end.
+
+        Returns:
+            Content of result.json on rank 0; None on other ranks.
+
+        Raises:
+            TrainkitError: the training failed; rank 0 has recorded it in result.json.
+        """
         with self.opened() as session:
             if session is not None:
-                self.trained = session.train()
+                self.end_with(session.train())
         return self.result
 
+    def end_with(self, trained: dict[str, Any]) -> None:
+        """Record what `TaskSession.finish` returned, for the end of `opened`."""
+        self.trained = trained
+
+    def receive(self, result: Result) -> None:
+        """Replace the result by the one that the processes of a launch have agreed on."""
+        self.result = result
+
     @contextmanager
-    def opened(self) -> Iterator[TaskSession | None]:
+    def opened(self, given_loss: GivenLoss | None = None) -> Iterator[TaskSession | None]:
         """Open the session of this task; at the end of the block, record the result or the error, and close it.
+
+        Args:
+            given_loss: holds the loss that a loop of the user's own gives to a step; None: the trainer's own loop runs.
 
         Yields:
             The session, which the block trains; None for an auxiliary task, which has ended by then.
@@ -136,7 +122,7 @@ class TaskRun:
         recorder = FlightRecorder(folder.collectives_of, rank, self.step) if self.identity.store else nullcontext()
         dumps = nccl_dumps_to(folder) if self.identity.task.device != "cpu" else nullcontext()
         with reproducible_process(enabled=self.cfg.numerics.reproducible), recorder, dumps:
-            heartbeat, plan, session = self._begin()
+            heartbeat, plan, session = self._begin(given_loss)
             if session is None:
                 yield None
                 return
@@ -145,7 +131,7 @@ class TaskRun:
             _close_and_record(session, self.trained, folder, requested=lambda: self.stop.requested)
             self.result = self.trained if rank == 0 else None
 
-    def _begin(self) -> tuple[Beats | BeatCounter | None, RunPlan, TaskSession | None]:
+    def _begin(self, given_loss: GivenLoss | None) -> tuple[Beats | BeatCounter | None, RunPlan, TaskSession | None]:
         """Plan the task, and open its session; run an auxiliary task to its end."""
         try:
             heartbeat = self.beats or beats_of(self.identity, self.folder)
@@ -154,7 +140,7 @@ class TaskRun:
                 self._run_auxiliary(plan, heartbeat)
                 return heartbeat, plan, None
             with reporting(self.folder.path), explain_oom(plan, self.identity.task, lambda: None):
-                self.session = self._open(plan, heartbeat)
+                self.session = self._open(plan, heartbeat, given_loss)
         except BaseException as error:
             lost = reported(error, self.report)
             ending = unless_exit(error, self.report, None)
@@ -180,22 +166,24 @@ class TaskRun:
                 self.identity,
                 self.folder,
                 requested=lambda: self.stop.requested,
-                on_phase=heartbeat or _ignore_heartbeat,
+                on_phase=heartbeat or ignore_phase,
             )
 
-    def _open(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> TaskSession:
-        session = TaskSession(
-            plan,
-            identity=self.identity,
-            folder=self.folder.path,
-            callbacks=build_callbacks(plan.cfg),
-            fingerprint=fingerprint(plan.cfg),
+    def _open(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None, given_loss: GivenLoss | None) -> TaskSession:
+        links = TaskLinks(
             stop_requested=lambda: self.stop.requested,
-            notes=(*_notes(self.folder), *_lost_replica_note(plan, self.identity)),
             check_fence=self.confirm,
             on_phase=ignore_phase if heartbeat is None else heartbeat,
             within_steps=heartbeat is not None and heartbeat.within_steps,
-            given_loss=self.given_loss,
+        )
+        session = TaskSession(
+            plan,
+            self.identity,
+            self.folder.path,
+            callbacks=build_callbacks(plan.cfg),
+            links=links,
+            notes=(*_notes(self.folder), *_lost_replica_note(plan, self.identity)),
+            given_loss=given_loss,
         )
         try:
             restore_or_init(session, self.folder.checkpoints)
@@ -210,9 +198,9 @@ class TaskRun:
         """Train inside; if that fails, save, record the error, and raise it."""
         folder, task = self.folder, self.identity.task
         try:
-            for one in (self.follow, None if self.beats is None else self.beats.follow):
-                if one is not None:
-                    one(lambda: session.run.state.step)
+            self.follow(self.step)
+            if self.beats is not None:
+                self.beats.follow(self.step)
             with (
                 reporting(folder.path),
                 explain_oom(plan, task, lambda: session.run.state.step),
@@ -231,10 +219,6 @@ class TaskRun:
             if ending is not error:
                 raise ending from error
             raise
-
-
-def _ignore_heartbeat(phase: str, step: int) -> None:
-    """Ignore a heartbeat, where no process reads it."""
 
 
 def _close_and_record(

@@ -50,6 +50,7 @@ from trainkit.run.signals import (
 from trainkit.storage import as_storage_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer import failpoints
+from trainkit.trainer.ownership import uncontested
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,14 +113,15 @@ def _run(
 ) -> dict[str, Any] | None:
     from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
     from trainkit.run.planning.plan import plan_from_environ  # noqa: PLC0415 - imports torch
-    from trainkit.run.task import run_task  # noqa: PLC0415 - imports torch
+    from trainkit.run.task import TaskRun  # noqa: PLC0415 - imports torch
 
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
-    confirm = FencingToken.from_environ(folder, os.environ).check if FENCE in os.environ else None
+    confirm = FencingToken.from_environ(folder, os.environ).check if FENCE in os.environ else uncontested
     cfg = RunConfig.from_dict(values)
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
         plan = plan_from_environ(os.environ, cfg)
-        return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm, report=report)
+        task = TaskRun(cfg=cfg, identity=identity, folder=folder, stop=stop, plan=plan, confirm=confirm, report=report)
+        return task.run()
 
 
 @contextlib.contextmanager

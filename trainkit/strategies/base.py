@@ -27,6 +27,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.step_values import (
+    Batch,
     GradientListener,
     GraphSettings,
     LeftOut,
@@ -34,6 +35,7 @@ from trainkit.strategies.step_values import (
     LoopCall,
     LossWeighting,
     NamedOptimizer,
+    NoGradientListener,
     Phase,
     Status,
     StepContext,
@@ -54,6 +56,7 @@ __all__ = [
     "LoopCall",
     "LossWeighting",
     "NamedOptimizer",
+    "NoGradientListener",
     "Numerics",
     "Phase",
     "PhaseListener",
@@ -74,9 +77,6 @@ __all__ = [
     "UpdateTensors",
     "ignore_phase",
 ]
-
-Batch = object
-"""A collated batch, in the form that the objective of the run takes."""
 
 StateDict = Mapping[str, Tensor]
 """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them."""

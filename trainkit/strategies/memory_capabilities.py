@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.objectives.base import Loss, Model
-from trainkit.strategies.base import PlanContext, Strategy
+from trainkit.strategies.base import Batch, PlanContext, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class RankPass:
             param.grad = torch.empty_like(param)
         return [param.grad for param in trained if param.grad is not None]
 
-    def loss(self, model: nn.Module, batch: Any, loss: Callable[[Model, Any], Loss]) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, loss: Callable[[Model, Batch], Loss]) -> Loss:
         """Run the forward pass; `loss` is that of the objective for a whole replica."""
         return loss(model, batch)
 
@@ -121,7 +121,7 @@ class RankPass:
 class PlannedShard:
     """A shard of a step, without data or with it."""
 
-    batch: Any
+    batch: Batch
     """Its collated samples."""
     count: int
     """The shards of the step that a replica computes."""

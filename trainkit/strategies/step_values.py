@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Collective, Loss, Model, Objective
+
+Batch = object
+"""A collated batch, in the form that the objective of the run takes."""
 
 
 class Status(Enum):
@@ -179,6 +182,18 @@ class GradientListener(Protocol):
         """Look at what the step is about to update; in a step of several passes, called before each update."""
 
 
+class NoGradientListener:
+    """Looks at no gradients."""
+
+    def wants(self, step: int) -> bool:
+        """Return False."""
+        del step
+        return False
+
+    def take(self, step: int, tensors: UpdateTensors) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
     """The inputs of every step of a training; the same on every rank."""
@@ -197,10 +212,10 @@ class StepContext:
     """The phase that this context is for; None where a step has no phases."""
     draw_key: int = 0
     """Number that keys the random numbers of this pass, besides step and shard; 0 where a step has one pass."""
-    on_gradients: GradientListener | None = None
+    on_gradients: GradientListener = field(default_factory=NoGradientListener)
     """Looks at gradients before they are used (`Traits.shows_gradients`)."""
 
-    def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
+    def loss(self, model: Model, batch: Batch, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
         """Run the model on a shard of a step, and return the loss of this phase."""
         if self.phase is None:
             return self.objective.loss(model, batch)

@@ -102,6 +102,14 @@ class State:
             self.left_out.judge_share(self.step)
         return True
 
+    def take_best(self, value: float) -> None:
+        """Record a value of `eval.metric` as the best so far."""
+        self.best = value
+
+    def mark_own_loss(self) -> None:
+        """Record that a loop of the user's own has given a step its loss."""
+        self.own_loss = True
+
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
@@ -118,6 +126,10 @@ class State:
 
 Row = Mapping[str, float]
 """Metrics by name: step, epoch, samples, seconds, train/loss, lr, samples_per_s, data_wait, ..."""
+
+
+Measure = Callable[[str, Any], Mapping[str, float]]
+"""Evaluates a split, or a dataset in its place, and returns the metrics."""
 
 
 def _no_session(split: str, dataset: Any) -> Mapping[str, float]:
@@ -171,7 +183,7 @@ class Run:
     """Returns the strategy's entries for result.json; `counts` in them: how often each number occurred."""
     stop_reason: str | None = None
     """Why the run is about to end early."""
-    measure: Callable[[str, Any], Mapping[str, float]] = field(default=_no_session, repr=False)
+    measure: Measure = field(default=_no_session, repr=False)
     """Evaluates a split, or a dataset in its place; see `evaluate`."""
 
     def evaluate(self, split: str = "val", *, dataset: Any = None) -> Mapping[str, float]:
@@ -187,6 +199,10 @@ class Run:
             TrainingError: not in this hook, not in an observer, or there is no such split.
         """
         return self.measure(split, dataset)
+
+    def add_note(self, message: str) -> None:
+        """Add a line to the startup summary, before it is printed."""
+        self.notes = (*self.notes, message)
 
     def keep_example(self, batch: object) -> None:
         """Keep the first batch that this rank computed."""

@@ -40,11 +40,16 @@ from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 T = TypeVar("T")
 
 
+def unchecked(composition: Composition) -> Composition:
+    """Return a composition as it is."""
+    return composition
+
+
 class ComposedConfigLoader(ConfigLoaderImpl):
     """Hydra's config loader, with the values from trainkit's composition."""
 
     def __init__(
-        self, composer: Composer, check: Callable[[Composition], Composition] | None = None, *, lenient: bool = False
+        self, composer: Composer, check: Callable[[Composition], Composition] = unchecked, *, lenient: bool = False
     ) -> None:
         super().__init__(composer.loader.config_search_path)
         self.composer = composer
@@ -69,7 +74,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         parsed, problems = self.composer.parse(overrides)
         single = [item for item in parsed if not item.is_sweep_override()]
         composition = self.composer.compose([item.input_line or "" for item in single], for_others=True)
-        if self.check is not None and len(single) == len(parsed):
+        if len(single) == len(parsed):
             composition = self.check(composition)
         if (problems or composition.problems) and not self.lenient:
             raise ConfigError([*problems, *composition.problems])

@@ -9,8 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.hooks import DataHooks, UserTransform
+from trainkit.data.hooks import Reading, UserTransform
 from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
@@ -217,11 +216,8 @@ class Loader:
         dataset: the training split.
         plan: how its samples form steps and shards.
         shards_at: returns the shards of this rank at a step; used for prefetching.
-        device: the device of the batches.
-        settings: the `loader` keys of the config.
-        seed: the run's seed.
         num_steps: steps of the run; nothing is read past them.
-        hooks: the code that the keys of `data` name.
+        reading: how they are read.
 
     Raises:
         ConfigError: a setting is not possible with this dataset or device.
@@ -234,28 +230,16 @@ class Loader:
         *,
         plan: BatchPlan,
         shards_at: Callable[[int], Sequence[int]],
-        device: torch.device,
-        settings: LoaderSettings,
-        seed: int,
         num_steps: int,
-        hooks: DataHooks = DataHooks(),  # noqa: B008 - frozen
+        reading: Reading,
     ) -> None:
         if size_of(dataset) == 0:
             raise DataError(f"{type(dataset).__name__} is empty: it has no samples to train on.")
-        if settings.pin_memory is True and device.type != "cuda":
-            rule = f"pinned memory serves copies to a CUDA device, and this run is on {device.type}. Use auto."
+        if reading.settings.pin_memory is True and reading.device.type != "cuda":
+            rule = f"pinned memory serves copies to a CUDA device, and this run is on {reading.device.type}. Use auto."
             raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
-        self._source = _choose(
-            dataset,
-            plan=plan,
-            shards_at=shards_at,
-            device=device,
-            settings=settings,
-            seed=seed,
-            num_steps=num_steps,
-            hooks=hooks,
-        )
-        self._plan, self._device, self._seed, self._transform = plan, device, seed, hooks.transform
+        self._source = _choose(dataset, plan, reading, shards_at=shards_at, num_steps=num_steps)
+        self._plan, self._reading = plan, reading
         self._last: tuple[Ticket, list[Any]] | None = None
         self.wait_s = 0.0
         """Seconds that the training loop has spent in `fetch`."""
@@ -274,8 +258,8 @@ class Loader:
             return self._last[1]
         started = perf_counter()
         batches = self._source.read(ticket)
-        if self._transform is not None:
-            batches = self._transformed(self._transform, ticket, batches)
+        if (transform := self._reading.hooks.transform) is not None:
+            batches = self._transformed(transform, ticket, batches)
         self._last = ticket, batches
         self.wait_s += perf_counter() - started
         return batches
@@ -284,7 +268,7 @@ class Loader:
         """Transform each shard, keyed by (seed, step, shard): alike on any rank, and after a resume."""
         sizes = [self._plan.shard_size(ticket.step, shard) for shard in ticket.shards]
         return [
-            transform(batch, key=(self._seed, ticket.step, shard), size=size, device=self._device)
+            transform(batch, key=(self._reading.seed, ticket.step, shard), size=size, device=self._reading.device)
             for shard, batch, size in zip(ticket.shards, batches, sizes, strict=True)
         ]
 
@@ -308,15 +292,13 @@ class Loader:
 
 def _choose(
     dataset: Any,
-    *,
     plan: BatchPlan,
+    reading: Reading,
+    *,
     shards_at: Callable[[int], Sequence[int]],
-    device: torch.device,
-    settings: LoaderSettings,
-    seed: int,
     num_steps: int,
-    hooks: DataHooks,
 ) -> BatchSource:
+    hooks, settings, device, seed = reading.hooks, reading.settings, reading.device, reading.seed
     hooks.refuse_misfits(dataset, cache=settings.cache)
     if isinstance(dataset, Stream):
         return stream_reader(dataset, plan, device=device, settings=settings, seed=seed, collate=hooks.collate_function)
@@ -328,35 +310,25 @@ def _choose(
     read = dataset if stored is None else stored.samples
     move = widening(batch_mover(device, settings), stored, device)
     if hooks.collate is None:
-        in_memory = _in_memory(dataset, stored, positions, device=device, settings=settings, move=move)
+        in_memory = _in_memory(dataset, stored, positions, reading, move=move)
         if in_memory is not None:
             return in_memory
     if settings.num_processes == 0:
         reader = Reader(read, seed=seed, collate=hooks.collate)
         return InProcessReader(reader, positions, shards_at=shards_at, num_steps=num_steps, move=move)
-    return Workers(
-        read,
-        positions,
-        seed=seed,
-        shards_at=shards_at,
-        num_steps=num_steps,
-        device=device,
-        settings=settings,
-        move=move,
-        collate=hooks.collate,
-    )
+    return Workers(read, positions, reading, shards_at=shards_at, num_steps=num_steps, move=move)
 
 
 def _in_memory(
     dataset: Any,
     stored: Stored | None,
     positions: Positions,
+    reading: Reading,
     *,
-    device: torch.device,
-    settings: LoaderSettings,
     move: MoveBatch,
 ) -> BatchSource | None:
     """Return the source of a dataset that gives many samples at once; None for any other."""
+    settings = reading.settings
     read = dataset if stored is None else stored.samples
     gather = getattr(read, "gather", None)
     if gather is not None and settings.cache is not False:
@@ -367,7 +339,7 @@ def _in_memory(
     if arrays is None:
         return None
     widened = None if stored is None else stored.widened
-    source = Memory(arrays, positions, device=device, move=move, widened=widened)
+    source = Memory(arrays, positions, device=reading.device, move=move, widened=widened)
     if source.is_on_device and settings.pin_memory is True:
         rule = "has no effect: the dataset lies on the device, and no batch is copied there. Use auto."
         raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])

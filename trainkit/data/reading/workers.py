@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.reading.collate import CollateFunction, MoveBatch
+from trainkit.data.hooks import Reading
+from trainkit.data.reading.collate import MoveBatch
 from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Positions, Request, Ticket
@@ -35,25 +35,19 @@ class Workers:
         self,
         dataset: Any,
         positions: Positions,
+        reading: Reading,
         *,
-        seed: int,
         shards_at: Callable[[int], Sequence[int]],
         num_steps: int,
-        device: torch.device,
-        settings: LoaderSettings,
         move: MoveBatch,
-        collate: CollateFunction | None = None,
     ) -> None:
-        self._dataset, self._collate = dataset, collate
-        self._positions = positions
-        self._seed = seed
+        self._dataset, self._positions, self._reading = dataset, positions, reading
         self._shards_at = shards_at
         self._num_steps = num_steps
-        self._device, self._move = device, move
-        self._settings = settings
+        self._move = move
         self._ahead: Iterator[Any] | None = None
         self._next_step = -1
-        self._reader = Reader(dataset, seed=seed, collate=collate)
+        self._reader = Reader(dataset, seed=reading.seed, collate=reading.hooks.collate)
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Return the next batch of the workers, or one read in this process."""
@@ -74,14 +68,7 @@ class Workers:
 
     def _start(self, step: int) -> None:
         self.close()
-        self._ahead = read_ahead(
-            self._dataset,
-            _Requests(self._requests, step),
-            seed=self._seed,
-            device=self._device,
-            settings=self._settings,
-            collate=self._collate,
-        )
+        self._ahead = read_ahead(self._dataset, _Requests(self._requests, step), self._reading)
 
     def _requests(self, first_step: int) -> Iterator[Request]:
         # Use separate positions: this runs ahead of the training, which must keep its block.
@@ -97,24 +84,17 @@ class Workers:
         return next((later for later in following if self._shards_at(later)), self._num_steps)
 
 
-def read_ahead(
-    dataset: Any,
-    requests: Iterable[Request],
-    *,
-    seed: int,
-    device: torch.device,
-    settings: LoaderSettings,
-    collate: CollateFunction | None = None,
-) -> Iterator[Any]:
+def read_ahead(dataset: Any, requests: Iterable[Request], reading: Reading) -> Iterator[Any]:
     """Start workers on a series of requests; each item is what `Reader.read` returns, on the host, or an error."""
+    settings = reading.settings
     loader = DataLoader(
-        _Remote(Reader(dataset, seed=seed, collate=collate)),
+        _Remote(Reader(dataset, seed=reading.seed, collate=reading.hooks.collate)),
         batch_size=None,
         sampler=requests,
         num_workers=settings.num_processes,
         prefetch_factor=settings.prefetch,
         collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda" if settings.pin_memory == "auto" else settings.pin_memory,
+        pin_memory=reading.device.type == "cuda" if settings.pin_memory == "auto" else settings.pin_memory,
         worker_init_fn=_enter_worker,
         # a separate generator: nothing may draw from the global one
         generator=torch.Generator(),

@@ -91,11 +91,8 @@ class PlainLoop:
             plan.components.datasets["train"],
             plan=plan.batch,
             shards_at=lambda step: tuple(range(plan.batch.num_shards(step))),
-            device=self._replica.device,
-            settings=plan.cfg.loader,
-            seed=plan.cfg.seed,
             num_steps=plan.num_steps,
-            hooks=plan.components.hooks,
+            reading=plan.reading(self._replica.device),
         )
         try:
             yield

@@ -14,7 +14,7 @@ from torch import nn
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import build_splits, folded, size_of, validation_splits
 from trainkit.errors import ConfigError
 from trainkit.exporting.folder import write_export
@@ -132,15 +132,8 @@ class _Bench:
 
     def batches(self, split: str, size: int) -> EvalBatches:
         """Return the batches of a split, on the CPU."""
-        return EvalBatches(
-            self.splits[split],
-            batch_size=size,
-            rank=0,
-            num_ranks=1,
-            device=torch.device("cpu"),
-            settings=self.cfg.loader,
-            hooks=DataHooks.of(self.cfg.data),
-        )
+        reading = Reading(device=torch.device("cpu"), settings=self.cfg.loader, hooks=DataHooks.of(self.cfg.data))
+        return EvalBatches(self.splits[split], reading, batch_size=size, rank=0, num_ranks=1)
 
     def inputs(self, model: nn.Module, split: str, count: int) -> list[Inputs]:
         """Return the inputs of the first `count` samples of a split, in batches; float inputs in float32."""

@@ -23,6 +23,7 @@ from trainkit.errors import TrainkitError, UnreadableError
 from trainkit.files import read_map
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.signals import EXIT_CODES, status_of_error
+from trainkit.trainer.ownership import uncontested
 
 FILE: Final = "status.json"
 ENDED: Final = frozenset({*EXIT_CODES, "failed"} - {"resized"})
@@ -44,9 +45,9 @@ _KINDS: Final[dict[str, Any]] = {
 class StatusFile:
     """Writes `status.json` for the duration of its block."""
 
-    def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> None:
         self._folder = folder
-        self._confirm = confirm or (lambda: None)
+        self._confirm = confirm
         machine, mark = Machine.here(), ProcessId.of(os.getpid())
         self._constant = {
             "version": _VERSION,

@@ -13,6 +13,7 @@ import torch
 
 from trainkit.cluster.tasks import Identity
 from trainkit.data.evaluation import EvalBatches
+from trainkit.data.hooks import Reading
 from trainkit.data.splits import size_of
 from trainkit.inference.parts import Chunks, Parts
 from trainkit.inference.predicting import PartsComputation
@@ -80,13 +81,11 @@ class JobTask:
         objective, dataset, split = job.parts.objective, job.dataset, job.request.split
         batches = EvalBatches(
             dataset,
+            Reading(device=local.device, settings=job.cfg.loader, hooks=job.parts.hooks),
             batch_size=job.eval_batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            device=local.device,
-            settings=job.cfg.loader,
             together=job.strategy.traits.forward_is_collective,
-            hooks=job.parts.hooks,
         )
         details = objective.details(dataset, batch_size=job.eval_batch_size)
         own = objective.metrics()

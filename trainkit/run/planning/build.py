@@ -242,16 +242,13 @@ def build_callbacks(cfg: RunConfig) -> list[Callback]:
     return [one for one in callbacks if not (cfg.quiet and one.prints)]
 
 
-def make_optimizer(
-    cfg: RunConfig, model: nn.Module, **replaced: Any
-) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]:
+def make_optimizer(cfg: RunConfig, model: nn.Module) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]:
     """Return a function by which a strategy builds the optimizer for the parameters to update.
 
     `optimizer.groups` names groups of parameters by `match`, globs on canonical names (`*.bias`) or on the class of the
     module that owns the parameter (`type:*Norm*`); the first matching group applies, with its other keys as settings.
-    `replaced` are settings to use instead of the config's.
     """
-    node = {key: value for key, value in {**cfg.optimizer, **replaced}.items() if key != "groups"}
+    node = {key: value for key, value in cfg.optimizer.items() if key != "groups"}
     groups = cfg.optimizer.get("groups") or {}
     owners, average = _owners(model), average_of(cfg)
 

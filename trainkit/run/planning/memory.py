@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -211,10 +211,10 @@ def stepped_optimizers(
     known = {key: value for key, value in settings.items() if key in plan.cfg.optimizer}
     try:
         if plan.optimizers:
-            named = named_optimizers(plan.cfg, plan.optimizers, model, **settings)
+            named = named_optimizers(plan.cfg, plan.optimizers, model, settings)
             optimizers = NamedSteppers.of(named, params).optimizers
         else:
-            optimizers = (make_optimizer(plan.cfg, model, **known)(params),)
+            optimizers = (make_optimizer(replace(plan.cfg, optimizer={**plan.cfg.optimizer, **known}), model)(params),)
         for param in params.values():
             param.grad = torch.empty_like(param)
         for optimizer in optimizers:

@@ -188,7 +188,10 @@ def optimizer_notes(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) ->
 
 
 def named_optimizers(
-    cfg: RunConfig, optimizers: Sequence[PlannedOptimizer], model: nn.Module, **replaced: Any
+    cfg: RunConfig,
+    optimizers: Sequence[PlannedOptimizer],
+    model: nn.Module,
+    replaced: Mapping[str, object] | None = None,
 ) -> tuple[NamedOptimizer, ...]:
     """Return what a strategy builds the optimizers from.
 
@@ -203,12 +206,12 @@ def named_optimizers(
         NamedOptimizer(
             name=one.name,
             params=frozenset(assigned[one.name]),
-            make=make_optimizer(replace(cfg, optimizer={**one.node, **_of_class(one.node, replaced)}), model),
+            make=make_optimizer(replace(cfg, optimizer={**one.node, **_of_class(one.node, replaced or {})}), model),
             factor=one.rate.factor,
         )
         for one in optimizers
     )
 
 
-def _of_class(node: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _of_class(node: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in settings.items() if key in node}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from torch import nn
+from torch import device, nn
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.host import count_gpus
@@ -23,7 +23,7 @@ from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, class_built_by
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, resolve_batch
@@ -72,6 +72,10 @@ class RunPlan:
     """The backend that starts the processes, if this machine does not."""
     micro_size_depends_on_replicas: bool = False
     """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
+
+    def reading(self, place: device) -> Reading:
+        """Return how the samples of this run are read, for batches on a device."""
+        return Reading(device=place, settings=self.cfg.loader, hooks=self.components.hooks, seed=self.cfg.seed)
 
     def highest_rate(self, step: int) -> float:
         """Return the highest learning rate of a step, of all optimizers."""

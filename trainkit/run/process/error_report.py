@@ -85,6 +85,11 @@ class ErrorReport:
         return lines[1].strip() if self.problems and len(lines) > 1 else lines[0]
 
 
+def keep_here(report: ErrorReport) -> None:
+    """Do nothing: every process that needs the report can read its file."""
+    del report
+
+
 @dataclass
 class Reporter:
     """Writes the report of one rank for the first error that it is called with; later errors are consequences of it."""
@@ -92,7 +97,7 @@ class Reporter:
     path: Path | None
     """None: no report is written, because the ranks of this process have written theirs."""
     rank: int
-    publish: Callable[[ErrorReport], None] | None = None
+    publish: Callable[[ErrorReport], None] = keep_here
     """Sends the report to ranks that cannot read the file."""
     report: ErrorReport | None = field(default=None, init=False)
     """The report; None: nothing has failed."""
@@ -102,8 +107,7 @@ class Reporter:
         if self.report is None:
             path, rank = self.path, self.rank
             self.report = error_report(rank, error) if path is None else write_error_report(path, rank, error)
-            if self.publish is not None:
-                self.publish(self.report)
+            self.publish(self.report)
         return self.report
 
 

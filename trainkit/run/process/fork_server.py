@@ -80,10 +80,17 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | N
     return content, descriptors[0] if descriptors else None
 
 
+def ignore_message(content: dict[str, Any]) -> None:
+    """Do nothing: a server that only starts forks."""
+    del content
+
+
 class ForkServer:
     """Starts forks and reports their exits, until the client disconnects; other messages go to `on_message`."""
 
-    def __init__(self, connection: socket.socket, on_message: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self, connection: socket.socket, on_message: Callable[[dict[str, Any]], None] = ignore_message
+    ) -> None:
         self._connection = connection
         self._on_message = on_message
         self._running: dict[int, tuple[int, int]] = {}
@@ -106,7 +113,7 @@ class ForkServer:
                         return SpawnRequest(**content, reader=reader)
                 elif "signal" in content:
                     self._signal(content)
-                elif self._on_message is not None:
+                else:
                     self._on_message(content)
 
     def _fork(self, number: int, reader: int) -> bool:

@@ -28,6 +28,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError
 from trainkit.run.begin import (
+    CheckStart,
     Job,
     Result,
     ResumePoint,
@@ -35,6 +36,7 @@ from trainkit.run.begin import (
     new_folder,
     recorded_run,
     refuse_lack_of_room,
+    refuse_own_loss,
     resumed_from,
 )
 from trainkit.run.callbacks import ended_hooks
@@ -90,7 +92,7 @@ def train_external(
 
         def run() -> Result:
             with group.ending() as ending:
-                ending.result = group.run_here(ending.report)
+                ending.finish(group.run_here(ending.report))
             return ending.result
 
         with group.recorded():
@@ -182,7 +184,7 @@ def joined(
     run_dir: Path | None,
     notes: Sequence[str],
     is_given: Callable[[str], bool],
-    check: Callable[[RunPlan], None] | None = None,
+    check: CheckStart = refuse_own_loss,
 ) -> Iterator[JoinedGroup]:
     """Meet the other processes of a launch, and agree with them on the plan and the folder of the run; collective.
 
@@ -220,12 +222,9 @@ def announce(launch: LaunchEnvironment) -> None:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
-def _checked_plan(start: ResumePoint, launch: LaunchEnvironment, check: Callable[[RunPlan], None] | None) -> RunPlan:
+def _checked_plan(start: ResumePoint, launch: LaunchEnvironment, check: CheckStart) -> RunPlan:
     plan = make_plan(start.cfg, launch=launch)
-    if check is not None:
-        check(plan)
-    elif launch.rank == 0:  # another host may not see the folder
-        start.refuse_own_loss()
+    check(start, plan)
     refuse_open_workers(start.cfg)
     return plan
 

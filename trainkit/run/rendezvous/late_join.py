@@ -33,8 +33,8 @@ from trainkit.run.process.setup import announce_log, identity_for, redirect_outp
 from trainkit.run.rendezvous.barrier import ProcessBarrier, config_digest, config_mismatches
 from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
 from trainkit.run.session.async_evaluator import training_has_ended
-from trainkit.run.signals import Reason, StopFlag, stop_error
-from trainkit.run.task import run_task
+from trainkit.run.signals import Reason, StopFlag, ignore_request, stop_error
+from trainkit.run.task import TaskRun
 from trainkit.strategies.base import Strategy
 from trainkit.strategies.capabilities import restarts_alone
 from trainkit.trainer import failpoints
@@ -134,10 +134,18 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
         announce_log(launch, folder.log_of(launch.rank))
         with (
             redirect_output(folder.log_of(launch.rank)),
-            StopFlag(None if identity.task.is_evaluator else _abort_task) as stop,
+            StopFlag(ignore_request if identity.task.is_evaluator else _abort_task) as stop,
         ):
             try:
-                run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fencing_token.check, report=reporter)
+                TaskRun(
+                    cfg=plan.cfg,
+                    identity=identity,
+                    folder=folder,
+                    stop=stop,
+                    plan=plan,
+                    confirm=fencing_token.check,
+                    report=reporter,
+                ).run()
             except (StoppedError, TerminatedError, HangupError, KeyboardInterrupt):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported with the cause of this task

@@ -45,7 +45,11 @@ class SharedEnding:
     report: Reporter
     """Reports an error before this rank leaves the group; ranks of local workers have written their reports already."""
     result: dict[str, Any] | None = None
-    """Set inside the block to the content of result.json, on rank 0; after it, the status and reason elsewhere."""
+    """On rank 0 the content of result.json; after the block, the status and reason elsewhere."""
+
+    def finish(self, result: dict[str, Any] | None) -> None:
+        """Take the result of this process's part."""
+        self.result = result
 
 
 @contextlib.contextmanager
@@ -75,10 +79,11 @@ def ending_together(
         _record(barrier, folder, failure, confirm)
         raise failure from error
     if barrier.launch.rank > 0:
-        ending.result = _await_rank0_result(barrier)
+        ending.finish(_await_rank0_result(barrier))
         return
-    ending.result = ending.result or {}
-    barrier.publish("result", {key: ending.result.get(key) for key in ("status", "reason")})
+    result = ending.result or {}
+    ending.finish(result)
+    barrier.publish("result", {key: result.get(key) for key in ("status", "reason")})
 
 
 def _reporter(barrier: ProcessBarrier, folder: RunFolder, *, runs_local_workers: bool) -> Reporter:

@@ -128,12 +128,10 @@ class CheckpointEvaluator:
         self._batches = {
             split: EvalBatches(
                 parts.datasets[split],
+                self._plan.reading(self._executor.local.device),
                 batch_size=self._plan.eval_batch_size,
                 rank=0,
                 num_ranks=1,
-                device=self._executor.local.device,
-                settings=cfg.loader,
-                hooks=parts.hooks,
             )
             for split in validation_splits(parts.datasets)
         }

@@ -58,9 +58,6 @@ def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
         plan.components.datasets["train"],
         plan=plan.batch,
         shards_at=lambda _step: (),
-        device=device,
-        settings=plan.cfg.loader,
-        seed=plan.cfg.seed,
         num_steps=0,
-        hooks=plan.components.hooks,
+        reading=plan.reading(device),
     )

@@ -79,16 +79,14 @@ class Averages:
         if self._counted:
             restore_statistics(model, self._counted)
             return
-        local, cfg, parts = self._executor.local, self._plan.cfg, self._plan.components
+        local, parts = self._executor.local, self._plan.components
         batches = EvalBatches(
             parts.datasets["train"],
+            self._plan.reading(local.device),
             batch_size=self._plan.eval_batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            device=local.device,
-            settings=cfg.loader,
             together=parts.strategy.traits.forward_is_collective,
-            hooks=parts.hooks,
         )
         counted = batches.num_counted
         count_statistics(local, parts.objective, self._with_heartbeats(batches), num_counted=counted)

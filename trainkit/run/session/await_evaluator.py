@@ -25,6 +25,7 @@ from trainkit.run.session.async_evaluator import evaluate_checkpoints, evaluated
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end, reported_end
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS
+from trainkit.strategies.base import PhaseListener
 
 _NICENESS: Final = 5
 """`nice` increment of the evaluator on a CPU that it shares with the training."""
@@ -37,12 +38,19 @@ _LOCKED_S: Final = 10.0
 """Seconds that the command of the run may still hold the lock of its folder."""
 
 
-def evaluate_all(plan: RunPlan, identity: Identity, folder: RunFolder, **hooks: Any) -> None:
+def evaluate_all(
+    plan: RunPlan,
+    identity: Identity,
+    folder: RunFolder,
+    *,
+    requested: Callable[[], str | None],
+    on_phase: PhaseListener,
+) -> None:
     """Run the evaluator task with a lower CPU priority than the training."""
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier start of this task
-    if evaluate_checkpoints(plan, identity, folder, **hooks):
+    if evaluate_checkpoints(plan, identity, folder, requested=requested, on_phase=on_phase):
         report_end(folder, EvaluatorEnd(status="finished"))
         if folder.read_result() is not None:  # rank 0 did not wait any longer
             bring_up_to_date(folder)

@@ -151,13 +151,11 @@ class EvalRunner:
         """
         batches = EvalBatches(
             self.plan.components.datasets[split] if dataset is None else dataset,
+            self.plan.reading(self.executor.local.device),
             batch_size=self.plan.eval_batch_size,
             rank=self.executor.local.rank,
             num_ranks=self.executor.local.num_ranks,
-            device=self.executor.local.device,
-            settings=self.plan.cfg.loader,
             together=self.plan.components.strategy.traits.forward_is_collective,
-            hooks=self.plan.components.hooks,
         )
         return evaluate(
             self.executor.local,
@@ -187,5 +185,5 @@ class EvalRunner:
         value, state = self.metric, self.run.state
         if value is None or not better(value, state.best, self._watched.mode):
             return False
-        state.best = value
+        state.take_best(value)
         return True

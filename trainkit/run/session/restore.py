@@ -24,11 +24,11 @@ from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.folder.starting_weights import load_checkpoint, starting_weights
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor, GradientListener, StepContext, UpdateParams
+from trainkit.strategies.base import Executor, GradientListener, NoGradientListener, StepContext, UpdateParams
 from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
-from trainkit.trainer.events import Run, State
+from trainkit.trainer.events import Measure, Run, State
 from trainkit.trainer.left_out import LeftOutSteps
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.ownership import OwnershipToken
@@ -86,8 +86,8 @@ class RestoreTarget(Protocol):
         """Load parameters and buffers, named as in a checkpoint."""
 
 
-def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...]) -> Run:
-    """Return the view of a starting run that callbacks receive."""
+def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...], *, measure: Measure) -> Run:
+    """Return the view of a starting run that callbacks receive; `measure` is what `Run.evaluate` calls."""
     local, traits = executor.local, plan.components.strategy.traits
     # if the model is sharded, this rank may hold only a part of it
     model = meta_model(plan) if traits.is_sharded else local.model
@@ -109,6 +109,7 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
         datasets=plan.components.datasets,
         notes=notes,
         findings=lambda: result_extra(executor),
+        measure=measure,
     )
 
 
@@ -124,7 +125,7 @@ def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
 
 
 def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = None) -> StepContext:
-    """Return the settings that every step of a plan needs."""
+    """Return the settings that every step of a plan needs; without a listener, nothing looks at gradients."""
     rate, max_norm = plan.rate, plan.cfg.clip.max_norm
     return StepContext(
         plan=plan.batch,
@@ -132,7 +133,7 @@ def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = Non
         weighing=plan.components.weighing,
         rule=lambda version: UpdateParams(rate.factor(version), max_norm),
         phases=plan.phases,
-        on_gradients=on_gradients,
+        on_gradients=on_gradients or NoGradientListener(),
     )
 
 
@@ -142,11 +143,8 @@ def loader_of(plan: RunPlan, executor: Executor) -> Loader:
         plan.components.datasets["train"],
         plan=plan.batch,
         shards_at=executor.assign,
-        device=executor.local.device,
-        settings=plan.cfg.loader,
-        seed=plan.cfg.seed,
         num_steps=plan.num_steps,
-        hooks=plan.components.hooks,
+        reading=plan.reading(executor.local.device),
     )
 
 

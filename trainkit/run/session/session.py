@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.tasks import Identity
+from trainkit.config.identity import fingerprint
 from trainkit.data.reading.loader import Loader
 from trainkit.data.splits import test_splits, validation_splits
 from trainkit.errors import NonFiniteError, TrainingError
@@ -46,6 +48,21 @@ from trainkit.trainer.loop import (
     every_steps_or_epochs,
 )
 from trainkit.trainer.metrics_accumulator import LoggedFigures
+from trainkit.trainer.ownership import uncontested
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLinks:
+    """The links of a session to the process that it runs in."""
+
+    stop_requested: Callable[[], str | None]
+    """Returns why this process was asked to stop, or None."""
+    check_fence: Callable[[], None] = uncontested
+    """Raises if another worker group owns the run folder now."""
+    on_phase: PhaseListener = ignore_phase
+    """Receives (phase, step) when this task begins another phase."""
+    within_steps: bool = True
+    """Whether it receives the phases within a step, too."""
 
 
 class TaskSession:
@@ -54,43 +71,38 @@ class TaskSession:
     def __init__(
         self,
         plan: RunPlan,
-        *,
         identity: Identity,
         folder: Path,
+        *,
         callbacks: list[Callback],
-        fingerprint: str,
-        stop_requested: Callable[[], str | None],
+        links: TaskLinks,
         notes: tuple[str, ...] = (),
-        check_fence: Callable[[], None] | None = None,
-        on_phase: PhaseListener = ignore_phase,
-        within_steps: bool = True,
         given_loss: GivenLoss | None = None,
     ) -> None:
-        self._presence, self._check_fence = Presence(folder), check_fence
+        self._presence, self._links = Presence(folder), links
         self.plan = plan.resolved(lambda: meta_model(plan))
         self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
         snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)
-        on_phase = heard_by(snapshot, on_phase)
-        self._stop_requested, self._on_phase = stop_requested, self._account.heard(on_phase)
+        on_phase = heard_by(snapshot, links.on_phase)
+        self._on_phase = self._account.heard(on_phase)
         self._data_state: dict[str, Any] | None = None
         self._evaluation_due, self._failed, self._cleanup = False, False, ExitStack()
         strategy = self.parts.strategy
         training = make_step_context(self.plan, self.callbacks.gradient_listener())
         self._training = training if given_loss is None else given_loss.context_of(training)
-        self.fingerprint, self._given_loss, self.logged = fingerprint, given_loss, LoggedFigures()
+        self.fingerprint, self._given_loss, self.logged = fingerprint(plan.cfg), given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task.device)
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
         on_phase("join", 0)
-        in_steps = self._account.heard(on_phase if within_steps else heard_by(snapshot, ignore_phase))
+        in_steps = self._account.heard(on_phase if links.within_steps else heard_by(snapshot, ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)
         self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
         self.executor: Executor = strategy.setup(self._request(model, identity, folder))
         self._cleanup.callback(self._leave)
-        self.run = make_run_view(self.plan, self.executor, folder, notes)
-        self.run.measure = self._measure
+        self.run = make_run_view(self.plan, self.executor, folder, notes, measure=self._measure)
         self._scorer = EvalRunner(
             plan=self.plan, run=self.run, executor=self.executor, callbacks=self.callbacks, enter=self.enter
         )
@@ -99,13 +111,15 @@ class TaskSession:
             self.run,
             self.executor,
             callbacks=self.callbacks,
-            fingerprint=fingerprint,
+            fingerprint=self.fingerprint,
             confirm=self.check_fence,
             enter=self.enter,
             snapshot=snapshot,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
-        self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
+        self._agreement = StopSaveConsensus(
+            self.executor.local.all_ranks, links.stop_requested, lambda: self._keeper.is_due
+        )
 
     def _request(self, model: nn.Module, identity: Identity, folder: Path) -> SetupRequest:
         return SetupRequest(
@@ -130,8 +144,7 @@ class TaskSession:
             TrainingError: another group has taken it over.
         """
         self._presence.check()
-        if self._check_fence is not None:
-            self._check_fence()
+        self._links.check_fence()
 
     def _refuse_absent_folder(self) -> None:
         """Raise on rank 0 if the run folder was removed: further training could not be saved."""
@@ -149,7 +162,7 @@ class TaskSession:
 
     def warn(self, message: str) -> None:
         """Add a note to the startup summary, before it is printed."""
-        self.run.notes = (*self.run.notes, message)
+        self.run.add_note(message)
 
     def restore(self, loaded: Loaded) -> None:
         """Continue exactly from a checkpoint."""
@@ -228,7 +241,7 @@ class TaskSession:
             timeline=timeline,
             last_step=self.plan.last_step,
             next_sync_step=self.plan.next_sync_step,
-            interrupted=self._stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
+            interrupted=self._links.stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
             on_phase=self._step_phase,
         )
 

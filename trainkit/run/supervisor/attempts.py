@@ -100,7 +100,7 @@ class AttemptRunner:
         self._begin(tasks)
         # Its put is safe in a signal handler.
         self.events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
-        self.stop = StopFlag()
+        self.stop = StopFlag(self.events.put)
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         """Reset the state that belongs to one attempt."""

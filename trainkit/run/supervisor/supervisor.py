@@ -33,7 +33,7 @@ from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
-from trainkit.run.signals import REASONS, Reason, StopFlag, status_of_error, stop_error
+from trainkit.run.signals import REASONS, Reason, status_of_error, stop_error
 from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
 from trainkit.run.supervisor.failure import Failure
 from trainkit.run.supervisor.restart_policy import Fault, RestartPolicy, fault_of
@@ -85,7 +85,7 @@ def supervise(
             groups=stack.enter_context(worker_group_factory(command, tasks, pass_fds=settings.pass_fds)),
             rendezvous=rendezvous or stack.enter_context(HostedStore()),
         )
-        attempts.stop = stack.enter_context(StopFlag(attempts.events.put))
+        stack.enter_context(attempts.stop)
         try:
             return _until_done(attempts, membership, folder, settings)
         except KeyboardInterrupt:

@@ -146,7 +146,6 @@ class PhasedStep(Generic[R]):
 def _part(whole: R, stepper: NamedSteppers, training: StepContext, phase: Phase) -> _Part[R]:
     own = stepper.only(phase.name)
     replica = whole.restricted(own.names, own)
-    replica.step_metrics = whole.step_metrics
     trained = dict(whole.model.named_parameters())
     key = name_id(phase.name)
     contexts = tuple(

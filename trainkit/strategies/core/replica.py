@@ -124,6 +124,8 @@ class ReplicaParts:
     """Buffers that the forward pass updates."""
     keys: BlockKeys
     """Keys of the model's randomness."""
+    step_metrics: dict[str, float] | None = None
+    """Where measurements of a step are written; None: a replica has its own."""
     reducer: Reducer
     """Adds up the partial sums of a step."""
     another_reducer: Callable[[], Reducer]
@@ -154,6 +156,7 @@ class Replica(LocalModel):
             all_ranks=parts.all_ranks,
             precision=parts.precision,
             lanes=parts.reducer.lanes,
+            step_metrics={} if parts.step_metrics is None else parts.step_metrics,
         )
         self.params = parts.held.params
         """Trainable parameters of the model by canonical name."""
@@ -184,7 +187,7 @@ class Replica(LocalModel):
     def restricted(self, names: Container[str], stepper: Updater) -> Self:
         """Return a replica of the same model that computes and updates some of its parameters; collective.
 
-        Both have their own buffers of a step, exchange and loss scale.
+        Both have their own buffers of a step, exchange and loss scale; they share the measurements of a step.
 
         Args:
             names: of the parameters.
@@ -196,7 +199,14 @@ class Replica(LocalModel):
         parts = self.parts_made_of
         held = parts.held.restricted(names)
         buffers = StepBuffers(held.model, parts.precision.master_dtype)
-        return replace(parts, held=held, stepper=stepper, buffers=buffers, reducer=parts.another_reducer())
+        return replace(
+            parts,
+            held=held,
+            stepper=stepper,
+            buffers=buffers,
+            reducer=parts.another_reducer(),
+            step_metrics=self.step_metrics,
+        )
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
         """Keep which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""

@@ -146,7 +146,7 @@ def broadcast_initial(replica: Replica) -> None:
     """Broadcast rank 0's parameters and buffers: a model may draw numbers that no seed controls. Collective."""
     if replica.num_ranks > 1 or replica.parts_made_of.is_grouped:
         for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
-            broadcast_values(tensor, src=0)
+            broadcast_values(tensor)
 
 
 class SynchronousExecutor(Executor, Generic[R]):
@@ -219,7 +219,7 @@ class SynchronousExecutor(Executor, Generic[R]):
             training.rule(step),
             loss_sum=work.loss_sum,
             graphed=work.graphed_update,
-            observe=None if training.on_gradients is None else observer(replica, training, step),
+            observe=observer(replica, training, step),
         )
         replica.end_update(step)
         left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()

@@ -17,6 +17,11 @@ Observe = Callable[[Sequence[Tensor | None]], None]
 """Looks at the gradients of an update, in the order of the parameters."""
 
 
+def ignore_gradients(grads: Sequence[Tensor | None]) -> None:
+    """Do nothing: no listener looks at the gradients of this update."""
+    del grads
+
+
 def apply_update(
     replica: Replica,
     sums: Sequence[Tensor | None],
@@ -25,7 +30,7 @@ def apply_update(
     *,
     loss_sum: Tensor | None = None,
     graphed: GraphedUpdate | None = None,
-    observe: Observe | None = None,
+    observe: Observe = ignore_gradients,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
@@ -67,8 +72,7 @@ def apply_update(
         return status, None
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
-    if observe is not None:
-        observe(grads)
+    observe(grads)
     norm = _update(replica, grads, present, update, norms_of) if graphed is None else graphed(grads, update)
     if replica.buffers.names:
         replica.buffers.finish(buffers)
@@ -92,11 +96,11 @@ def _update(
     return norm
 
 
-def observer(replica: Replica, training: StepContext, step: int) -> Observe | None:
-    """Return what passes the gradients of a step to the listener of the training; None if it wants none of them."""
+def observer(replica: Replica, training: StepContext, step: int) -> Observe:
+    """Return what passes the gradients of a step to the listener of the training, if it wants them."""
     listener = training.on_gradients
-    if listener is None or not listener.wants(step):
-        return None
+    if not listener.wants(step):
+        return ignore_gradients
 
     def observe(grads: Sequence[Tensor | None]) -> None:
         named = zip(replica.params, grads, strict=True)

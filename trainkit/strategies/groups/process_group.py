@@ -11,7 +11,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, ClassVar, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,18 @@ _ABORT_S: Final = 2.0
 """How long a rank that has failed waits for its connections to close."""
 
 
-def broadcast_values(tensor: Tensor, **source: Any) -> None:
-    """Overwrite a tensor with the values of one rank, whatever its strides are here and there; collective.
+def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite a tensor with the values of a group's first rank, whatever its strides are here and there; collective.
 
     Backends send memory as it lies, and NCCL refuses what is not contiguous.
 
     Args:
         tensor: of one shape and dtype on every rank.
-        source: `src`, or `group` and `group_src`, as torch.distributed.broadcast takes them.
+        group: the ranks that take part; None: all.
     """
     own = tensor.detach()
     sent = own.contiguous()
-    dist.broadcast(sent, **source)
+    dist.broadcast(sent, group=group, group_src=0)
     if sent is not own:
         own.copy_(sent)
 
@@ -120,8 +120,8 @@ class GroupCollective:
         return parts
 
 
-def all_gather_object(content: Any, all_ranks: Collective) -> list[Any]:
-    """Gather an object from every rank, in rank order; collective.
+def all_gather_object(content: _T, all_ranks: Collective) -> list[_T]:
+    """Gather an object of JSON from every rank, in rank order; collective.
 
     Example:
         >>> from trainkit.strategies.groups.process_group import LocalCollective

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -360,5 +360,5 @@ def _of_replay(strategy: ParameterServer, facts: PlanContext) -> Iterator[Proble
         yield Problem(key="strategy.replay", value=strategy.replay, rule=rule)
 
 
-def _unused_key(key: str, value: Any, why: str) -> Problem:
+def _unused_key(key: str, value: object, why: str) -> Problem:
     return Problem(key=f"strategy.{key}", value=value, rule=f"has no effect {why}. Leave it out.")

@@ -77,7 +77,7 @@ class Groups:
         for places, group in self.alike.items():
             for name in sorted(tensors):
                 if holders[name] == places:
-                    broadcast_values(tensors[name], group_src=0, group=group)
+                    broadcast_values(tensors[name], group)
 
 
 def new_groups(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trainkit.objectives.base import Loss, Model, Supervised
+from trainkit.strategies.base import Batch
 from trainkit.strategies.memory_capabilities import RankPass
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
@@ -85,7 +86,7 @@ class StagePass(RankPass):
             for stage in self._stages
         }
 
-    def loss(self, model: nn.Module, batch: Any, loss: Callable[[Model, Any], Loss]) -> Loss:  # noqa: ARG002 - the stages compute
+    def loss(self, model: nn.Module, batch: Batch, loss: Callable[[Model, Batch], Loss]) -> Loss:  # noqa: ARG002 - the stages compute
         """Run the stages; where a stage is not the last, backward begins with gradients that are received."""
         inputs, targets = self._recorded.objective.split_batch(batch)
         tensors = [self._cast(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]

@@ -43,7 +43,7 @@ class Compressor:
         # Only here: they import torch's optimizers, which would slow every start.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: PLC0415
 
-        self._state: Any = None
+        self._state: powerSGD_hook.PowerSGDState | None = None
         hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}.get(kind)
         if kind == "powersgd":
             hook = powerSGD_hook.powerSGD_hook
@@ -55,7 +55,7 @@ class Compressor:
             )
         self._hook = hook
 
-    def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], Any]:
+    def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], None]:
         """Start to sum a bucket, (numel,), in place; return a function that waits for the sum. Collective."""
         part.mul_(dist.get_world_size())
         group = dist.group.WORLD

@@ -111,11 +111,11 @@ def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
     for name, param in (*{**replica.owners, **replica.masters}.items(), *rounded.items()):
         cut = replica.cuts[name]
         if cut.size == cut.shape:
-            broadcast_values(param, src=0)
+            broadcast_values(param)
         elif copies is not None:
-            broadcast_values(param, group=copies, group_src=0)
+            broadcast_values(param, copies)
     for buffer in replica.model.buffers():
-        broadcast_values(buffer, src=0)
+        broadcast_values(buffer)
 
 
 def drifted_part(replica: ShardedReplica) -> str | None:

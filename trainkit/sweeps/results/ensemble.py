@@ -19,7 +19,7 @@ from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.hooks import DataHooks
+from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import build_splits, folded, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble
@@ -206,8 +206,8 @@ def _metrics_of(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) 
 
 def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:
     size = cfg.eval.batch_size or _BATCH
-    hooks = DataHooks.of(cfg.data)
-    return EvalBatches(dataset, batch_size=size, rank=0, num_ranks=1, device=device, settings=cfg.loader, hooks=hooks)
+    reading = Reading(device=device, settings=cfg.loader, hooks=DataHooks.of(cfg.data))
+    return EvalBatches(dataset, reading, batch_size=size, rank=0, num_ranks=1)
 
 
 def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:

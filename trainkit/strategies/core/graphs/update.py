@@ -37,6 +37,10 @@ class _Class:
     base_lr: float
     count: int
 
+    def advance(self) -> None:
+        """Count an update."""
+        self.count += 1
+
 
 class Updates:
     """Clips gradients and updates the parameters, their slots and their rounded copies, in place.
@@ -121,7 +125,7 @@ class Updates:
     def count(self) -> None:
         """Record that the update was made: advance the counts, and bring averages of the parameters up to date."""
         for one in self._classes:
-            one.count += 1
+            one.advance()
         for counter in self._counters:
             counter.add_(1)
         self._stepper.after_update(self._updated)

@@ -36,7 +36,7 @@ from trainkit.strategies.tensors.layouts import FlatBuffer, make_dense
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
 
-def dummy_batch(batch: Any, device: torch.device, all_ranks: Collective) -> Any:
+def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective) -> Batch:
     """Broadcast rank 0's batch to every rank that has none; collective over all ranks.
 
     Args:
@@ -49,7 +49,7 @@ def dummy_batch(batch: Any, device: torch.device, all_ranks: Collective) -> Any:
     """
     sends = all_ranks.rank == 0
     leaves, spec = tree_flatten(batch if sends else None)
-    description = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if sends else None
+    description = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if sends else []
     spec_text, described = all_gather_object(description, all_ranks)[0]
     own = leaves if sends else [None] * len(described)
     found = [_exchanged(leaf, description, device) for leaf, description in zip(own, described, strict=True)]

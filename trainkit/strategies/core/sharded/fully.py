@@ -277,7 +277,7 @@ def _move_and_cast(module: nn.Module, sharding: Sharding, precision: Precision) 
 def _broadcast_first(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Broadcast the values of the mesh's first rank: other meshes may hold other parts of a layer."""
     for dim in range(0 if tensor.is_meta else mesh.ndim):
-        broadcast_values(tensor, group=mesh.get_group(dim), group_src=0)
+        broadcast_values(tensor, mesh.get_group(dim))
 
 
 @torch.no_grad()

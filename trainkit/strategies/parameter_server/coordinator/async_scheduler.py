@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainkit.bounded import whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 
@@ -55,13 +54,13 @@ class AsyncScheduler(WorkScheduler):
         for item in merge.items:
             self._requeue(item)
 
-    def remember(self) -> dict[str, Any]:
+    def remember(self) -> JsonMap:
         """Return the steps that were assigned and are not applied."""
         staged = (item for item, _ in self._staged)
         steps = [item.ticket.step for item in (*self.running.values(), *staged)]
         return {"handed_out": sorted([*self._again, *steps])}
 
-    def recall(self, remembered: Mapping[str, Any], version: int) -> None:
+    def recall(self, remembered: JsonMap, version: int) -> None:
         """Restore the state: the remembered steps are assigned first."""
         self.version = version
         self._again = sorted(whole_numbers(remembered.get("handed_out", [])))

@@ -15,12 +15,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trainkit.bounded import expect_map
 from trainkit.errors import LinkError, TrainingError
 from trainkit.strategies.base import LeftOut, Status, StepContext, StepOutcome
+from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.update_log import UpdateLog
+from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions
 from trainkit.strategies.parameter_server.server.gradient_buffer import lane_sum
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 from trainkit.strategies.parameter_server.wire.transport import Connection
@@ -68,7 +71,7 @@ class WorkerEvent:
     worker: WorkerHandle
     kind: str
     """`ready`, `pulled`, `report`, or `gone`."""
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: JsonMap = field(default_factory=dict)
     error: BaseException | None = None
 
 
@@ -139,7 +142,7 @@ class UpdateDispatcher:
     servers: ParameterServerClient
     """Connections for orders to the servers."""
     registry: WorkerRegistry
-    record: UpdateLog | None
+    record: UpdateLog
     mode: Mode
     lanes: int | None
     """Number of lanes of the reproducible order of summation."""
@@ -157,7 +160,7 @@ class UpdateDispatcher:
     _reports: dict[int, WorkReport] = field(default_factory=dict)
     _loads: int = 1
 
-    def start_again(self, scheduler: WorkScheduler, record: UpdateLog | None) -> None:
+    def start_again(self, scheduler: WorkScheduler, record: UpdateLog) -> None:
         """Continue from an earlier version, which the servers have restored: the training was rolled back.
 
         Gradients that workers still compute for the old scheduler are discarded when they arrive.
@@ -193,8 +196,7 @@ class UpdateDispatcher:
         for worker in self._workers.values():
             if worker.name != OWN:
                 _try(worker.give, None)
-        if self.record is not None:
-            self.record.close()
+        self.record.close()
 
     def _report_idle(self) -> None:
         """Report `idle` while the in-process worker has no work, so that the hang detector does not blame the chief."""
@@ -227,7 +229,7 @@ class UpdateDispatcher:
         elif self._workers.get(worker.name) is not worker:
             return
         elif event.kind == "pulled":
-            self.scheduler.pulled(int(event.meta["number"]))
+            self.scheduler.pulled(expect_map(event.meta, {"number": int})["number"])
         elif event.kind == "report":
             self._on_report(worker, WorkReport.of(event.meta))
         elif event.error is not None and worker.name == OWN:
@@ -292,8 +294,7 @@ class UpdateDispatcher:
             self.scheduler.requeue_after_overflow(merge)
             return outcome
         self.scheduler.merged(merge)
-        if self.record is not None:
-            self.record.note(merge)
+        self.record.note(merge)
         self._figure(merge, reports)
         return outcome
 
@@ -328,16 +329,15 @@ class UpdateDispatcher:
         scale, update = self.local.loss_scale, training.rule(merge.version)
         staged = _staged(merge, reports)
         weight_factor, buffer_factor = self._factors(merge, [weight for _, weight in staged], training)
-        norms = self.servers.sum(
-            [key for key, _ in staged],
+        options = AggregationOptions(
             lanes=self.lanes,
             weight_factor=weight_factor,
             unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
             norms=update.max_norm is not None,
-            exact=self.lanes is not None,
             check_finite=scale.moves or self.leaves_out,
             check_others=self.leaves_out,
         )
+        norms = self.servers.sum([key for key, _ in staged], options, exact=self.lanes is not None)
         is_lost = self.leaves_out and not (norms.others_finite and all(isfinite(one.loss_sum) for one in reports))
         if is_lost or not norms.finite:
             retries = not is_lost and (scale.may_retry or not self.leaves_out)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
+from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.update_log import UpdateRecord
@@ -65,11 +65,11 @@ class ReplayScheduler(WorkScheduler):
             del self._results[item.ticket]
             self._to_read[self.version].append(item.ticket)
 
-    def remember(self) -> dict[str, Any]:
+    def remember(self) -> JsonMap:
         """Return nothing: the record determines the state."""
         return {}
 
-    def recall(self, remembered: Mapping[str, Any], version: int) -> None:
+    def recall(self, remembered: JsonMap, version: int) -> None:
         """Restore the position in the record.
 
         Raises:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from trainkit.numerics.batch import Ticket
+from trainkit.strategies.capabilities import JsonMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,11 @@ class WorkScheduler(ABC):
         """Assign the shards of an overflowed update again, before any others."""
 
     @abstractmethod
-    def remember(self) -> dict[str, Any]:
+    def remember(self) -> JsonMap:
         """Return the assigned and not applied work for a checkpoint, as JSON."""
 
     @abstractmethod
-    def recall(self, remembered: Mapping[str, Any], version: int) -> None:
+    def recall(self, remembered: JsonMap, version: int) -> None:
         """Start at a version, with the state that `remember` returned."""
 
     @abstractmethod

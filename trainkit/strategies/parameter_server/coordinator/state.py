@@ -23,7 +23,7 @@ from trainkit.strategies.core.replica import Replica, replica_state, restore_rep
 from trainkit.strategies.parameter_server.coordinator.dispatcher import UpdateDispatcher, WorkerRegistry
 from trainkit.strategies.parameter_server.coordinator.scheduler import WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.staleness import staleness_summary
-from trainkit.strategies.parameter_server.coordinator.update_log import FILE, UpdateLog
+from trainkit.strategies.parameter_server.coordinator.update_log import FILE, NoUpdateLog, UpdateLog
 from trainkit.strategies.parameter_server.settings import PsSettings
 from trainkit.strategies.parameter_server.wire.address_book import AddressBook
 from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of, unsaved_of
@@ -110,8 +110,7 @@ class CoordinatorExecutor(Executor):
         """Return the state of the servers; before the first step, the state that they will load."""
         if self._chief is None:
             return replica_state(self._eval_model)
-        if self._chief.record is not None:
-            self._chief.record.flush()
+        self._chief.record.flush()
         return self._servers.state()
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -160,8 +159,7 @@ class CoordinatorExecutor(Executor):
         unsaved = unsaved_of(self._eval_model.model)
         self._servers.load_state(replica_state(self._eval_model), version=version, unsaved=unsaved)
         if self._chief is not None:
-            if self._chief.record is not None:
-                self._chief.record.close()
+            self._chief.record.close()
             self._chief.start_again(self._scheduler, self._record())
 
     def _start_dispatcher(self) -> UpdateDispatcher:
@@ -181,16 +179,17 @@ class CoordinatorExecutor(Executor):
             mixes=self._settings.replaces,
             timeout_s=self._settings.timeout_s,
         )
-        if self._settings.mode == "async" and record is not None:
+        if self._settings.mode == "async":
             chief.staleness.update(line.staleness for line in record.kept)
         self._listener.serve(registry.serve_connection)
         self._addresses.publish("chief", self._listener.address)
         registry.start_local_worker(self._work)
         return chief
 
-    def _record(self) -> UpdateLog | None:
+    def _record(self) -> UpdateLog:
         """Return the record of updates, cut at the version that the training begins with."""
-        return None if self._request.folder is None else UpdateLog(self._request.folder / FILE, self._version)
+        folder = self._request.folder
+        return NoUpdateLog() if folder is None else UpdateLog(folder / FILE, self._version)
 
     def _work(self, channel: WorkChannel) -> None:
         """Run the chief's own worker, on a thread."""

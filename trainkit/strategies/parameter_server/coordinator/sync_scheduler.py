@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from trainkit.bounded import whole_numbers
+from trainkit.bounded import expect_map, whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 
 
@@ -63,19 +62,20 @@ class SyncScheduler(WorkScheduler):
         self._return(*_places(*(item.ticket for item in merge.items)))
         self._abandon_outstanding()
 
-    def remember(self) -> dict[str, Any]:
+    def remember(self) -> JsonMap:
         """Return the unused shards, and the first untouched one, if an update may contain shards of several steps."""
         if not self.replaces:
             return {}
         held = _places(*{item.ticket for item in self._outstanding()}, *self._results)
         return {"returned": sorted([*self._returned, *held]), "fresh": list(self._fresh)}
 
-    def recall(self, remembered: Mapping[str, Any], version: int) -> None:
+    def recall(self, remembered: JsonMap, version: int) -> None:
         """Restore the state: the remembered shards are assigned first."""
         self.version = version
-        step, shard = whole_numbers(remembered.get("fresh", [version, 0])) if self.replaces else (version, 0)
+        found = expect_map(remembered, {})
+        step, shard = whole_numbers(found.get("fresh", [version, 0])) if self.replaces else (version, 0)
         self._fresh = (step, shard)
-        returned = map(whole_numbers, remembered.get("returned", [])) if self.replaces else []
+        returned = map(whole_numbers, found.get("returned", [])) if self.replaces else []
         self._returned = [(step, shard) for step, shard in returned]
 
     @property

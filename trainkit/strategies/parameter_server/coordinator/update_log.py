@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError
@@ -75,7 +75,7 @@ class UpdateRecord:
         return json.dumps({"version": self.version, "of": parts}, separators=(",", ":"))
 
 
-def _part(step: Any, shards: Any, read: Any, worker: Any) -> GradientRef:
+def _part(step: int, shards: object, read: int, worker: object) -> GradientRef:
     whole_numbers([step, read])
     if not isinstance(worker, str):
         raise ValueError("the name of a worker is not text")  # noqa: TRY004 - it is an error of the text
@@ -108,6 +108,22 @@ class UpdateLog:
         """Close the file."""
         with naming(self._path):
             self._file.close()
+
+
+class NoUpdateLog(UpdateLog):
+    """Writes nothing: the log of a training without a folder."""
+
+    def __init__(self) -> None:
+        self.kept = ()
+
+    def note(self, merge: PendingUpdate) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def read_record(path: Path) -> Iterator[UpdateRecord]:

@@ -9,7 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from trainkit.bounded import expect_map
 from trainkit.errors import LinkError
+from trainkit.strategies.base import PhaseListener, ignore_phase
 from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions, GradientAggregator
 from trainkit.strategies.parameter_server.server.shard import ServerShard
 from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
@@ -39,9 +41,9 @@ def serve(
     index: int,
     *,
     make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-    on_phase: Callable[[str, int], None] | None = None,
+    on_phase: PhaseListener = ignore_phase,
     timeout_s: float = 60.0,
-    stopped: Callable[[], bool] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Hold a shard of the variables until the chief requests the end.
 
@@ -59,18 +61,14 @@ def serve(
     Raises:
         LinkError: the chief's connection broke.
     """
-    server = _Server(shares, index, make_optimizer, on_phase or _ignore_phase, timeout_s)
+    server = _Server(shares, index, make_optimizer, on_phase, timeout_s)
     with listener:
         listener.serve(server.serve_client)
         while not server.ended.wait(_POLL_S):
-            if stopped is not None and stopped():
+            if stopped():
                 return
     if server.broken is not None:
         raise server.broken
-
-
-def _ignore_phase(phase: str, version: int) -> None:
-    """Ignore a phase."""
 
 
 class _Server:
@@ -81,7 +79,7 @@ class _Server:
         shares: VariableShards,
         index: int,
         make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-        on_phase: Callable[[str, int], None],
+        on_phase: PhaseListener,
         timeout_s: float,
     ) -> None:
         self.ended = Event()
@@ -180,7 +178,7 @@ class _Server:
         link.send("pushed")
 
     def _sum(self, link: Connection, frame: Frame) -> None:
-        keys, options = as_keys(frame), AggregationOptions(**frame.meta.get("wishes", {}))
+        keys, options = as_keys(frame), AggregationOptions(**expect_map(frame.meta.get("wishes", {}), {}))
         with self._changed:
             gradients = self._merging.take(keys)
         result = self._merging.aggregate(gradients, options)

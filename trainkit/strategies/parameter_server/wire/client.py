@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import LinkError, TrainingError
+from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions, Norms, joined
 from trainkit.strategies.parameter_server.wire.auth import connect
@@ -21,7 +22,7 @@ from trainkit.strategies.parameter_server.wire.encoding import (
     on_the_wire,
     rows_to_load,
 )
-from trainkit.strategies.parameter_server.wire.protocol import as_flags, dtype_name
+from trainkit.strategies.parameter_server.wire.protocol import as_count, as_flags, dtype_name
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 from trainkit.strategies.tensors.layouts import in_layout
@@ -175,7 +176,7 @@ class ParameterServerClient:
         answer = self.answer(server, "pulled")
         link.read_memory(buffer.views)
         buffer.settle()
-        return int(answer.meta["version"]), int(answer.meta["loads"])
+        return as_count(answer, "version"), as_count(answer, "loads")
 
     def _buffer_for(self, server: int, into: Sequence[Tensor | None], *, whole: bool) -> PullBuffer:
         """Return the buffer of a pull; the last one is reused if the tensors are the same."""
@@ -283,16 +284,14 @@ class ParameterServerClient:
         self.each(read)
         return assembler.tensors()
 
-    def sum(self, keys: Sequence[str], *, exact: bool = False, **settings: Any) -> Norms:
+    def sum(self, keys: Sequence[str], options: AggregationOptions, *, exact: bool = False) -> Norms:
         """Sum staged gradients; the sum then waits for `apply` or `discard_sum`; for the chief.
 
         Args:
             keys: one per shard of the step, in their order.
+            options: the order of summation, and the operations on the sum.
             exact: compute the norm of a split variable from the full gradient, which is transferred for that.
-            settings: the order of summation, and the operations on the sum: fields of `AggregationOptions`. By default
-                the sum is checked for finite numbers.
         """
-        options = AggregationOptions(**{"check_finite": True, **settings})
 
         def ask(server: int) -> tuple[bool, bool, dict[int, Tensor]]:
             link, pieces = self.links[server], self.shares.pieces[server]
@@ -356,7 +355,7 @@ class ParameterServerClient:
         """End the servers; for the chief."""
         self._order("bye", {}, "bye")
 
-    def _order(self, kind: str, meta: Mapping[str, Any], answer: str) -> None:
+    def _order(self, kind: str, meta: JsonMap, answer: str) -> None:
         def ask(server: int) -> None:
             self.links[server].send(kind, meta)
             self.answer(server, answer)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.bounded import expect_map
 from trainkit.strategies.parameter_server.wire.protocol import as_dtype, dtype_name, mask_of, row_dtype
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame, memory_of
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard, VariableShards
@@ -110,7 +111,8 @@ class FullStateAssembler:
 
     def add(self, link: Connection, frame: Frame, server: int) -> None:
         """Read the rows of a tensor into the full tensor."""
-        key, shape = str(frame.meta["key"]), torch.Size(frame.meta["shape"])
+        meta = expect_map(frame.meta, {"key": str, "shape": list})
+        key, shape = meta["key"], torch.Size(meta["shape"])
         piece = self._piece(server, key)
         is_part = not piece.is_whole and shape == piece.shape
         with self._lock:

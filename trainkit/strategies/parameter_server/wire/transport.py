@@ -12,18 +12,19 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import LinkError
+from trainkit.strategies.capabilities import JsonMap
 
 _HEAD: Final = struct.Struct("!4s16sIQ")
 _MAGIC: Final = b"tkl1"
@@ -55,7 +56,7 @@ class Frame:
     """A received frame; the numbers that follow it are still to be read."""
 
     kind: str
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: JsonMap = field(default_factory=dict)
     num_bytes: int = 0
     """Size of the numbers."""
 
@@ -86,7 +87,7 @@ class Connection:
         """Record that the peer is authenticated."""
         self.peer, self._until = peer, None
 
-    def send(self, kind: str, meta: Mapping[str, Any] | None = None, tensors: Iterable[Tensor] = ()) -> None:
+    def send(self, kind: str, meta: JsonMap | None = None, tensors: Iterable[Tensor] = ()) -> None:
         """Send a frame; returns when the system has accepted all of it.
 
         Args:
@@ -193,7 +194,7 @@ class Connection:
             raise self._refusal("sent what is no frame")
         return name.decode("ascii")
 
-    def _parsed(self, text: bytearray) -> dict[str, Any]:
+    def _parsed(self, text: bytearray) -> JsonMap:
         try:
             return expect_map(parse_json(text, depth=_META_DEPTH), {})
         except ValueError:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
+from trainkit.bounded import expect_map
 from trainkit.errors import LinkError
 from trainkit.numerics.batch import Ticket
+from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 
 
@@ -35,7 +37,8 @@ class WorkOrder:
     @classmethod
     def of(cls, frame: Frame) -> Self:
         """Decode a received work order."""
-        return cls(**{**frame.meta, "shards": tuple(frame.meta["shards"])})
+        meta = expect_map(frame.meta, {})
+        return cls(**{**meta, "shards": tuple(meta["shards"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +61,10 @@ class WorkReport:
     """Whether it was computed from variables of several versions: no attempt found all servers at one."""
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> Self:
+    def of(cls, meta: JsonMap) -> Self:
         """Decode a received report."""
-        return cls(**{**meta, "weights": tuple(meta["weights"])})
+        found = expect_map(meta, {})
+        return cls(**{**found, "weights": tuple(found["weights"])})
 
 
 def gradient_keys(number: int, count: int) -> list[str]:
@@ -121,7 +125,7 @@ class RemoteWorkChannel:
 class LocalWorkChannel:
     """A channel within the chief's process."""
 
-    def __init__(self, send: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(self, send: Callable[[str, JsonMap], None]) -> None:
         self._send = send
         self.orders: queue.SimpleQueue[WorkOrder | None] = queue.SimpleQueue()
 
