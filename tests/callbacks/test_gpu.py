@@ -14,7 +14,8 @@ from tests.callbacks.run_double import run_double
 from trainkit.callbacks import gpu
 from trainkit.callbacks.gpu import Gpu
 from trainkit.errors import ConfigError
-from trainkit.trainer.events import Callback, CallbackHooks, Row, Run
+from trainkit.trainer.events import Callback, Row, Run
+from trainkit.trainer.loop import CallbackHooks
 
 
 class NvmlDouble:

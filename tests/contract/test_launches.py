@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.contract.stepping import Case, _Rank
 from tests.support.launches import Launches
-from trainkit.strategies.core.small_grads import SmallGrads
+from trainkit.strategies.core.step import SmallGrads
 
 
 # 194 and 755; with an operation a buffer, and one for each gradient of a later shard, there were 535 and 1,750

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.metadata
 import os
@@ -35,10 +34,9 @@ from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.run.session.outcome import own_loss_refusal
+from trainkit.run.session.outcome import refuse_own_losses
 from trainkit.storage import Free, lacking, num_bytes, storage_error
-from trainkit.trainer.checkpoint import meta_of
-from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
+from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import uncontested
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
@@ -148,21 +146,6 @@ class ResumePoint:
     relaunched: bool = False
     """Whether an external launcher has restarted all processes."""
 
-    def refuse_own_loss(self) -> None:
-        """Refuse a training whose losses a loop has given, for a process that has no such loop.
-
-        Raises:
-            ConfigError: the newest checkpoint has steps with a loss of a loop.
-        """
-        root = self.folder.checkpoints if self.folder is not None else self.checkpoints
-        if root is None:
-            return
-        with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is restored
-            newest = [read_manifest(root)] if (root / MANIFEST).is_file() else list_complete(root)[:1]
-            states = [meta_of(one).get("state") for one in newest]
-            if any(isinstance(state, dict) and state.get("own_loss") is True for state in states):
-                raise own_loss_refusal(newest[0].folder)
-
 
 CheckStart = Callable[[ResumePoint, RunPlan], None]
 """Raises if the loop of this process cannot run a plan from where it begins; called before anything is written."""
@@ -174,8 +157,9 @@ def refuse_own_loss(start: ResumePoint, plan: RunPlan) -> None:
     Raises:
         ConfigError: the newest checkpoint has steps with a loss of a loop.
     """
-    if plan.facts.launch is None or plan.facts.launch.rank == 0:  # another host may not see the folder
-        start.refuse_own_loss()
+    root = start.folder.checkpoints if start.folder is not None else start.checkpoints
+    if root is not None and (plan.facts.launch is None or plan.facts.launch.rank == 0):  # others may not see the folder
+        refuse_own_losses(root)
 
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:

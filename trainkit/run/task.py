@@ -33,8 +33,8 @@ from trainkit.run.session.auxiliary import run_auxiliary
 from trainkit.run.session.await_evaluator import evaluate_all, findings_of
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import Report, failure_of, reported, unless_exit
-from trainkit.run.session.restore import restore_or_init
-from trainkit.run.session.session import TaskLinks, TaskSession
+from trainkit.run.session.restore import TaskLinks, restore_or_init
+from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting

@@ -21,10 +21,11 @@ from trainkit.numerics.generators import key32
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy, Traits
 from trainkit.strategies.core.refusals import launch_problems
-from trainkit.strategies.core.replica import Replica, SingleDevicePlacement
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
 from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.tensors.layouts import SingleDevicePlacement
 
 _VERSION: Final = "2.9.0"
 """The supported version of torch_xla, which requires torch of the same version."""

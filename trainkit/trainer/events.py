@@ -20,10 +20,8 @@ change it alike on every rank (`run.request_stop`); files are written where `run
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,14 +31,13 @@ from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import NumericsConfig
-from trainkit.errors import CALLBACK_NOTE, Problem, TrainingError, TrainkitError
+from trainkit.errors import Problem, TrainingError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective
 from trainkit.objectives.tables import Table
 from trainkit.strategies.base import GradientListener, PhaseListener, Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps
-from trainkit.trainer.listeners import GradientListeners
 from trainkit.trainer.planned import Planned
 
 __all__ = ["Callback", "Ending", "Row", "Run"]
@@ -316,93 +313,6 @@ class Callback:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `state` returned, its tensors on the CPU."""
-
-
-_log = logging.getLogger(__name__)
-
-
-class CallbackHooks:
-    """The callbacks of a run, in the order of their calls.
-
-    Args:
-        callbacks: all of them.
-        observers_end_run: whether an error of an observer ends the run, as that of any other callback does.
-    """
-
-    def __init__(self, callbacks: Sequence[Callback], *, observers_end_run: bool = False) -> None:
-        self._callbacks, self._observers_end_run = list(callbacks), observers_end_run
-        self._left_out: set[int] = set()
-        self.running: tuple[Callback, str] | None = None
-        """The callback and the hook that run at this moment."""
-        self.failures: list[dict[str, str]] = []
-        """The observers that were left out: callback, hook, error."""
-
-    def __iter__(self) -> Iterator[Callback]:
-        """Yield the callbacks."""
-        return iter(self._callbacks)
-
-    def call(self, hook: str, *args: Any, suppressed: tuple[type[Exception], ...] = ()) -> None:
-        """Call a hook of every callback; an error of a suppressed class does not keep the others from it."""
-        for callback in self._callbacks:
-            with contextlib.suppress(*suppressed):
-                self._call(callback, hook, args)
-
-    def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
-        """Return a listener that passes each phase to those of the callbacks, and then to `on_phase`."""
-        listeners = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
-        if not listeners:
-            return on_phase
-
-        def listen(phase: str, step: int) -> None:
-            for listener in listeners:
-                listener(phase, step)
-            on_phase(phase, step)
-
-        return listen
-
-    def gradient_listener(self) -> GradientListener | None:
-        """Return what passes the gradients of a step to those of the callbacks that want them; None: none does."""
-        listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
-        return GradientListeners(listeners) if listeners else None
-
-    def of(self, hook: str) -> list[Callable[..., Any]]:
-        """Return a hook of the callbacks that override it, to be called at each step.
-
-        Each returns what the hook returns; None of a callback that is left out.
-        """
-        overriding = [one for one in self._callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]
-        return [self._bound(one, hook) for one in overriding]
-
-    def log_row(self, run: Run, row: Row) -> None:
-        """Log a row with the figures of the callbacks; the figures of the trainer keep their names."""
-        for figures in self.of("row_figures"):
-            row = {**(figures(run) or {}), **row}
-        self.call("log", run, row)
-
-    def _bound(self, callback: Callback, hook: str) -> Callable[..., Any]:
-        return lambda *args: self._call(callback, hook, args)
-
-    def _call(self, callback: Callback, hook: str, args: tuple[Any, ...]) -> Any:
-        if id(callback) in self._left_out:
-            return None
-        before, self.running = self.running, (callback, hook)
-        try:
-            return getattr(callback, hook)(*args)
-        except Exception as error:
-            # An error of trainkit is one of the run: a full disk, or a config that cannot be.
-            if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
-                error.add_note(f"{CALLBACK_NOTE}{kind_of(callback)}, hook {hook}")
-                raise
-            self._leave_out(callback, hook, error)
-            return None
-        finally:
-            self.running = before
-
-    def _leave_out(self, callback: Callback, hook: str, error: Exception) -> None:
-        self._left_out.add(id(callback))
-        said = f"{type(error).__name__}: {error}"
-        self.failures.append({"callback": kind_of(callback), "hook": hook, "error": said})
-        _log.warning("the callback %s failed in %s and is left out from now on: %s", kind_of(callback), hook, said)
 
 
 def kind_of(callback: Callback) -> str:

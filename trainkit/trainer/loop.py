@@ -1,18 +1,33 @@
-"""The training loop over tickets, the same for every strategy, and the agreement of the ranks to stop or save."""
+"""The training loop over tickets, the same for every strategy, and what happens around its steps.
+
+These are triggers at intervals, the hooks of callbacks, and the agreement of the ranks to stop or save.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from trainkit.errors import CALLBACK_NOTE, TrainkitError
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Batch, Data, Executor, PhaseListener, StepOutcome, Ticket
-from trainkit.trainer.events import Run
+from trainkit.strategies.base import (
+    Batch,
+    Data,
+    Executor,
+    GradientListener,
+    PhaseListener,
+    StepOutcome,
+    Ticket,
+    UpdateTensors,
+)
+from trainkit.trainer.events import Callback, Row, Run, kind_of
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
 
@@ -197,3 +212,107 @@ class StopSaveConsensus:
     def _propose(self) -> int:
         per_step = (time.perf_counter() - self._exchanged_at) / self._interval
         return max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self._interval))
+
+
+_log = logging.getLogger(__name__)
+
+
+class CallbackHooks:
+    """The callbacks of a run, in the order of their calls.
+
+    Args:
+        callbacks: all of them.
+        observers_end_run: whether an error of an observer ends the run, as that of any other callback does.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], *, observers_end_run: bool = False) -> None:
+        self._callbacks, self._observers_end_run = list(callbacks), observers_end_run
+        self._left_out: set[int] = set()
+        self.running: tuple[Callback, str] | None = None
+        """The callback and the hook that run at this moment."""
+        self.failures: list[dict[str, str]] = []
+        """The observers that were left out: callback, hook, error."""
+
+    def __iter__(self) -> Iterator[Callback]:
+        """Yield the callbacks."""
+        return iter(self._callbacks)
+
+    def call(self, hook: str, *args: Any, suppressed: tuple[type[Exception], ...] = ()) -> None:
+        """Call a hook of every callback; an error of a suppressed class does not keep the others from it."""
+        for callback in self._callbacks:
+            with contextlib.suppress(*suppressed):
+                self._call(callback, hook, args)
+
+    def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
+        """Return a listener that passes each phase to those of the callbacks, and then to `on_phase`."""
+        listeners = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
+        if not listeners:
+            return on_phase
+
+        def listen(phase: str, step: int) -> None:
+            for listener in listeners:
+                listener(phase, step)
+            on_phase(phase, step)
+
+        return listen
+
+    def gradient_listener(self) -> GradientListener | None:
+        """Return what passes the gradients of a step to those of the callbacks that want them; None: none does."""
+        listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
+        return GradientListeners(listeners) if listeners else None
+
+    def of(self, hook: str) -> list[Callable[..., Any]]:
+        """Return a hook of the callbacks that override it, to be called at each step.
+
+        Each returns what the hook returns; None of a callback that is left out.
+        """
+        overriding = [one for one in self._callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]
+        return [self._bound(one, hook) for one in overriding]
+
+    def log_row(self, run: Run, row: Row) -> None:
+        """Log a row with the figures of the callbacks; the figures of the trainer keep their names."""
+        for figures in self.of("row_figures"):
+            row = {**(figures(run) or {}), **row}
+        self.call("log", run, row)
+
+    def _bound(self, callback: Callback, hook: str) -> Callable[..., Any]:
+        return lambda *args: self._call(callback, hook, args)
+
+    def _call(self, callback: Callback, hook: str, args: tuple[Any, ...]) -> Any:
+        if id(callback) in self._left_out:
+            return None
+        before, self.running = self.running, (callback, hook)
+        try:
+            return getattr(callback, hook)(*args)
+        except Exception as error:
+            # An error of trainkit is one of the run: a full disk, or a config that cannot be.
+            if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
+                error.add_note(f"{CALLBACK_NOTE}{kind_of(callback)}, hook {hook}")
+                raise
+            self._leave_out(callback, hook, error)
+            return None
+        finally:
+            self.running = before
+
+    def _leave_out(self, callback: Callback, hook: str, error: Exception) -> None:
+        self._left_out.add(id(callback))
+        said = f"{type(error).__name__}: {error}"
+        self.failures.append({"callback": kind_of(callback), "hook": hook, "error": said})
+        _log.warning("the callback %s failed in %s and is left out from now on: %s", kind_of(callback), hook, said)
+
+
+class GradientListeners:
+    """Several listeners as one."""
+
+    def __init__(self, listeners: Sequence[GradientListener]) -> None:
+        self._listeners = listeners
+
+    def wants(self, step: int) -> bool:
+        """Return whether one of them looks at the step."""
+        return any(one.wants(step) for one in self._listeners)
+
+    def take(self, step: int, tensors: UpdateTensors) -> None:
+        """Pass the tensors to those that look at the step."""
+        for one in self._listeners:
+            if one.wants(step):
+                one.take(step, tensors)

@@ -80,16 +80,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | N
     return content, descriptors[0] if descriptors else None
 
 
-def ignore_message(content: dict[str, Any]) -> None:
-    """Do nothing: a server that only starts forks."""
-    del content
-
-
 class ForkServer:
     """Starts forks and reports their exits, until the client disconnects; other messages go to `on_message`."""
 
     def __init__(
-        self, connection: socket.socket, on_message: Callable[[dict[str, Any]], None] = ignore_message
+        self, connection: socket.socket, on_message: Callable[[dict[str, Any]], None] = lambda _: None
     ) -> None:
         self._connection = connection
         self._on_message = on_message

@@ -32,9 +32,9 @@ from trainkit.trainer.checkpoint import (
     weights_sha256,
 )
 from trainkit.trainer.checkpoint.snapshot import Snapshot
-from trainkit.trainer.events import CallbackHooks, Run
+from trainkit.trainer.events import Run
 from trainkit.trainer.left_out import REMEDY, RollbackNeeded
-from trainkit.trainer.loop import TriggerSchedule
+from trainkit.trainer.loop import CallbackHooks, TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.ownership import OwnershipToken

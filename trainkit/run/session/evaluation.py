@@ -20,7 +20,8 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.averages import Averages
 from trainkit.strategies.base import Executor
 from trainkit.trainer.evaluate import Evaluation, evaluate
-from trainkit.trainer.events import CallbackHooks, Run
+from trainkit.trainer.events import Run
+from trainkit.trainer.loop import CallbackHooks
 from trainkit.trainer.manifest import better
 
 MOST_CELLS: Final = 10_000

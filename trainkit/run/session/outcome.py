@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError, callback_note
+from trainkit.errors import CheckpointError, ConfigError, Problem, TrainingError, TrainkitError, callback_note
 from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.signals import REASONS, status_of_error
+from trainkit.trainer.checkpoint import list_complete, meta_of, read_manifest
 from trainkit.trainer.events import Run
+from trainkit.trainer.manifest import MANIFEST
 
 Report = Callable[[BaseException], ErrorReport]
 """Reports an error to the parent and the other ranks."""
@@ -31,6 +34,22 @@ def own_loss_refusal(checkpoint: Path) -> ConfigError:
     """Return the error of a training that only the loop which gave its losses can continue."""
     rule = "has steps whose loss its loop gave (trainkit.session). Continue it by its script, with resume=RUN."
     return ConfigError([Problem(key="resume", value=str(checkpoint), rule=rule)])
+
+
+def refuse_own_losses(checkpoints: Path) -> None:
+    """Refuse to continue a training whose losses its loop gave by a process that has no such loop.
+
+    Args:
+        checkpoints: a folder of checkpoints, or one checkpoint.
+
+    Raises:
+        ConfigError: the newest checkpoint has steps with a loss of a loop.
+    """
+    with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is restored
+        newest = [read_manifest(checkpoints)] if (checkpoints / MANIFEST).is_file() else list_complete(checkpoints)[:1]
+        states = [meta_of(one).get("state") for one in newest]
+        if any(isinstance(state, dict) and state.get("own_loss") is True for state in states):
+            raise own_loss_refusal(newest[0].folder)
 
 
 def status_of(run: Run) -> dict[str, str]:

@@ -1,11 +1,12 @@
-"""The initial state of a run on each rank: the view for callbacks, the step context, and the checkpoint to continue
-from.
+"""The initial state of a run on each rank: its links to the process, the view for callbacks, the step context, and the
+checkpoint to continue from.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -24,14 +25,22 @@ from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.folder.starting_weights import load_checkpoint, starting_weights
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor, GradientListener, NoGradientListener, StepContext, UpdateParams
+from trainkit.strategies.base import (
+    Executor,
+    GradientListener,
+    NoGradientListener,
+    PhaseListener,
+    StepContext,
+    UpdateParams,
+    ignore_phase,
+)
 from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
 from trainkit.trainer.events import Measure, Run, State
 from trainkit.trainer.left_out import LeftOutSteps
 from trainkit.trainer.manifest import damaged
-from trainkit.trainer.ownership import OwnershipToken
+from trainkit.trainer.ownership import OwnershipToken, uncontested
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
@@ -64,6 +73,20 @@ def _check(meta: Any, step: int) -> None:
         expect_map(meta["data"], {}, optional=_STREAM)
     if state["step"] != step:
         raise ValueError(f"its step is {state['step']}, and that of the manifest {step}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLinks:
+    """The links of a session to the process that it runs in."""
+
+    stop_requested: Callable[[], str | None]
+    """Returns why this process was asked to stop, or None."""
+    check_fence: Callable[[], None] = uncontested
+    """Raises if another worker group owns the run folder now."""
+    on_phase: PhaseListener = ignore_phase
+    """Receives (phase, step) when this task begins another phase."""
+    within_steps: bool = True
+    """Whether it receives the phases within a step, too."""
 
 
 class RestoreTarget(Protocol):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,17 @@ from trainkit.run.session.checkpointer import Checkpointer, LastSave, heard_by, 
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.run.session.given import GivenLoss
 from trainkit.run.session.outcome import own_loss_refusal, progress_of, status_of
-from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
+from trainkit.run.session.restore import TaskLinks, loader_of, make_run_view, make_step_context, restore_or_init
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
-from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
+from trainkit.strategies.base import Executor, SetupRequest, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import Loaded
-from trainkit.trainer.events import Callback, CallbackHooks
+from trainkit.trainer.events import Callback
 from trainkit.trainer.left_out import RollbackNeeded, Suspect
 from trainkit.trainer.loop import (
+    CallbackHooks,
     StopSaveConsensus,
     TrainingLoop,
     Trigger,
@@ -48,21 +48,6 @@ from trainkit.trainer.loop import (
     every_steps_or_epochs,
 )
 from trainkit.trainer.metrics_accumulator import LoggedFigures
-from trainkit.trainer.ownership import uncontested
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskLinks:
-    """The links of a session to the process that it runs in."""
-
-    stop_requested: Callable[[], str | None]
-    """Returns why this process was asked to stop, or None."""
-    check_fence: Callable[[], None] = uncontested
-    """Raises if another worker group owns the run folder now."""
-    on_phase: PhaseListener = ignore_phase
-    """Receives (phase, step) when this task begins another phase."""
-    within_steps: bool = True
-    """Whether it receives the phases within a step, too."""
 
 
 class TaskSession:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,63 +21,8 @@ from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.reducers import Reducer
-from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
+from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, TensorPlaces
 from trainkit.strategies.tensors.lazy_state import shape_of
-
-
-class Placement(Protocol):
-    """The devices of a replica, and the device of each tensor."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the batches and the loss."""
-        ...
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """All devices."""
-        ...
-
-    def device_of(self, name: str) -> torch.device:
-        """Return the device of a parameter, by canonical name."""
-        ...
-
-    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
-        """Return the places of parameters and buffers; None where all are on one device."""
-        ...
-
-    def move(self, model: nn.Module) -> nn.Module:
-        """Move every tensor of the model to its device."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleDevicePlacement:
-    """The whole model on one device.
-
-    Example:
-        >>> SingleDevicePlacement(device=torch.device("cpu")).device_of("any.weight")
-        device(type='cpu')
-    """
-
-    device: torch.device
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The only device."""
-        return (self.device,)
-
-    def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
-        """Return the only device."""
-        return self.device
-
-    def places_of(self, names: Sequence[str]) -> None:
-        """Return None: all tensors are on one device."""
-
-    def move(self, model: nn.Module) -> nn.Module:
-        """Move the whole model."""
-        return model.to(device=self.device)
-
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
 """(norms of this rank's parts of gradients, their places, order of the norm) -> norms of the gradients; collective."""
@@ -197,16 +142,10 @@ class Replica(LocalModel):
 
     def _restricted_parts(self, names: Container[str], stepper: Updater) -> ReplicaParts:
         parts = self.parts_made_of
-        held = parts.held.restricted(names)
+        held, reducer = parts.held.restricted(names), parts.another_reducer()
         buffers = StepBuffers(held.model, parts.precision.master_dtype)
-        return replace(
-            parts,
-            held=held,
-            stepper=stepper,
-            buffers=buffers,
-            reducer=parts.another_reducer(),
-            step_metrics=self.step_metrics,
-        )
+        own = replace(parts, held=held, stepper=stepper, buffers=buffers, reducer=reducer)
+        return replace(own, step_metrics=self.step_metrics)
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
         """Keep which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""

@@ -33,10 +33,8 @@ from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper, 
 from trainkit.strategies.core.phases import PhasedStep
 from trainkit.strategies.core.replica import (
     PlacedModel,
-    Placement,
     Replica,
     ReplicaParts,
-    SingleDevicePlacement,
     make_master_params,
     replica_state,
     restore_replica,
@@ -45,7 +43,7 @@ from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update, observer
 from trainkit.strategies.groups.process_group import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
-from trainkit.strategies.tensors.layouts import make_dense
+from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 
 MakeReducer = Callable[[Collective, Numerics], Reducer]
 """Makes the reducer of a step over the data ranks; collective."""

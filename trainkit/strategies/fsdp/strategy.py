@@ -16,7 +16,6 @@ from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
-from trainkit.strategies.core.replica import Placement
 from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
     cut_and_cast,
@@ -43,6 +42,7 @@ from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
 from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass
 from trainkit.strategies.scaling import Scaled
+from trainkit.strategies.tensors.layouts import Placement
 from trainkit.strategies.traffic import StepCut, Transfer, precision_of, ranks_of
 from trainkit.strategies.traffic.sharded import Gathers, sharded_traffic
 

@@ -18,7 +18,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.core.refusals import counted_statistics_problems
-from trainkit.strategies.core.replica import PlacedModel, Placement
+from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
@@ -37,7 +37,7 @@ from trainkit.strategies.pipeline.schedules import (
 from trainkit.strategies.pipeline.stage_assignment import Limits, StageAssignment, cut_blocks, names_parts
 from trainkit.strategies.pipeline.tracing.trace import programs_of, record
 from trainkit.strategies.pipeline.validation import misfits
-from trainkit.strategies.tensors.layouts import dense_strides, in_layout
+from trainkit.strategies.tensors.layouts import Placement, dense_strides, in_layout
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 

@@ -21,7 +21,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
-from trainkit.strategies.core.replica import PlacedModel, Placement, SingleDevicePlacement
+from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
@@ -62,6 +62,7 @@ from trainkit.strategies.tensor_parallel.cutting import (
 )
 from trainkit.strategies.tensor_parallel.plans import MatchedPlan, described, match_plan, shares_rng_across_ranks
 from trainkit.strategies.tensor_parallel.transfers import CutRanks, activation_transfers, gradient_transfers
+from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement
 from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare, precision_of, ranks_of
 
 

@@ -3,7 +3,8 @@
 Fused kernels and flat exchanges walk memory linearly: for two tensors with different strides they would combine
 different elements. A parameter whose elements are contiguous in memory in any order of its dims (contiguous,
 channels_last, transposed) is *dense*, and gradients, optimizer slots and copies of it use its strides. `make_dense`
-copies any other. A `FlatBuffer` lays all tensors of a step's exchange into one vector.
+copies any other. A `FlatBuffer` lays all tensors of a step's exchange into one vector. A `Placement` says on which
+device each tensor lies.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +163,60 @@ class TensorPlaces:
         """Return the places of these tensors and of some more beside the last one."""
         last = self.places[-1] if self.places else 0
         return TensorPlaces(places=(*self.places, *[last] * count), devices=self.devices)
+
+
+class Placement(Protocol):
+    """The devices of a replica, and the device of each tensor."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the batches and the loss."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """All devices."""
+        ...
+
+    def device_of(self, name: str) -> torch.device:
+        """Return the device of a parameter, by canonical name."""
+        ...
+
+    def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
+        """Return the places of parameters and buffers; None where all are on one device."""
+        ...
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move every tensor of the model to its device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleDevicePlacement:
+    """The whole model on one device.
+
+    Example:
+        >>> SingleDevicePlacement(device=torch.device("cpu")).device_of("any.weight")
+        device(type='cpu')
+    """
+
+    device: torch.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The only device."""
+        return (self.device,)
+
+    def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
+        """Return the only device."""
+        return self.device
+
+    def places_of(self, names: Sequence[str]) -> None:
+        """Return None: all tensors are on one device."""
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move the whole model."""
+        return model.to(device=self.device)
 
 
 class FlatBuffer:

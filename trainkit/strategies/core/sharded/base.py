@@ -19,7 +19,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Batch, PlanContext, StateDict, StepContext
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.core.replica import PlacedModel, Placement, replica_state, restore_replica
+from trainkit.strategies.core.replica import PlacedModel, replica_state, restore_replica
 from trainkit.strategies.core.sharded.fully import filled
 from trainkit.strategies.core.sharded.replica import (
     ShardedReplica,
@@ -32,7 +32,7 @@ from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.step import ShardStep, weight_on
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
 from trainkit.strategies.groups.process_group import RankGroup, all_gather_object
-from trainkit.strategies.tensors.layouts import FlatBuffer, make_dense
+from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, make_dense
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
 
