@@ -14,9 +14,8 @@ from torch import nn
 
 import trainkit
 from tests.callbacks.run_double import Alone, run_double
-from trainkit.callbacks.figures.activations import observed_layers
 from trainkit.callbacks.figures.distribution import NUM_COUNTS, Distribution, measure
-from trainkit.callbacks.figures.histograms import Histograms, summed
+from trainkit.callbacks.figures.histograms import Histograms, observed_layers, summed
 from trainkit.cli import main
 from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt

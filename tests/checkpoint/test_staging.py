@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.contract.running import run
 from tests.support.present import present
 from trainkit.trainer.checkpoint import BackgroundSaver, load
-from trainkit.trainer.checkpoint.copy_stream import Pairs
-from trainkit.trainer.checkpoint.snapshot import Snapshot
+from trainkit.trainer.checkpoint.snapshot import Pairs, Snapshot
 
 
 def test_a_prepared_save_allocates_nothing() -> None:

@@ -18,7 +18,7 @@ from trainkit.measuring.find_showing import rate_document, rate_lines
 from trainkit.measuring.lr_curve import Divergence, LrCurve, RatePoint
 from trainkit.measuring.range_test import RangeResult, range_config, range_test
 from trainkit.measuring.turns import Ended
-from trainkit.report.range_plot import draw_range
+from trainkit.report.measured_plots import draw_range
 from trainkit.run.planning.plan import make_plan
 from trainkit.verbs.looking.schema import schema_of
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.report.bench_plot import draw_bench
+from trainkit.report.measured_plots import draw_bench
 
 PARTS = ("input", "forward", "backward", "exchange", "update", "rest")
 

@@ -20,8 +20,8 @@ from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
 from trainkit.run.equivalence.answers import same_training
 from trainkit.run.equivalence.running import with_precision
+from trainkit.run.planning.adapters import output_name
 from trainkit.run.planning.build import transformed_model
-from trainkit.run.planning.converting import output_name
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan

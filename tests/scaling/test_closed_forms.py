@@ -5,9 +5,8 @@ import pytest
 
 from trainkit.scaling import closed_forms
 from trainkit.scaling.distributions import Form, StepTimes
-from trainkit.scaling.events import EventLoop, FifoLink
-from trainkit.scaling.failures import simulate_goodput
-from trainkit.scaling.simulation import Scene, simulate
+from trainkit.scaling.simulation import EventLoop, FifoLink, Scene, simulate
+from trainkit.scaling.study import simulate_goodput
 
 STOPS = closed_forms.Interruptions(write_s=30.0, restart_s=120.0, mtbf_s=7200.0)
 CONSTANT = StepTimes(mean_s=0.1, form="constant")

@@ -26,11 +26,10 @@ import yaml
 from trainkit.bounded import MAX_BYTES, parse_yaml
 from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
-from trainkit.exporting.card import model_card
 from trainkit.exporting.formats import Format
 from trainkit.exporting.trained import TrainedModel
 from trainkit.files import open_regular, read_text, size_of
-from trainkit.storage import naming, sync_folder
+from trainkit.storage import naming, num_bytes, sync_folder
 from trainkit.trainer.checkpoint.tensor_file import write_bytes
 from trainkit.trainer.manifest import FileRecord
 from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice
@@ -176,3 +175,57 @@ def _written_names(folder: Path) -> re.Pattern[str]:
     files = content.get("files") if isinstance(content, Mapping) else None
     names = [CONFIG, CARD, *(str(name) for name in (files if isinstance(files, Mapping) else ()))]
     return re.compile("|".join(re.escape(name) for name in names))
+
+
+_SHOWN: Final = ("model", "data", "objective", "optimizer", "schedule", "precision", "epochs", "steps")
+"""Parts of the config that the card shows."""
+
+
+def model_card(
+    trained: TrainedModel, files: Mapping[str, FileRecord], *, loading: str, notes: Sequence[str] = ()
+) -> str:
+    """Return the model card as Markdown; `loading` is the section of the format, `notes` are sentences for it."""
+    facts, cfg = trained.facts, trained.cfg
+    rows = {
+        "weights": f"the {trained.which} ones, of step {trained.step:,}",
+        "recipe": cfg.recipe,
+        "run": facts.get("run"),
+        "command": _code(facts.get("command")),
+        "fingerprint": _code(facts.get("fingerprint")),
+        "seed": cfg.seed,
+        "files": ", ".join(f"{name} ({num_bytes(record.num_bytes)})" for name, record in files.items()),
+    }
+    table = "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows.items() if value is not None)
+    return "\n".join(
+        [
+            f"# {cfg.name}\n",
+            f"| | |\n|---|---|\n{table}",
+            *_metrics(facts.get("metrics"), of=trained),
+            f"## Loading\n\n{loading}",
+            *(f"{note}\n" for note in notes),
+            "## Training\n",
+            f"```yaml\n{_shown(trained)}```\n",
+        ]
+    )
+
+
+def _metrics(metrics: Any, *, of: TrainedModel) -> list[str]:
+    if not isinstance(metrics, Mapping) or not metrics or of.which != "last":
+        return []
+    rows = "".join(f"| {_cell(name)} | {value:.6g} |\n" for name, value in metrics.items() if value is not None)
+    return [f"## Metrics\n\n| at the end of the run | |\n|---|---|\n{rows}"]
+
+
+def _shown(trained: TrainedModel) -> str:
+    values = redacted(trained.cfg.to_dict())[0]
+    batch = {name: values["batch"][name] for name in ("global_size", "micro_size")}
+    shown = {**{name: values[name] for name in _SHOWN}, "batch": batch}
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _code(text: Any) -> str | None:
+    return None if text is None else f"`{text}`"
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

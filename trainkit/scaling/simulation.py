@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 from trainkit.scaling.closed_forms import ring_all_reduce_s
 from trainkit.scaling.distributions import Floats, StepTimes
-from trainkit.scaling.events import EventLoop, FifoLink
 
 Late = Literal["cancel", "replace", "duplicate"]
 """What happens to work that an update did not need: stopped at once; finished and discarded, while other shards took
@@ -22,6 +22,70 @@ its place; or finished and discarded, while an idle worker repeated it."""
 _BLOCK: Final = 4096
 _WARMUP: Final = 0.1
 """Share of the updates that are left out of means, until the workers are out of step with each other."""
+
+
+Action = Callable[[], None]
+
+
+class EventLoop:
+    """Run actions in the order of their simulated times; equal times in the order in which they were scheduled.
+
+    Example:
+        >>> loop, seen = EventLoop(), []
+        >>> loop.schedule(2.0, lambda: seen.append(loop.now))
+        >>> loop.schedule(1.0, lambda: seen.append(loop.now))
+        >>> loop.run(lambda: False)
+        >>> seen
+        [1.0, 2.0]
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Simulated seconds since the start."""
+        self._events: list[tuple[float, int, Action]] = []
+        self._scheduled = 0
+
+    def schedule(self, delay_s: float, action: Action) -> None:
+        """Run an action `delay_s` simulated seconds from now."""
+        self._scheduled += 1
+        heapq.heappush(self._events, (self.now + delay_s, self._scheduled, action))
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Run the scheduled actions until `is_over()`, or until none is left."""
+        while self._events and not is_over():
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
+
+@dataclass(kw_only=True)
+class FifoLink:
+    """A link that transfers messages one after another; a later message waits for the earlier ones.
+
+    With random arrivals and messages of one size this is the queue M/D/1.
+    """
+
+    loop: EventLoop
+    latency_s: float = 0.0
+    busy_s: float = 0.0
+    """Seconds of transfers until now."""
+    waited_s: float = 0.0
+    """Seconds that messages waited for earlier ones, in sum."""
+    _free_at: float = field(default=0.0, init=False)
+
+    def send(self, transfer_s: float, then: Action, *, least_s: float = 0.0) -> None:
+        """Run `then` when a message has arrived.
+
+        Args:
+            transfer_s: seconds for which the message occupies the link.
+            then: the receiver.
+            least_s: seconds that the sender's own link needs; the message arrives no sooner.
+        """
+        start = max(self.loop.now, self._free_at)
+        self._free_at = start + transfer_s
+        self.busy_s += transfer_s
+        self.waited_s += start - self.loop.now
+        end = max(self._free_at, self.loop.now + least_s)
+        self.loop.schedule(end + self.latency_s - self.loop.now, then)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
-from trainkit.run.planning.converting import converted
+from trainkit.run.planning.adapters import converted
 from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.core.replica import refuse_mismatch

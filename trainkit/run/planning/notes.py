@@ -25,7 +25,7 @@ from trainkit.frames import named_first_line
 from trainkit.numerics.batch import AT_EQUAL_CUT, CUT_UNKNOWN
 from trainkit.objectives.base import Access
 from trainkit.objectives.fields import named_fields, unused_fields
-from trainkit.run.planning.averages import averaged_split
+from trainkit.run.planning.adapters import averaged_split, conversion_problems
 from trainkit.run.planning.build import (
     Components,
     average_of,
@@ -35,7 +35,6 @@ from trainkit.run.planning.build import (
     matching_groups,
     model_transforms_of,
 )
-from trainkit.run.planning.converting import conversion_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan

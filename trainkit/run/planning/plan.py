@@ -29,7 +29,7 @@ from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.run.callbacks import callback_problems
-from trainkit.run.planning.averages import average_problems
+from trainkit.run.planning.adapters import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator

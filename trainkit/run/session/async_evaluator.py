@@ -28,7 +28,7 @@ from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.files import open_regular, read_bytes, read_lines
 from trainkit.objectives.tables import Table
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.averages import averaged_split
+from trainkit.run.planning.adapters import averaged_split
 from trainkit.run.planning.build import average_of, make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.optimizers import named_optimizers
