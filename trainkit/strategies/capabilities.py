@@ -5,14 +5,13 @@ A class has a capability if it has its methods. The trainer calls the functions,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
-from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext, Traits
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
@@ -31,40 +30,6 @@ class ValidatesModel(Protocol):
 def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -> list[Problem]:
     """Return the problems of a strategy for a model; for a strategy without problems in `validate`."""
     return strategy.validate_model(model, context) if isinstance(strategy, ValidatesModel) else []
-
-
-@runtime_checkable
-class LimitsAccess(Protocol):
-    """A strategy that cannot give an objective all of the model."""
-
-    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
-        """Return what an objective cannot have, each with the reason and what to choose instead; pure."""
-
-
-class RefusedAccess(NamedTuple):
-    """What a strategy cannot give of the model."""
-
-    access: Access
-    reason: str
-    """Why, and what to choose instead."""
-
-    @property
-    def rule(self) -> str:
-        """The rule of a problem."""
-        return f"{self.access.value}, and {self.reason}"
-
-
-def refused_access(strategy: Strategy, context: PlanContext, needs: Collection[Access]) -> RefusedAccess | None:
-    """Return the first of these needs that a strategy cannot serve; None where it serves all."""
-    reasons = strategy.withheld(context) if isinstance(strategy, LimitsAccess) else {}
-    return next((RefusedAccess(one, reasons[one]) for one in Access if one in needs and one in reasons), None)
-
-
-def access_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
-    """Return the problem of an objective that needs of the model what a strategy cannot give it."""
-    objective = context.objective
-    found = refused_access(strategy, context, () if objective is None else needs_of(objective))
-    return [] if found is None else [Problem(key="objective", value=type(objective).__name__, rule=found.rule)]
 
 
 @runtime_checkable

@@ -5,8 +5,8 @@ by layer, so that every key records the file and line, or the argument, that set
 together by the check; Hydra would end the program at the first one.
 
     hydra_adapter   Hydra's internal classes: the only import of them
-    files           one search path: parse arguments, read its files with line numbers; Hydra's global state
-    plugins         launchers and sweepers, which say what they do with the keys of a sweep
+    files           one search path: parse arguments, read its files with line numbers; launchers and sweepers, which
+                    say what they do with the keys of a sweep; Hydra's global state
     composer        compose runs: arguments and the defaults list; enumerate sweeps
     layers          merging of values, exclusive keys, interpolations
     space           the arguments of a sweep as axes, and every point of a grid

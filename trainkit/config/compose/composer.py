@@ -13,10 +13,17 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.config.compose.files import CONFIG, Repository, SearchPath, group_in, hydra_state, is_about_hydra
+from trainkit.config.compose.files import (
+    CONFIG,
+    Repository,
+    SearchPath,
+    group_in,
+    hydra_choices_of,
+    hydra_state,
+    submits_single_runs,
+)
 from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, shown
-from trainkit.config.compose.plugins import submits_single_runs, usual_choices
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, Level, Origin, TrackedTree, dotted, lookup
 from trainkit.config.grammar import COMMAND_LINE, key_of
@@ -56,9 +63,7 @@ class Composer(SearchPath):
         """
         with hydra_state():
             parsed, problems = self.parse(overrides)
-            if problems:
-                raise ConfigError(problems)
-            if problems := repeated(parsed):
+            if problems := problems or repeated(parsed):
                 raise ConfigError(problems)
             return read_space(parsed)
 
@@ -144,7 +149,7 @@ class CompositionBuilder:
             overrides=tuple(item.input_line or "" for item in self.parsed if not item.is_hydra_override()),
             hydra_overrides=tuple(item.input_line or "" for item in about_hydra),
             hydra=hydra,
-            hydra_choices=(hydra_choices := _hydra_choices(files)),
+            hydra_choices=(hydra_choices := hydra_choices_of(files)),
             launcher_takes_single_runs=submits_single_runs(hydra_choices["hydra/launcher"]),
             config_dirs=self.composer.config_dirs,
             packages=self.composer.packages,
@@ -337,12 +342,6 @@ def _is_of_schema(path: KeyPath) -> bool:
     """Return whether every run has a key; below `optimizers` the names are the user's."""
     hint = hints_of(RunConfig).get(path[0])
     return hint is not None and path[0] not in GROUPS and (len(path) == 1 or is_dataclass(plain(hint)))
-
-
-def _hydra_choices(files: Sequence[ConfigFile]) -> dict[str, str]:
-    """Return the choices of Hydra's own groups; the file of highest precedence decides, or else Hydra."""
-    items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
-    return usual_choices() | {group_in(str(key)): value for item in items for key, value in item.items()}
 
 
 def _names(value: Any) -> list[str]:

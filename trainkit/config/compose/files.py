@@ -1,9 +1,12 @@
-"""Hydra's files and state: one search path, its files read with line numbers, its global state saved and restored."""
+"""Hydra's files, plugins and state: one search path, its files read with line numbers, launchers and sweepers, and its
+global state saved and restored.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hydra import version as hydra_version
+from hydra.conf import HydraConf
+from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import InputDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,13 +30,14 @@ from omegaconf.basecontainer import BaseContainer
 
 from trainkit.config.compose.bounds import argument_problem
 from trainkit.config.compose.hydra_adapter import (
+    CORE_PLUGINS,
     CachingConfigRepository,
     ConfigLoaderImpl,
     ConfigRepository,
     ConfigSearchPathImpl,
     defaults_list,
 )
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.grammar import COMMAND_LINE, unreadable
 from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.targets.allowed import refuse_packages
@@ -319,3 +325,49 @@ class SearchPath:
         group = override.get_key_element()
         line = f"{group}=[]" if override.key_or_group in LIST_GROUPS else f"~{group}"
         return self.parse([line])[0][0]
+
+
+_PLUGINS: Final = ("hydra/launcher", "hydra/sweeper")
+"""Groups whose choices are classes that start the jobs of a sweep, and that propose them."""
+
+
+def hydra_choices_of(files: Sequence[ConfigFile]) -> dict[str, str]:
+    """Return the choices of Hydra's own groups; the file of highest precedence decides, or else Hydra."""
+    own = [item for item in HydraConf().defaults if isinstance(item, dict)]
+    usual = {f"hydra/{name}": choice for item in own for name, choice in item.items()}
+    items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
+    chosen = {group_in(str(key)): value for item in items for key, value in item.items()}
+    return {group: str(usual[group]) for group in _PLUGINS} | chosen
+
+
+def _plugins(group: str) -> Iterator[tuple[str, type]]:
+    """Yield the choices of a group that packages have registered, each with its class."""
+    store = ConfigStore.instance()
+    for file in store.list(group):
+        module, _, name = str(store.load(f"{group}/{file}").node.get("_target_")).rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type):
+            yield file.removesuffix(".yaml"), kind
+
+
+def unused_sweep_keys(group: str, choice: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of `sweep` that have no effect with a choice of a group, and why.
+
+    Its class says so (`unused_keys`); of a class that knows nothing of these keys, the other classes of the group do.
+
+    Example:
+        >>> dict(unused_sweep_keys("hydra/sweeper", "random", {}))["rungs"]
+        'has no effect with hydra/sweeper=random: it is for halving.'
+    """
+    found = dict(_plugins(group))
+    known = [found[choice]] if hasattr(found.get(choice), "unused_keys") else dict.fromkeys(found.values())
+    for kind in known:
+        if (declared := getattr(kind, "unused_keys", None)) is not None:
+            yield from declared(choice, sweep)
+
+
+def submits_single_runs(launcher: str) -> bool:
+    """Return whether a launcher is given single runs, too; one of another package is, but Hydra's own is not."""
+    kind = dict(_plugins("hydra/launcher")).get(launcher)
+    own_of_hydra = kind is not None and kind.__module__.startswith(CORE_PLUGINS)
+    return bool(getattr(kind, "submits_single_runs", not own_of_hydra))

@@ -50,14 +50,13 @@ from trainkit.strategies.base import (
     UpdateParams,
 )
 from trainkit.strategies.capabilities import (
-    access_problems,
     refresh_model,
-    refused_access,
     resolve,
     traits_here,
     validate_model,
 )
 from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.loop_capabilities import access_problems, refused_access
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import load

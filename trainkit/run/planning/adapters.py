@@ -1,4 +1,4 @@
-"""The adapters of a run: layers that are converted before anything else is done to a model, and averages of the weights."""
+"""The adapters of a run: layers that are converted before a model is changed otherwise, and averages of the weights."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ class Checkpointer:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings = plan.cfg.checkpoint
-        self._policy = SavePolicy(
-            retention=retention_of(plan.cfg), confirm=confirm, owner=OwnershipToken.found(run.folder)
-        )
+        self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
         self._finite: set[str] = set()
         """The buffers that begin finite."""
         if any(True for _ in executor.local.model.buffers()):
@@ -72,6 +70,10 @@ class Checkpointer:
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
         self._prepared = False
+
+    @property
+    def _policy(self) -> SavePolicy:
+        return SavePolicy(retention=retention_of(self._plan.cfg), confirm=self._confirm, owner=self._owner)
 
     @cached_property
     def _saver(self) -> BackgroundSaver:
