@@ -3,7 +3,7 @@
 python scripts/words.py
 
 A name is searched as a definition, in the module or class that it belonged to, by its name of today. Another module may
-use the same name for something else. Modules are searched as files, imports and dotted names in texts, but for
+use the same name for something else. A module or class of the table that is no more is found, too. Modules are searched as files, imports and dotted names in texts, but for
 `python -m trainkit.run.worker` and `.evaluator`, which are commands that keep their names.
 """
 
@@ -22,136 +22,120 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NAMES: Final = """
 api: launch_of
 callbacks.screen: Closing Opening
+callbacks.screen.reading: _Part
+cluster.host: ProcessMark host_mark
 cluster.launch: Launch
 cluster.manifests.job: Engine Job Told
-cluster.host: ProcessMark host_mark
 cluster.spec: _shown
-config.check.alternatives: Neighbours
 config.check.unused_keys: _idle_for_launcher _idle_numerics _idle_rates without_effect without_effect_here
     without_effect_in
 config.compose.composer: Composing
-config.compose.layers: Layers.lay settle
 config.compose.jobs: Loader
+config.compose.layers: Layers.lay settle
 config.composition: ChoiceFile Composition.located Composition.noting Layered
 config.identity: _idle _mildest
 config.schema: Watched
 config.sections: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
-config.targets.checks: _built_problems _judges_itself
+config.targets.checks: Neighbours _built_problems _judges_itself
 config.yaml_files: Trap
-data.folds: _Part _PartInMemory
 data.reading.collate: _only
 data.reading.in_process: Direct
+data.reading.loader: Source
 data.reading.reader: _Stillness
-data.reading.sources: Source
 data.reading.windows: cover
 data.reading.workers: opened
+data.splits: _Part _PartInMemory
 errors: _shown
 numerics.deferred.building: initial_values
-numerics.deferred.tape: Entry Seen rewound
+numerics.deferred.recording: Entry Seen rewound
 objectives.base: Tally
 objectives.own_loss: OwnLoss
-report.live: _Part
 report.tables: _shown
 run.backends.attempt: open_attempt seen_attempt
 run.backends.driver: _shown
 run.backends.worker: Place _seen cargo_of
-run.equivalence.sameness: _shown
+run.begin: Recording Start
+run.equivalence.comparing: _shown
 run.folder.fencing_token: Fence FencingToken.handed FencingToken.holder FencingToken.put_up FencingToken.seen
 run.folder.restart_record: note_restart
 run.folder.rollbacks: note_rollback suspect_of
-run.folder.run_record: Recording
+run.folder.run_folder: take_folder
 run.folder.status: Finding look_at
-run.folder.takeover: take_folder
-run.hang_detection.compile_events: compiling_told
-run.hang_detection.cpu_times: waited
-run.hang_detection.process_evidence: Evidence
-run.hang_detection.self_watch: CountedBeats OwnWatch
+run.hang_detection.process_evidence: Evidence waited
 run.hang_detection.watch: Overdue
-run.process_backend: Connection Engine Job
 run.planning.build: Parts build_parts shaped_model shaping_of
 run.planning.memory: abstract_model
 run.planning.out_of_memory: _Way _narrower _told _ways_out telling_of_memory
 run.planning.plan: RunPlan.assistants RunPlan.decided RunPlan.micro_follows RunPlan.parts _told _told_of_skips
 run.planning.plan_all: rehearse
-run.process.error_report: ErrorReport.aftermath ErrorReport.brief ErrorReport.final ErrorReport.moment LastWords
-    _shown last_words read_last_words words_from write_last_words
-run.process.exit: end_process
-run.process.fork_server: ForkServer._bury ForkServer._told ForkServerClient.tell Forks Order become warm_up
+run.process.error_report: ErrorReport.aftermath ErrorReport.brief ErrorReport.final ErrorReport.moment LastWords _shown
+    last_words read_last_words words_from write_last_words
+run.process.fork_server: ForkServer._bury ForkServer._told ForkServerClient.tell Forks Order become may_fork rank_groups
+    warm_up
 run.process.heartbeat: Pulse pulse_of read_pulse
-run.process.worker_group: arm hold Exited WorkerGroup._tell _pass_on _signals_held
 run.process.setup: identity_in into_log prepare_process
-run.process.worker_groups: may_fork rank_groups
+run.process.worker_group: Exited WorkerGroup._tell _pass_on _signals_held arm hold
+run.process_backend: Connection Engine Job
 run.rendezvous.barrier: Meeting ProcessBarrier._leave ProcessBarrier._next_round ProcessBarrier._patience
     ProcessBarrier.ask ProcessBarrier.each ProcessBarrier.first ProcessBarrier.gather ProcessBarrier.hurry
-    ProcessBarrier.leave_word ProcessBarrier.recall ProcessBarrier.remember ProcessBarrier.tell
-run.rendezvous.consistency: _shown differences likeness refuse_other_configs refuse_other_plans
-run.rendezvous.external_restarts: Relaunch note_relaunch
-run.rendezvous.handshake: _arrive follow lead
+    ProcessBarrier.leave_word ProcessBarrier.recall ProcessBarrier.remember ProcessBarrier.tell _arrive _shown
+    differences follow lead likeness refuse_other_configs refuse_other_plans
 run.rendezvous.join: _folder _host _start train_launched
 run.rendezvous.late_join: _FAREWELL_S _explain _leave _word join_late late_ranks let_in shared_token
 run.rendezvous.local_workers: LocalRanks launch_from
 run.rendezvous.relaunch: forget_folder remember_folder start_of_launch
 run.rendezvous.shutdown: _dismissed _echo _explained end_together
-run.rendezvous.store_client: Board StoreClient._probe StoreClient.doubt
-run.rendezvous.wait: Patience
-run.resume: Start
+run.rendezvous.store_client: Board Patience StoreClient._probe StoreClient.doubt
 run.runner: _end _evaluate_politely _missing _places
 run.session.async_evaluator: CheckpointEvaluator._claim CheckpointEvaluator._tell CheckpointEvaluator._told Evaluator
     _LOOK_S _LeftOffError _mark evaluate_beside
 run.session.auxiliary: assist unforeseen_data
 run.session.checkpointer: Checkpointer.announce Checkpointer.mark Checkpointer.takes_part Keeper
 run.session.evaluation: EvalRunner._told EvalRunner.is_fresh EvalRunner.judge Scorer
-run.session.restore: Restorable begin_where_it_stood run_of training_of
-run.session.saved_state: refuse_unfit
+run.session.restore: Restorable begin_where_it_stood refuse_unfit run_of training_of
 run.session.session: Session TaskSession._agree TaskSession._confirm TaskSession._occasions TaskSession._requested
     TaskSession.confirm TaskSession.listen
-run.session.triggers: each_steps periods settling
+run.signals: end_process
 run.supervisor.attempts: AttemptRunner._diagnose AttemptRunner._end_stragglers AttemptRunner._look
     AttemptRunner._make_room AttemptRunner._note_end AttemptRunner._say AttemptRunner._take AttemptRunner.has_begun
-    Attempts _FAREWELL_S _LOOK_S
+    Attempts _FAREWELL_S _LOOK_S let_owner_save
 run.supervisor.failure: Failure.final Failure.words _most_behind _silent _told culprit hung unanswering
-run.supervisor.restart_policy: Raised RestartRule
-run.supervisor.save_grace: let_owner_save
+run.supervisor.restart_policy: Raised Relaunch Replacing RestartRule TaskRestarter._say TaskRestarter.concerns
+    TaskRestarter.dismiss TaskRestarter.life TaskRestarter.mourn _Record _RestartHistory.fruitless
+    _RestartHistory.stillborn note_relaunch
+run.supervisor.self_watch: CountedBeats OwnWatch
 run.supervisor.supervisor: ReplicaMembership.blame ReplicaMembership.muster ReplicaMembership.settle Roster
     _Member.strikes _Place _say _until_done.say
-run.supervisor.task_restarts: Replacing TaskRestarter._say TaskRestarter.concerns TaskRestarter.dismiss
-    TaskRestarter.life TaskRestarter.mourn _Record _RestartHistory.fruitless _RestartHistory.stillborn
-strategies.base: Bench Facts Outcome Part Placed Placed.collective Placed.everyone Placed.figures Placed.is_owner
-    Placed.open_data Position Rule Strategy.align Strategy.assist Strategy.catch_up Strategy.computes_together
+run.task: compiling_told
+strategies.base: Bench Facts Part Position Strategy.align Strategy.assist Strategy.catch_up Strategy.computes_together
     Strategy.decided Strategy.defers Strategy.findings Strategy.gathered Strategy.held Strategy.hold
     Strategy.holds_pieces Strategy.is_another_training Strategy.leave Strategy.parts Strategy.problems
     Strategy.problems_with Strategy.recall Strategy.remember Strategy.replaces Strategy.settle Strategy.settles_at
-    Strategy.shards_a_replica Strategy.spread Strategy.trains Strategy.voice Training Update Weighing
-strategies.central_storage.asynchronous: Flight _Errand hand_out_or_apply handed_out tickets_to_hand_out
-strategies.central_storage.variables: Central settle_like
-strategies.core.grad_exchange: in_all_places settle_exchange
+    Strategy.shards_a_replica Strategy.spread Strategy.trains Strategy.voice
+strategies.central_storage.executor: Central Flight _Errand hand_out_or_apply handed_out settle_like tickets_to_hand_out
 strategies.core.optimizer: OptimizerStepper.forget Stepper
-strategies.core.placement: OnOneDevice Spread
 strategies.core.replica: Held masters_apart
-strategies.core.step: Divisor ShardStep._share ShardStep._take ShardStep.discover StepWork own_memory
-strategies.data_parallel.options: Reducing
-strategies.fsdp.sharded.dummy_batch: batch_of_first_rank
-strategies.fsdp.sharded.shard_geometry: Cut
-strategies.groups.gather_objects: tell_all
-strategies.groups.process_group: Grouped
-strategies.groups.single_process: Alone
+strategies.core.sharded.base: batch_of_first_rank
+strategies.core.sharded.replica: Cut
+strategies.core.step: Divisor ShardStep._share ShardStep._take ShardStep.discover StepWork in_all_places own_memory
+    settle_exchange
+strategies.data_parallel.reduction: Reducing
+strategies.groups.process_group: Alone Grouped tell_all
 strategies.local_sgd.averaging: AveragingWindow.note Outer Window
-strategies.model_transforms.blocks: Unit units_of
-strategies.model_transforms.shape: Shaping shape
+strategies.model_transforms.shape: Shaping Unit shape units_of
 strategies.object_snapshot: Contents
 strategies.parameter_server.coordinator.async_scheduler: AsyncDesk AsyncScheduler._give_back AsyncScheduler._take
     AsyncScheduler.again AsyncScheduler.ready
-strategies.parameter_server.coordinator.dispatcher: Chief UpdateDispatcher._forget UpdateDispatcher._give_up_on_silent
-    UpdateDispatcher._hear_report UpdateDispatcher._lose UpdateDispatcher._make UpdateDispatcher._say_idle
-strategies.parameter_server.coordinator.registry: Event Seat Staff WorkerRegistry.attend WorkerRegistry.dismiss
-    WorkerRegistry.employ WorkerRegistry.hear
+strategies.parameter_server.coordinator.dispatcher: Chief Event Seat Staff UpdateDispatcher._forget
+    UpdateDispatcher._give_up_on_silent UpdateDispatcher._hear_report UpdateDispatcher._lose UpdateDispatcher._make
+    UpdateDispatcher._say_idle WorkerRegistry.attend WorkerRegistry.dismiss WorkerRegistry.employ WorkerRegistry.hear
 strategies.parameter_server.coordinator.replay_scheduler: ReplayDesk ReplayScheduler._give_back ReplayScheduler._take
     ReplayScheduler.again ReplayScheduler.ready
 strategies.parameter_server.coordinator.scheduler: Desk Errand Merge WorkScheduler._give_back WorkScheduler._take
     WorkScheduler._throw WorkScheduler.again WorkScheduler.ready WorkScheduler.thrown_away
 strategies.parameter_server.coordinator.staleness: Staleness.judge Verdict told_staleness
-strategies.parameter_server.coordinator.state: CoordinatorState._appoint CoordinatorState.begin
-    CoordinatorState.mirror Office
+strategies.parameter_server.coordinator.state: CoordinatorExecutor._appoint CoordinatorExecutor.begin
+    CoordinatorExecutor.mirror Office
 strategies.parameter_server.coordinator.sync_scheduler: SyncDesk SyncScheduler._give_back SyncScheduler._take
     SyncScheduler.again SyncScheduler.ready
 strategies.parameter_server.coordinator.update_log: Line Part Record
@@ -161,66 +145,64 @@ strategies.parameter_server.server.main: _Server._bye _Server.attend _nobody
 strategies.parameter_server.server.shard: Held Loan ServerShard._leave_readers_alone ServerShard._stretches
     ServerShard.give_back ServerShard.lend
 strategies.parameter_server.settings: Setting hold_a_share work
-strategies.parameter_server.validation: _idle
+strategies.parameter_server.strategy: _idle
 strategies.parameter_server.wire.address_book: Meeting
-strategies.parameter_server.wire.auth: AuthenticatedListener.turned_away Listener _STRANGERS _TurnedAwayError
-    _admitted _greet
+strategies.parameter_server.wire.auth: AuthenticatedListener.turned_away Listener _STRANGERS _TurnedAwayError _admitted
+    _greet
 strategies.parameter_server.wire.client: ParameterServerClient.bye ParameterServerClient.discard
-    ParameterServerClient.drop Servers
-strategies.parameter_server.wire.client_base: Reached
-strategies.parameter_server.wire.full_state: Wholes
+    ParameterServerClient.drop Reached Servers
+strategies.parameter_server.wire.encoding: Landing Wholes outgoing
 strategies.parameter_server.wire.protocol: RefusedError name_of take_gradient
-strategies.parameter_server.wire.transfer: Landing outgoing
 strategies.parameter_server.wire.transport: Connection.trust Link
 strategies.parameter_server.wire.variable_shards: Rows Shares
 strategies.parameter_server.wire.work_channel: Errands LocalErrands Order RemoteErrands Report keys_of
-strategies.parameter_server.worker.main: Worker._carry_out Worker._looking_up _HandedOver
-strategies.parameter_server.worker.replicas: Team _Part
+strategies.parameter_server.worker_task: Team Worker._carry_out Worker._looking_up _HandedOver _Part
 strategies.partition.blocks: Unit units_of
 strategies.partition.device_layout: Layout
 strategies.partition.solver: Fitting
-strategies.partition.validation: layout_problems
-strategies.pipeline.chunks: Clock Surroundings
+strategies.partition.syntax: layout_problems
+strategies.pipeline.microbatch: Clock Surroundings
 strategies.pipeline.schedules: taken
 strategies.pipeline.stage_assignment: Cut
-strategies.pipeline.stage_params: Kept
+strategies.pipeline.strategy: Kept
 strategies.pipeline.tracing.program: Call Held Shape Stretch
 strategies.pipeline.tracing.stage_module: Segment
 strategies.reducers.deterministic: LaneReducer _leaf
-strategies.reducers.shared_segment: Segment
-strategies.reducers.to_one_device: ToOneDeviceTransport
-strategies.reducers.vectors: OwnVector
-strategies.tensor_parallel.activation_rng: Regions
+strategies.reducers.flat: OwnVector ToOneDeviceTransport
+strategies.reducers.shared_memory: Segment
+strategies.step_values: LocalModel.collective LocalModel.everyone LocalModel.figures LocalModel.is_owner
+    LocalModel.open_data Outcome Placed Rule Training Update Weighing
+strategies.tensor_parallel.cutting: Regions
 strategies.tensor_parallel.plans: Chosen Fitted fitted repeated_draws
 strategies.tensor_parallel.strategy: _shown
-strategies.tensors.flat_buffer: Packing
+strategies.tensors.layouts: OnOneDevice Packing Spread
 strategies.tensors.lazy_state: Stored chosen region_of weights_in
 strategies.tensors.sharded: Piece Pieces _told assembled misfit streamed
 sweeps.backends.base: JobEngine
 sweeps.backends.job_spec: Described
 sweeps.backends.submitit_jobs: _Job
-sweeps.loop.job_sources: Job Listed Source
+sweeps.job_sources: Job Listed Source
 sweeps.loop.processes: Start
 sweeps.loop.slots: Grant
 sweeps.loop.sweep_loop: Round SweepLoop._look SweepLoop._pass_on SweepLoop._readied SweepLoop._told _Running.twins
-sweeps.results.job_results: Entry swept _told Record
+sweeps.results.job_results: Entry Record _told swept
 sweeps.results.metric_stream: Rows
 sweeps.screen: Line
 sweeps.spaces.request: Asked drawn
-trainer.checkpoint.retention: Judged
-trainer.checkpoint.loading: _Cut _Entry
-trainer.checkpoint.saving: Part
 trainer.checkpoint.background: SaverOfPieces
+trainer.checkpoint.loading: _Cut _Entry
+trainer.checkpoint.retention: Judged
+trainer.checkpoint.saving: Part
 trainer.checkpoint.tensor_file: _Entry
 trainer.cleanup: clear_drafts delete_draft draft_of
 trainer.failpoints: arm reached
-trainer.loop: Occasion Timeline Agreement Answer
+trainer.loop: Agreement Answer Occasion Timeline each_steps periods settling
 trainer.manifest: scan survey
 trainer.metrics_accumulator: Journal
 trainer.ownership: Owner
 verbs.looking.diff: _shown
-verbs.support.call: Call.only
 verbs.running.train: with_folds
+verbs.support.call: Call.only
 verbs.support.points: _applying_nowhere
 """
 """Module of today: the old names of its classes, functions and constants, and of members as `ClassOfToday.member`."""
@@ -302,16 +284,6 @@ def file_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def files_of(module: str) -> list[Path]:
-    """Return the file of a module; where it has been moved or merged, all files of its package."""
-    file = file_of(module)
-    if file.is_file():
-        return [file]
-    while not file_of(module := module.rpartition(".")[0]).is_file():
-        pass
-    return sorted(file_of(module).parent.rglob("*.py"))
-
-
 @cache
 def definitions(file: Path) -> frozenset[str]:
     """Return the names that a file defines: `name` of the module, `Class.member` of its classes."""
@@ -345,8 +317,17 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
 
 
 def found_names(table: str) -> list[str]:
-    """Return the names of a table that are still defined where they belonged."""
-    return [f"{home}: {name}" for home, name in rows(table) if any(name in definitions(f) for f in files_of(home))]
+    """Return the names of a table that are still defined where they belonged, and the homes that do not exist."""
+    found = []
+    for home, name in rows(table):
+        file, (owner, *member) = file_of(home), name.split(".")
+        if not file.is_file():
+            found.append(f"{home} is no module. Write {name} at the one that has its subject now")
+        elif member and owner not in definitions(file):
+            found.append(f"{home} has no {owner}. Write {name} with the class, and at the module, that has it now")
+        elif name in definitions(file):
+            found.append(f"{home}: {name}")
+    return found
 
 
 def found_modules() -> list[str]:

@@ -22,6 +22,7 @@ def dotted(path: str) -> str:
 
 def test_no_old_name_is_left() -> None:
     assert [*words.found_names(words.NAMES), *words.found_modules()] == []
+    assert len(words.found_names("run.nowhere: Old\nrun.task: Nothing.old")) == 2  # no places to search in
 
 
 def test_what_checks_configs_and_explains_a_full_memory_knows_no_choice_by_name() -> None:
