@@ -3,8 +3,9 @@
 python scripts/words.py
 
 A name is searched as a definition, in the module or class that it belonged to, by its name of today. Another module may
-use the same name for something else. A module or class of the table that is no more is found, too. Modules are searched as files, imports and dotted names in texts, but for
-`python -m trainkit.run.worker` and `.evaluator`, which are commands that keep their names.
+use the same name for something else. A module or class of the table that is no more is found, too. Modules are searched
+as files, imports and dotted names in texts, but for `python -m trainkit.run.worker` and `.evaluator`: these commands
+keep their names.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.loop_capabilities import access_problems
+from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.pipeline import Pipeline
 

@@ -18,7 +18,7 @@ from trainkit.models.resnet import ResNet
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.loop_capabilities import access_problems
+from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.pipeline import Pipeline
 from trainkit.strategies.pipeline.schedules import ideal_bubble, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut

@@ -5,13 +5,14 @@ A class has a capability if it has its methods. The trainer calls the functions,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
+from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext, Traits
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
@@ -30,6 +31,30 @@ class ValidatesModel(Protocol):
 def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -> list[Problem]:
     """Return the problems of a strategy for a model; for a strategy without problems in `validate`."""
     return strategy.validate_model(model, context) if isinstance(strategy, ValidatesModel) else []
+
+
+@runtime_checkable
+class LimitsAccess(Protocol):
+    """A strategy that cannot give an objective all of the model."""
+
+    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
+        """Return what an objective cannot have, each with the reason and what to choose instead; pure."""
+
+
+def refused_access(strategy: Strategy, context: PlanContext, needs: Collection[Access]) -> tuple[Access, str] | None:
+    """Return the first of these needs that a strategy cannot serve, with the reason; None where it serves all."""
+    reasons = strategy.withheld(context) if isinstance(strategy, LimitsAccess) else {}
+    return next(((access, reasons[access]) for access in Access if access in needs and access in reasons), None)
+
+
+def access_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
+    """Return the problem of an objective that needs of the model what a strategy cannot give it."""
+    objective = context.objective
+    refused = refused_access(strategy, context, () if objective is None else needs_of(objective))
+    if refused is None:
+        return []
+    rule = f"{refused[0].value}, and {refused[1]}"
+    return [Problem(key="objective", value=type(objective).__name__, rule=rule)]
 
 
 @runtime_checkable

@@ -50,13 +50,14 @@ from trainkit.strategies.base import (
     UpdateParams,
 )
 from trainkit.strategies.capabilities import (
+    access_problems,
     refresh_model,
+    refused_access,
     resolve,
     traits_here,
     validate_model,
 )
 from trainkit.strategies.groups.process_group import LocalCollective
-from trainkit.strategies.loop_capabilities import access_problems, refused_access
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import load
@@ -215,9 +216,9 @@ def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[P
     if refused is None:
         return []
     key, value = ("objective", type(parts.objective).__name__)
-    if outputs.layer and refused.access is Access.methods:
+    if outputs.layer and refused[0] is Access.methods:
         key, value = "predict.outputs", f"embedding:{outputs.layer}"
-    return [Problem(key=key, value=value, rule=refused.rule)]
+    return [Problem(key=key, value=value, rule=f"{refused[0].value}, and {refused[1]}")]
 
 
 def _model_of_source(cfg: RunConfig, source: Source) -> nn.Module:

@@ -36,6 +36,7 @@ from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mi
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
 from trainkit.strategies.capabilities import (
+    access_problems,
     default_shards_per_replica,
     next_sync_step,
     resolve,
@@ -43,7 +44,6 @@ from trainkit.strategies.capabilities import (
     runs_loop,
     sum_of_gradients,
 )
-from trainkit.strategies.loop_capabilities import access_problems
 
 
 @dataclass(frozen=True, kw_only=True)

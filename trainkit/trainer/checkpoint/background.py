@@ -23,7 +23,6 @@ from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.saving import (
-    EVERYTHING,
     CheckpointPart,
     SavePolicy,
     begin,
@@ -53,12 +52,12 @@ class BackgroundSaver:
         self,
         root: Path,
         *,
-        policy: SavePolicy = EVERYTHING,
+        policy: SavePolicy | None = None,
         background: bool = True,
         snapshot: Snapshot | None = None,
     ) -> None:
         self._root = root
-        self._policy = policy
+        self._policy = policy or SavePolicy()
         self._background = background
         self._snapshot = snapshot or Snapshot()
         self._thread: threading.Thread | None = None
@@ -187,12 +186,12 @@ class ShardedSaver:
         root: Path,
         all_ranks: Collective,
         *,
-        policy: SavePolicy = EVERYTHING,
+        policy: SavePolicy | None = None,
         background: bool = True,
         snapshot: Snapshot | None = None,
     ) -> None:
         self._root, self._all_ranks = root, all_ranks
-        self._policy, self._background = policy, background
+        self._policy, self._background = policy or SavePolicy(), background
         self._snapshot = snapshot or Snapshot()
         self._pending: _PendingSave | None = None
         self._finished: list[Checkpoint] = []

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -68,10 +68,6 @@ class SavePolicy:
         return self.owner or owner_of(root)
 
 
-EVERYTHING: Final = SavePolicy()
-"""Keep every checkpoint, in a folder that no other group can take over."""
-
-
 def save(
     root: Path,
     *,
@@ -80,7 +76,7 @@ def save(
     meta: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
     metric: float | None = None,
-    policy: SavePolicy = EVERYTHING,
+    policy: SavePolicy | None = None,
 ) -> Checkpoint:
     """Write a checkpoint from one process, then prune the older ones.
 
@@ -91,12 +87,13 @@ def save(
         meta: JSON; its keys `position` and `fingerprint` go into the manifest. `load` returns all of it.
         aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are detected anyway.
         metric: the monitored metric, if known.
-        policy: what all checkpoints of the run have in common.
+        policy: what all checkpoints of the run have in common; None: every checkpoint is kept, and nothing is checked.
 
     Raises:
         StorageError: it could not be written, for example because the disk is full; nothing of it is left.
         CheckpointError: a tensor cannot be saved.
     """
+    policy = policy or SavePolicy()
     owner = policy.owned(root)
     unique, tied = untied(tensors)
     needed = bytes_needed(unique.values())
