@@ -117,6 +117,10 @@ class GivenLoss(Objective):
         self.configured: Objective = self
         self._terms = tuple(terms)
 
+    def take(self, function: LossFunction | None) -> None:
+        """Let the next step compute a loss; None: that of the configured objective."""
+        self.function = function
+
     def context_of(self, training: StepContext) -> StepContext:
         """Return the settings of the steps of a run, with this loss."""
         self.configured = training.objective

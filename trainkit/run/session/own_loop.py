@@ -146,7 +146,7 @@ class OwnLoop:
             if not callable(function):
                 raise TrainingError(f"loss_fn is a {type(function).__name__}: give a function of (model, batch).")
             self.task.run.state.mark_own_loss()
-        self._given.function = function
+        self._given.take(function)
 
     def _refuse(self, call: LoopCall) -> None:
         if self._compiles_step:
