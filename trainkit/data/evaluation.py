@@ -47,6 +47,7 @@ class EvalBatches:
 
     Example:
         >>> from trainkit.data.sets.digits import Digits
+        >>> from trainkit.config.sections import LoaderConfig
         >>> reading = Reading(device=torch.device("cpu"), settings=LoaderConfig())
         >>> batches = EvalBatches(Digits(split="val"), reading, batch_size=100, rank=0, num_ranks=1)
         >>> [len(labels) for _, labels in batches]
