@@ -109,6 +109,8 @@ def test_data_without_validation_is_noted_and_refused_for_what_needs_it(
 def test_the_summary_shows_how_gradients_are_summed_and_sent(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ("strategy.replicas=2", "strategy.compression=bf16")
     assert main(["plan", "recipe=null", "strategy=mirrored", *own]) == 0
-    assert "  reduce           backend, compression bf16" in capsys.readouterr().out.splitlines()
+    assert "  reduce           backend (auto), compression bf16" in capsys.readouterr().out.splitlines()
+    assert main(["plan", "recipe=null", "strategy=mirrored", "strategy.replicas=2"]) == 0
+    assert "  reduce           shared_memory (auto), compression none" in capsys.readouterr().out.splitlines()
     assert main(["plan", "recipe=null"]) == 0
     assert "compression" not in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_plan_prints_time_and_cost_with_their_shares(capsys: pytest.CaptureFixtu
     assert time["low_s"] <= time["step_s"] <= time["high_s"]
     assert sum(time["shares"].values()) == pytest.approx(1.0)
     assert cost["total"] == pytest.approx(time["step_s"] * found["steps"] * 2, rel=1e-6)
-    assert found["traffic"]["links"] == {"within_host": 2 * 9610 * 4}
+    assert found["traffic"]["links"] == {"memory": 2 * 9610 * 4}
     assert main(argv) == 0
     shown = capsys.readouterr().out
     for label in (
