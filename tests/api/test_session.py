@@ -71,7 +71,7 @@ def test_a_loop_ends_in_the_weights_of_the_trainer(settings: tuple[str, ...], tm
         assert run(loop, tmp_path / str(number), *settings)["weights_sha256"] == wanted
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("mirrored", marks=pytest.mark.long), "fsdp"])
 def test_two_ranks_end_in_the_weights_of_the_trainer(strategy: str, pool: Pool, tmp_path: Path) -> None:
     arguments = (str(tmp_path), free_port(), *RUN, *HARD, f"strategy={strategy}")
     chief, other = pool.run("tests.api.own_loops.weights_of_both", *arguments, num_ranks=2)

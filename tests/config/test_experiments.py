@@ -71,8 +71,8 @@ def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., 
     assert "the experiment replaces mlp: what the recipe set in model is dropped with it" in " ".join(both.notes)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("composed")
-@pytest.mark.slow
 def test_experiments_are_swept_resumed_and_listed(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conf = ("--config-dir", "conf")
     short = ("sweep.name=both", "logger=[]", "callbacks=[]", "quiet=true", "stop_at_step=2")

@@ -56,7 +56,7 @@ def test_a_mistake_of_the_recipe_itself_is_refused(write_conf: Callable[[Mapping
     assert [problem.key for problem in caught.value.problems] == ["batch.micro_size"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_point_of_a_sweep_leaves_out_what_is_impossible_in_it_alone(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

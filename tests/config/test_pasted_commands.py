@@ -69,6 +69,7 @@ def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(o
         assert json.loads((folder / "result.json").read_text())["steps"] == 8
 
 
+@pytest.mark.long
 def test_the_best_of_a_mixed_sweep_runs_once_more_and_on_other_devices(own: Path) -> None:
     mixed = ("strategy=one_device,mirrored", "strategy.replicas=2", "numerics.reproducible=true", "sweep.name=mixed")
     text = ran("-m", *OWN, *RUN, *mixed)
@@ -101,6 +102,7 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
     assert (own / "run/logs/rank_1.log").exists()
 
 
+@pytest.mark.long
 def test_the_keys_that_prove_prints_make_the_trainings_one(own: Path) -> None:
     proved = ("prove", *OWN, "recipe=null", "model=own", "steps=4", "model.drop=0.3")
     text = ran(*proved, "strategy=pair", code=1)

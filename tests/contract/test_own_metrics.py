@@ -25,7 +25,7 @@ def tables_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "tables.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_are_the_same_on_every_placement(tmp_path: Path) -> None:
     """11 points in batches of 4: the ranks have 2 and 1, and the last batch is short."""
     results = {name: run(tmp_path / name, *SAME, f"strategy={name}") for name in ("one_device", "mirrored", "fsdp")}

@@ -77,6 +77,7 @@ def train(
     return run_on(engine or Simple(), cast("RunPlan", SimpleNamespace(tasks=tasks, cfg=cfg)), folder)
 
 
+@pytest.mark.long
 def test_the_ranks_run_to_the_end_and_rank_0_is_heard(
     folder: RunFolder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,7 @@ def test_an_exception_that_comes_again_is_not_started_a_third_time(
     assert len(present(folder.read_result())["restarts"]) == 1
 
 
+@pytest.mark.long
 def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=exit")
     with pytest.raises(CrashLoopError) as caught:
@@ -118,6 +120,7 @@ def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callab
     assert_no_process_is_left(folder)
 
 
+@pytest.mark.long
 def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(
     folder: RunFolder, fake: Callable[..., None]
 ) -> None:
@@ -126,6 +129,7 @@ def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(
         train(folder, max_restarts=5)
 
 
+@pytest.mark.long
 def test_a_hanging_rank_is_ended(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=hang")
     with pytest.raises(TrainingError) as caught:

@@ -61,7 +61,7 @@ def test_weights_of_another_model_are_refused_with_the_first_layer_that_differs(
     assert f"The first layer that differs is {layer} (" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_planted_wrong_tensor_ends_the_command_with_exit_code_4_and_the_earlier_export_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,7 @@ CASES = [
         ("torch_export", gpt, "blocks.1.mlp.expand", [pytest.mark.matrix]),
         ("torch_export", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
         ("onnx", convnet, "blocks.1.conv", [needs_onnx, pytest.mark.matrix]),
-        ("onnx", gpt, "blocks.1.mlp.expand", [needs_onnx]),
+        ("onnx", gpt, "blocks.1.mlp.expand", [needs_onnx, pytest.mark.long]),
         ("onnx", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_onnx, needs_transformers, pytest.mark.matrix]),
         ("huggingface", gpt, "blocks.1.mlp.expand", [needs_transformers, pytest.mark.long]),
         ("huggingface", huggingface_gpt2, "transformer.h.1.mlp.c_fc", [needs_transformers, pytest.mark.long]),
@@ -164,8 +164,11 @@ FIXED = "tokens: 4 tokens, and no other number. With a free one, {} refuses the 
         ("torch_export", gpt, "tokens: any number of tokens up to 16."),
         ("torch_export", fixed_length, FIXED),
         pytest.param("torch_export", convnet, "", marks=pytest.mark.matrix),
-        pytest.param("torch_export", huggingface_gpt2, "input_ids: any number of tokens.", marks=needs_transformers),
-        pytest.param("onnx", gpt, "tokens: any number of tokens up to 16.", marks=needs_onnx),
+        pytest.param(
+            "torch_export", huggingface_gpt2, "input_ids: any number of tokens.",
+            marks=[needs_transformers, pytest.mark.long],
+        ),
+        pytest.param("onnx", gpt, "tokens: any number of tokens up to 16.", marks=[needs_onnx, pytest.mark.long]),
         pytest.param("onnx", fixed_length, FIXED, marks=[needs_onnx, pytest.mark.long]),
         pytest.param(
             "onnx", huggingface_gpt2, "input_ids: any number of tokens.",
@@ -192,6 +195,7 @@ def test_the_number_of_tokens_is_free_where_the_model_allows_it_and_a_note_says_
             )
 
 
+@pytest.mark.long
 def test_a_planted_wrong_export_ends_the_command_with_exit_code_4_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

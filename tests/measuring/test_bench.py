@@ -104,6 +104,7 @@ def test_a_training_ends_once_its_evaluation_has_the_result() -> None:
     assert two.turns[0].figures["metric"] > 0
 
 
+@pytest.mark.long
 def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["recipe=null", "steps=30", "strategy=one_device,mirrored", "strategy.replicas=2"]
     assert main(["bench", *keys, "--rounds", "1", "--steps", "3", "--json", "--out", "found"]) == 0

@@ -53,6 +53,7 @@ def test_the_bottleneck_is_named_with_its_key_and_the_trace(
     assert line.endswith(f" % of a step. What may move it: {key}. Trace: {run}/profile/trace.json")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "fails"),
     [
@@ -60,7 +61,6 @@ def test_the_bottleneck_is_named_with_its_key_and_the_trace(
         ("exchange", "rank=0,phase=reduce,action=slow;rank=1,phase=reduce,action=slow"),
     ],
 )
-@pytest.mark.slow
 def test_the_wait_for_one_rank_and_a_slow_exchange_are_two_verdicts(
     kind: str, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,8 @@ from tests.support import quick
 
 HERE: Final = Path(__file__).parent
 STORIES: Final = sorted(file.stem for file in (HERE / "stories").glob("[a-z]*.py"))
-PLAIN: Final = ("diffusion", "recommender", "tabular_weights")
-"""Stories of the plain suite: random numbers of an objective, fields by name, a loss whose weight is counted."""
+PLAIN: Final = ("recommender", "tabular_weights")
+"""Stories of the plain suite: fields by name, and a loss whose weight is counted."""
 EVERY: Final = (
     "augmented_images",
     "diffusion",

@@ -54,6 +54,7 @@ def test_a_users_strategy_trains_the_same_weights(trainkit: Callable[..., subpro
     assert result("pair")["weights_sha256"] == result("one_device")["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_users_recipe_and_groups_are_swept(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = trainkit(
         *OWN, "-m", "recipe=sides", "model=curve,mlp", "model.in_features=1", "model.out_features=2",
@@ -64,6 +65,7 @@ def test_a_users_recipe_and_groups_are_swept(trainkit: Callable[..., subprocess.
     assert Path("sweep", "leaderboard.md").is_file()
 
 
+@pytest.mark.long
 def test_prove_finds_a_users_mean_of_means(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     wrong = trainkit("prove", *OWN, "recipe=sides", "strategy=wrong")
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr

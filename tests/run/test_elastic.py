@@ -96,6 +96,7 @@ def test_a_stop_while_the_run_changes_its_size_ends_it(folder: RunFolder) -> Non
     assert present(folder.read_result())["status"] == "stopped"
 
 
+@pytest.mark.long
 def test_one_that_fails_as_it_returns_is_no_crash_loop(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=200 save=2 pause=0.01", fail=broken(1))
     said: list[str] = []

@@ -141,6 +141,7 @@ def test_any_run_folder_can_be_evaluated_by_hand(run: RunFolder) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_run_that_nobody_works_on_is_not_waited_for(run: RunFolder) -> None:
     run.result.unlink()
     (run.path / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))

@@ -46,7 +46,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
         process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +68,7 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
+@pytest.mark.long
 def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(nursery, signal.SIGKILL)
@@ -78,6 +79,7 @@ def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
+@pytest.mark.long
 def test_all_end_with_the_supervisor(training: Training) -> None:
     process, _, nursery, pids = training
     process.kill()

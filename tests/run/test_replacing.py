@@ -34,6 +34,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake:
     assert_no_process_is_left(folder)
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_takes_the_group_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
     # At step 150 the chief has begun and saved, on a loaded machine too.
     fake("steps=200 save=2 pause=0.02", fail="rank=2,step=150,phase=idle,attempt=0,action=kill")

@@ -182,6 +182,8 @@ def serve(imports: str, address: str, reader: str) -> int:
         figure.savefig(io.BytesIO())  # imports what draws, and reads the fonts
     else:
         importlib.import_module("torch").set_num_threads(1)
+    if imports == "trainkit":  # parses the shipped files once, without an operation of torch, whose threads do not fork
+        importlib.import_module("trainkit").compose(["recipe=digits"])
     gc.collect()
     gc.freeze()
     listening = socket.socket(socket.AF_UNIX)
@@ -291,7 +293,11 @@ def _run_as_it_is(module: str, arguments: list[str]) -> int:
 _IMPORTED: Final = {
     "trainkit": (
         "torch._dynamo", "trainkit.verbs.running.train", "trainkit.api", "trainkit.run.runner",
-        "trainkit.run.supervisor.supervisor",
+        "trainkit.run.supervisor.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.plots",
+        "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
+        "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
+        "trainkit.data.sets.digits", "trainkit.strategies.data_parallel", "trainkit.strategies.fsdp",
+        "trainkit.verbs.looking.plan", "tensorboard.compat.proto.event_pb2",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),
     "drawing": (

@@ -37,6 +37,7 @@ def test_processes_stay_for_the_next_task(pool: Pool) -> None:
     assert pool.run("tests.support.test_pool.pid", num_ranks=2) == first
 
 
+@pytest.mark.long
 def test_a_failing_rank_is_named_and_the_next_task_works() -> None:
     with Pool() as pool:
         with pytest.raises(TaskError, match=r"rank 1 of 2:(.|\n)*ValueError: on purpose"):
@@ -46,6 +47,7 @@ def test_a_failing_rank_is_named_and_the_next_task_works() -> None:
         assert len(pool.run("tests.support.test_pool.pid", num_ranks=1)) == 1
 
 
+@pytest.mark.long
 def test_a_process_keeps_its_rank_when_others_are_replaced() -> None:
     with Pool() as pool:
         before = pool.run("tests.support.test_pool.pid", num_ranks=3)
