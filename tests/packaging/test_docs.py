@@ -11,6 +11,7 @@ import pytest
 
 from tests.packaging.conftest import ROOT
 from tests.support import quick
+from trainkit.fields import Tag
 
 PAGES = ["README.md", "AGENTS.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
@@ -101,6 +102,11 @@ def test_the_exit_codes_of_the_page_are_those_of_the_exceptions() -> None:
 
 
 def test_the_glossary_has_every_word_of_ours() -> None:
-    rows = re.findall(r"^\| ([a-z ]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
-    words = "sample target shard lane ticket replica task run recipe slot fingerprint"
-    assert {*words.split(), "cut of a step"} <= {*rows}
+    page = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    rows = {found[1] for row in page if (found := re.match(r"\| ([a-z ]+) \|", row))} - {"word"}
+    words = (
+        "sample target shard lane ticket replica task run recipe slot fingerprint step term block stage attempt job fold "
+        "rung point turn tag placement spare misfit knee choice executor phase peak remedy transfer"
+    )
+    assert {*words.split()} | {"cut of a step", "fencing token", "range test", "reproducible mode"} <= rows
+    assert {tag.name for tag in Tag} <= {*re.findall(r"\*(\w+)\*", next(row for row in page if row.startswith("| tag |")))}
