@@ -27,8 +27,8 @@ from trainkit.trainer.events import Callback, Row, Run
 class MetricsFile(Callback):
     """Writes the rows of a run; part of every run, since plots and resumes read them.
 
-    Rows are buffered and written once a second, before a checkpoint counts as saved, and at the end: a crash loses at
-    most the rows of its last second, which a resumed run creates again.
+    Rows are buffered and written once a second, before a checkpoint is begun, and at the end: a crash loses at most the
+    rows of its last second, which a resumed run creates again.
     """
 
     def __init__(self, *, flush_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,6 +36,7 @@ class MetricsFile(Callback):
         self._clock = clock
         self._rows: list[Row] = []
         self._tables: list[dict[str, Any]] = []
+        self._run: Run | None = None
         self._due = -math.inf
 
     def run_start(self, run: Run) -> None:
@@ -62,9 +63,14 @@ class MetricsFile(Callback):
         if run.is_owner:
             _keep(run)
 
-    def checkpoint_saved(self, run: Run, folder: Path) -> None:
-        """Write the buffered rows: a run that resumes from here has every earlier row."""
-        self._flush(run)
+    def state(self) -> dict[str, Any]:
+        """Write the buffered rows: a run that resumes from the checkpoint has every earlier row, whenever it is killed.
+
+        A thread completes the checkpoint, up to a row before `checkpoint_saved` tells so.
+        """
+        if self._run is not None:
+            self._flush(self._run)
+        return {}
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the buffered rows: a run whose metrics cannot be written has not finished."""
@@ -78,6 +84,7 @@ class MetricsFile(Callback):
         if not run.is_owner:
             return
         self._rows.append(row)
+        self._run = run
         if self._clock() >= self._due:
             self._flush(run)
 
