@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.tracking.service import LoggedRow, TrackedRun
+from trainkit.trainer.events import Callback
 
 FINGERPRINT = "0b29" * 16
 
@@ -56,3 +57,10 @@ class Recording:
     @property
     def points(self) -> list[tuple[int, dict[str, float]]]:
         return [(row.step, dict(row.values)) for row in self.rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keyed(Callback):
+    """A logger with a secret."""
+
+    api_key: str

@@ -1,6 +1,6 @@
 """The three trackers themselves, end to end and offline: a run that is killed and resumed is one tracked run.
 
-They run where the packages are installed: pip install "wandb>=0.31" "mlflow>=3.17" "trackio>=0.43"
+They run where the packages are installed, as in the environment that .ci/run makes for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +20,10 @@ from trainkit.tracking.state import read_state
 
 pytestmark = pytest.mark.long
 CANARY = "canary-7f3a9b2c5d"
+SECRET = f"+logger.w.api_key={CANARY}"
 READERS = {
     "wandb": """
-import struct, sys
+import json, struct, sys
 from pathlib import Path
 from wandb.proto import wandb_internal_pb2 as pb
 
@@ -43,42 +43,64 @@ def records(content):  # blocks of 32 KiB as in a LevelDB log, after 7 bytes; a 
             record.ParseFromString(part)
             yield record
 
-ids, steps = set(), []
+ids, tags, files, steps, values, code = set(), set(), set(), [], {}, None
 for path in sorted(Path(sys.argv[1]).rglob("*.wandb")):
     for record in records(path.read_bytes()):
-        if record.WhichOneof("record_type") == "run":
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
             ids.add(record.run.run_id)
-        if record.WhichOneof("record_type") == "history":
-            items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
-            steps += [int(items["_step"])] if "train/loss" in items else []
-print([sorted(ids), steps])
+            tags |= {*record.run.tags}
+        items = {"run": record.run.config.update, "config": record.config.update, "summary": record.summary.update}
+        values |= {one.key or one.nested_key[0]: one.value_json for one in items.get(kind, ())}
+        files |= {one.path for one in record.files.files}
+        code = record.exit.exit_code if kind == "exit" else code
+        if kind == "history":
+            row = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
+            steps += [int(row["_step"])] if "train/loss" in row else []
+files = {name for name in files if not name.startswith("wandb-") and name not in ("config.yaml", "output.log")}
+print(json.dumps({"runs": sorted(ids), "steps": steps, "lr": json.loads(values["optimizer.lr"]), "files": sorted(files),
+    "ended": {0: "finished", 1: "killed"}[code], "status": json.loads(values["trainkit/status"]),
+    "fingerprint": [tag.removeprefix("fingerprint:") for tag in tags]}))
 """,
     "mlflow": """
+import json
 from mlflow.tracking import MlflowClient
 client = MlflowClient()
 runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
-points = client.get_metric_history(runs[0].info.run_id, "train/loss")
-print([[one.data.tags["trainkit.id"] for one in runs], [one.step for one in points], [runs[0].info.status]])
+data, points = runs[0].data, client.get_metric_history(runs[0].info.run_id, "train/loss")
+print(json.dumps({"runs": [one.data.tags["trainkit.id"] for one in runs], "steps": [one.step for one in points],
+    "fingerprint": [data.tags["trainkit.fingerprint"][:16]], "lr": float(data.params["optimizer.lr"]),
+    "files": [one.path for one in client.list_artifacts(runs[0].info.run_id)], "ended": runs[0].info.status.lower(),
+    "status": data.tags["trainkit.status"]}))
 """,
     "trackio": """
-from trackio.sqlite_storage import SQLiteStorage
-runs = SQLiteStorage.get_runs("digits")
-logs = SQLiteStorage.get_logs("digits", runs[0])
-print([runs, [one["step"] for one in logs if "train/loss" in one], [len(runs)]])
+import json
+from trackio.sqlite_storage import SQLiteStorage as store
+runs = store.get_runs("digits")
+logs, config = store.get_logs("digits", runs[0]), store.get_run_config("digits", runs[0])
+status = [one["trainkit/status"] for one in logs if "trainkit/status" in one][-1]
+names = [one["name"].removeprefix(f"{runs[0]}-".replace("/", "-")) for one in store.list_artifacts("digits")]
+print(json.dumps({"runs": runs, "steps": [one["step"] for one in logs if "train/loss" in one],
+    "fingerprint": [config["_Group"].removeprefix("fingerprint ")], "lr": config["optimizer.lr"], "files": names,
+    "ended": "killed", "status": status}))
 """,
 }
+"""What each tracker has kept: a run's id, steps, fingerprint, a parameter, files, and how it ended."""
 
 
 def environment(folder: Path) -> dict[str, str]:
     own = {"TRACKIO_DIR": str(folder / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
-    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY * 3, "CANARY": CANARY}
+    homes = {"HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
+    return {**os.environ, **own, **homes, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY * 3}
 
 
 def command(tracker: str, run: Path) -> list[str]:
     sizes = ["steps=10000000", "log_every_steps=500", "checkpoint.every_steps=1000", "callbacks=[]"]
     more = [f"logger.{tracker}.wait_s=120"] + (["logger.wandb.mode=offline"] if tracker == "wandb" else [])
     more += ["epochs=null", "eval.every_epochs=null", "eval.every_steps=2000"]
-    return [sys.executable, "-m", "trainkit", f"hydra.run.dir={run}", f"logger=[{tracker}]", *sizes, *more]
+    more += [f"logger.{tracker}.artifacts=[resolved.yaml]", "+logger.w._target_=tests.tracking.folders.Keyed", SECRET]
+    first = [sys.executable, "-m", "trainkit", "--allow-package", "tests"]
+    return [*first, f"hydra.run.dir={run}", f"logger=[{tracker}]", *sizes, *more]
 
 
 def wait_for(run: Path, tracker: str) -> Iterator[None]:
@@ -91,8 +113,13 @@ def wait_for(run: Path, tracker: str) -> Iterator[None]:
         yield
 
 
+def holders(folder: Path, text: str) -> list[str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [str(path.relative_to(folder)) for path in files if text.encode() in path.read_bytes()]
+
+
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
-def test_a_killed_and_resumed_run_is_one_tracked_run(tmp_path: Path, tracker: str) -> None:
+def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: Path, tracker: str) -> None:
     pytest.importorskip(tracker, reason=f'needs the package: pip install "{tracker}"', exc_type=ImportError)
     run, environ = tmp_path / "run", environment(tmp_path)
     with subprocess.Popen(
@@ -103,15 +130,28 @@ def test_a_killed_and_resumed_run_is_one_tracked_run(tmp_path: Path, tracker: st
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     stop = int((run / "metrics.jsonl").read_text().splitlines()[-1].split(":")[1].split(",")[0]) // 500 * 500 + 5000
-    resumed = [sys.executable, "-m", "trainkit", "resume", str(run), f"stop_at_step={stop}"]
+    resumed = [sys.executable, "-m", "trainkit", "resume", str(run), "--allow-package", "tests"]
+    resumed += [SECRET.lstrip("+"), f"stop_at_step={stop}"]
     done = subprocess.run(resumed, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
     assert "not sent" not in done.stderr + done.stdout, done.stderr + done.stdout
     answer = subprocess.run(
         [sys.executable, "-c", READERS[tracker], str(run)], env=environ, capture_output=True, text=True, check=True
     )
-    found: list[list[Any]] = json.loads(answer.stdout.strip().splitlines()[-1].replace("'", '"'))
-    state = read_state(run, tracker)
+    found, state = json.loads(answer.stdout.strip().splitlines()[-1]), read_state(run, tracker)
+    result = json.loads((run / "result.json").read_text())
+    fingerprint = json.loads((run / "environment.json").read_text())["fingerprint"]
     assert state is not None
-    assert len(found[0]) == 1
-    assert state.id[:8] in found[0][0]
-    assert found[1] == list(range(500, stop + 1, 500))
+    (tracked,) = found.pop("runs")
+    assert state.id[:8] in tracked
+    assert found == {
+        "steps": list(range(500, stop + 1, 500)),
+        "fingerprint": [fingerprint[:16]],
+        "lr": 0.01,
+        "files": ["resolved.yaml"],
+        "ended": "killed",
+        "status": result["status"],
+    }
+    assert [one for one in holders(tmp_path, fingerprint[:16]) if tracker in one]
+    assert holders(tmp_path, CANARY) == []
+    assert CANARY not in done.stdout + done.stderr

@@ -22,6 +22,7 @@ class _Trackio:
     def __init__(self) -> None:
         self._run: trackio.Run | None = None
         self._name = ""
+        self._step: int | None = None
 
     def open(self, run: TrackedRun) -> None:
         self._name = f"{run.name}-{run.id[:8]}"  # Trackio continues a run by its name
@@ -40,6 +41,7 @@ class _Trackio:
         assert self._run is not None
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
+            self._step = row.step
 
     def add_file(self, path: Path, name: str) -> None:
         assert self._run is not None
@@ -47,6 +49,7 @@ class _Trackio:
 
     def close(self, *, has_finished: bool, status: str) -> None:
         assert self._run is not None
+        self._run.log({"trainkit/status": status}, step=self._step)  # a run of Trackio has no status of its own
         self._run.finish()
 
 
