@@ -37,8 +37,11 @@ Train the recipe with three seeds or more, and give the run folders to the scrip
 finished, or whose configs or machines differ. A recipe that is new here needs an entry in
 `scripts/website/gallery.yaml`.
 
-    for seed in 0 1 2; do python -m trainkit recipe=digits seed=$seed hydra.run.dir=outputs/digits-$seed; done
-    python scripts/website/gallery.py outputs/digits-*"""
+<!-- composes -->
+```bash
+for seed in 0 1 2; do python -m trainkit recipe=digits seed=$seed hydra.run.dir=outputs/digits-$seed; done
+python scripts/website/gallery.py outputs/digits-*
+```"""
 
 
 class RefusedError(ValueError):

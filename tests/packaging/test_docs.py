@@ -1,4 +1,4 @@
-"""Every command of the README and the docs, run as it stands."""
+"""Every command of the README and the docs, run as it stands, or parsed and composed where running it takes more."""
 
 import os
 import re
@@ -10,16 +10,27 @@ from typing import Any
 import pytest
 
 from tests.packaging.conftest import ROOT
+from tests.packaging.shown_commands import commands, importing_from, problem_of, write_files
 from tests.support import quick
 from trainkit.fields import Tag
 
-PAGES = ["README.md", "AGENTS.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "AGENTS.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(
     r"^<!-- (run|run, long|fails: \d+(?:, prints)?) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MENTION = re.compile(r"^<!-- (?:run|fails|command)", re.MULTILINE)
+COMPOSED = re.compile(r"^<!-- (?:composes|run, long|command: \w+) -->\n```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CARD = re.compile(r"^\| command \| `(.*)` \|$", re.MULTILINE)
+MENTION = re.compile(r"^<!-- (?:run|fails|command|composes)", re.MULTILINE)
+COMMAND = re.compile(r"(\$ |[A-Z_]+=\S+ )?(trainkit|python3?|pip|pytest|torchrun|ssh|export) ")
+OF_PAGE = {"docs/adding-a-strategy.md": ("--config-dir", "my_conf", "--allow-package", "my_package")}
+"""Arguments for what the reader of a page has put into trainkit itself."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,11 @@ class Block:
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
-        for kind, commands, answer in BLOCK.findall((ROOT / page).read_text()):
+        for kind, text, answer in BLOCK.findall((ROOT / page).read_text()):
             fails = re.match(r"fails: (\d+)", kind)
             code = int(fails[1]) if fails else 0
             prints = "prints" in kind
-            found.append(Block(page, code, commands, answer if code else None, "long" in kind or prints, prints))
+            found.append(Block(page, code, text, answer if code else None, "long" in kind or prints, prints))
     return found
 
 
@@ -56,9 +67,7 @@ def parameters() -> list[Any]:
 @pytest.mark.slow
 def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
     files = dict(FILE.findall((ROOT / block.page).read_text()))
-    for name, content in files.items():
-        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
-        (cwd / name).write_text(content)
+    write_files(files, cwd)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.commands],
         cwd=cwd, env=os.environ | {"PATH": quick.path()}, capture_output=True, text=True, timeout=240, check=False,
@@ -79,11 +88,28 @@ def rounded(text: str) -> str:
     return re.sub(r"\S+ of step \d+ fits", "T of step N fits", text)
 
 
-def test_every_bash_block_that_calls_trainkit_is_run() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_that_this_lane_does_not_run_is_a_whole_config(page: str, tmp_path: Path) -> None:
+    text = (ROOT / page).read_text()
+    blocks = [*COMPOSED.findall(text), *CARD.findall(text)]
+    if not blocks or page == "docs/from-hugging-face.md":  # transformers take seconds to import
+        return
+    write_files(dict(FILE.findall(text)), tmp_path)
+    with importing_from(tmp_path):
+        found = [(words, problem_of([*words, *OF_PAGE.get(page, ())])) for words in commands(blocks, tmp_path)]
+    assert found
+    assert [one for one in found if one[1] is not None] == []
+
+
+def test_every_command_is_in_a_block_that_is_run_or_composed() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text()
         shown = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
         assert len(shown) == len(MENTION.findall(text)), f"{page}: a bash block has no marker above it"
+        lines = [line for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+        assert [line for line in lines if COMMAND.match(line) and " [" not in line] == [], (
+            page
+        )  # usage: trainkit [VERB]
 
 
 def test_links_between_pages_lead_somewhere() -> None:
