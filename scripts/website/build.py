@@ -31,6 +31,7 @@ _PAGES: Final = (
 )  # fmt: skip
 _SHIM: Final = "https://unpkg.com/iframe-worker/shim"
 """Where a page of the generator loads iframe-worker from (MIT; the file and its licence lie beside this script)."""
+_HOME: Final = re.compile(r'href="[./]+"(?= title="[^"]*" class="[^"]*md-logo")')
 _LINK: Final = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -51,25 +52,41 @@ def build(out: Path) -> None:
         for name, text in reference.pages().items():
             _write(source / "reference" / name, text)
         _write(source / "llms.txt", _llms(source))
-        shutil.copy(HERE / "extra.css", source)
-        config = yaml.safe_load((HERE / "mkdocs.yml").read_text())
-        config |= {"docs_dir": source.name, "site_dir": "site"}
-        python = config["plugins"][2]["mkdocstrings"]["handlers"]["python"]
-        python |= {"paths": [str(ROOT)], "options": {**python["options"], "extensions": [str(HERE / "examples.py")]}}
-        made = Path(temporary) / "mkdocs.yml"
-        made.write_text(yaml.safe_dump(config, sort_keys=False))
-        subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--config-file", made], check=True)
-        _take_shim(Path(temporary) / "site")
+        for name in ("extra.css", "extra.js"):
+            shutil.copy(HERE / name, source)
+        site = generate(source)
+        _let_open_from_a_disk(site)
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(Path(temporary) / "site", out)
+        shutil.move(site, out)
 
 
-def _take_shim(site: Path) -> None:
-    """Let pages load the script, with which the search works from a disk, from the site instead of the network."""
+def generate(source: Path) -> Path:
+    """Make the pages of a folder of Markdown; return their folder, beside it.
+
+    Raises:
+        subprocess.CalledProcessError: as `build`.
+    """
+    config = yaml.safe_load((HERE / "mkdocs.yml").read_text())
+    config |= {"docs_dir": source.name, "site_dir": "site"}
+    python = config["plugins"][2]["mkdocstrings"]["handlers"]["python"]
+    python |= {"paths": [str(ROOT)], "options": {**python["options"], "extensions": [str(HERE / "examples.py")]}}
+    made = source.parent / "mkdocs.yml"
+    made.write_text(yaml.safe_dump(config, sort_keys=False))
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--config-file", made], check=True)
+    return source.parent / "site"
+
+
+def _let_open_from_a_disk(site: Path) -> None:
+    """Let pages load the script of the search from the site instead of the network, and the logo lead to a page.
+
+    The page for addresses that do not exist is removed: it supposes a site at the root of a host.
+    """
+    (site / "404.html").unlink()
     shutil.copytree(HERE / "iframe-worker", site / "assets/iframe-worker")
     for page in site.rglob("*.html"):
         up = "../" * (len(page.relative_to(site).parts) - 1)
-        page.write_text(page.read_text().replace(_SHIM, f"{up}assets/iframe-worker/shim.js"))
+        text = page.read_text().replace(_SHIM, f"{up}assets/iframe-worker/shim.js")
+        page.write_text(_HOME.sub(f'href="{up}index.html"', text))
 
 
 def _lay_out(source: Path) -> None:

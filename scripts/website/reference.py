@@ -23,7 +23,8 @@ from trainkit.verbs.support.call import VERBS
 _FACTS: Final = re.compile(r"^(?P<meaning>.*?) ?\[(?P<facts>[^\[\]]*(?:\[.*\])?[^\[\]]*)\]$", re.DOTALL)
 """The description of a key in the schema: its meaning, and in brackets tag, unit and default."""
 _API: Final = ("trainkit.testing", "trainkit.trainer.events", "trainkit.objectives.base", "trainkit.strategies.base")
-"""Modules that the docs import from, besides the names of the package."""
+"""Modules whose names are all listed."""
+_IMPORT: Final = re.compile(r"^from (trainkit[\w.]*) import (.*)$", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:
@@ -160,14 +161,25 @@ def _cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*").strip()
 
 
+def documented_names() -> list[str]:
+    """Return the names that the docs import, without exceptions and those of modules that are listed as a whole."""
+    texts = (page.read_text() for page in (Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+    found = {(module, name) for text in texts for module, names in _IMPORT.findall(text) for name in names.split(", ")}
+    return sorted(
+        f"{module}.{name}"
+        for module, name in found
+        if module not in _API and not (module == errors.__name__ and name.endswith("Error"))
+    )
+
+
 def _api() -> str:
     lines = ["# Python API", "", f"Version {trainkit.__version__}. `import trainkit` alone imports no torch.", ""]
     for name in sorted(trainkit.__all__):
         found = getattr(trainkit, name)
         if callable(found):
             lines += [f"::: {inspect.unwrap(found).__module__}.{found.__qualname__}", ""]
-    for module in _API:
-        lines += [f"::: {module}", ""]
+    for name in (*_API, *documented_names()):
+        lines += [f"::: {name}", ""]
     lines += ["## Exceptions", "", "| class | exit code | means |", "|---|---|---|"]
     for name in errors.__all__:
         kind = getattr(errors, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ import trainkit
 from tests.report.test_fitting import everything_in, rows_of
 from tests.report.test_run_page import leaves
 from tests.report.test_screens import watched
-from tests.support.browsing import needs_browser, opened, tab
+from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings, tab
 from tests.support.settings import latest
 from trainkit.cli import main
 from trainkit.config.schema import MonitoredMetric
@@ -26,7 +25,6 @@ from trainkit.run.page import write_page, write_run_page
 from trainkit.watching.documents import Watched
 from trainkit.watching.server import serving
 
-AXE = os.environ.get("TRAINKIT_TEST_AXE", "")
 SMALL = (
     "recipe=null",
     "steps=30",
@@ -39,7 +37,6 @@ SMALL = (
     "hardware.price_usd_h=0.36",
 )
 HOSTILE = ("</script><script>window.hit=1</script>", "<img src=x onerror=window.hit=1>", "\u202egnorw", "x" * 10_000)
-needs_axe = pytest.mark.skipif(not AXE, reason="set TRAINKIT_TEST_AXE to the axe.min.js of the npm package axe-core")
 pytestmark = needs_browser
 
 
@@ -61,8 +58,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PAGES = ("0/report.html", "comparison.html", "report.html")
 ALL = pytest.mark.parametrize("name", PAGES)
-SERIOUS = """axe.run().then((found) => found.violations.filter((one) => /serious|critical/.test(one.impact))
-    .map((one) => [one.id, one.nodes[0].html]))"""
 FOREIGN = "[...document.querySelectorAll('[src], [href]')].filter((one) => !/^data:/.test(one.src ?? one.href)).length"
 
 
@@ -320,8 +315,7 @@ def test_axe_has_no_serious_finding(browser: Any, pages: Path, name: str, scheme
         page = tab(browser, scheme=scheme, bypass_csp=True)
         page.goto(server.url if server else (pages / name).as_uri())
         page.locator("td, footer").first.wait_for()
-        page.evaluate(Path(AXE).read_text())
         for width in (1280, 360):
             page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate(SERIOUS) == []
+            assert serious_findings(page) == []
         page.context.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+AXE = os.environ.get("TRAINKIT_TEST_AXE", "")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-headless-shell") or ""
 needs_browser = [
     pytest.mark.long,
@@ -18,6 +20,7 @@ needs_browser = [
         importlib.util.find_spec("playwright") is None, reason="needs playwright: pip install playwright"
     ),
 ]
+needs_axe = pytest.mark.skipif(not AXE, reason="set TRAINKIT_TEST_AXE to the axe.min.js of the npm package axe-core")
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +50,11 @@ def opened(browser: Any, path: Path, **options: Any) -> Any:
     page.goto(path.absolute().as_uri())
     page.wait_for_selector("footer")
     return page
+
+
+def serious_findings(page: Any) -> list[tuple[str, str]]:
+    """What axe finds on a page that keeps people out: rule and first element; the page was opened with bypass_csp."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(Path(AXE).read_text())
+    found = page.evaluate("axe.run({preload: false})")["violations"]  # style sheets of a disk cannot be read by scripts
+    return [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]

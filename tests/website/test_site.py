@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import reduce
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
 
 from tests.packaging.conftest import ROOT
+from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings
 from trainkit.config.schema import GROUPS, RunConfig, hints_of
 from trainkit.config.values import plain
 from trainkit.verbs.support.call import VERBS
 
 pytestmark = pytest.mark.timeout(900)  # building takes a minute alone, and more beside other tests
 SITE = ROOT / "scripts/website"
-BROWSER = Path("/usr/bin/chromium")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+
+
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs the browser."""
+    return reduce(lambda marked, mark: mark(marked), needs_browser, test)
+
+
+FOR_AXE = {
+    "light": ["index", "docs/gallery", "docs/gallery/digits", "docs/errors", "reference/choices"],
+    "dark": ["index", "docs/gallery", "reference/keys"],
+}
 QUESTIONS = {
     "learning rate warmup": "docs/numbers.html",
     "exit code": "docs/errors.html",
@@ -63,13 +79,33 @@ def paths(entries: list[Any]) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else paths(value)
 
 
+def nav() -> list[Any]:
+    found: list[Any] = yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"]
+    return found
+
+
+def test_the_doors_are_start_do_understand_look_up() -> None:
+    assert [*ChainMap(*reversed(nav()))] == ["Start", "Do", "Understand", "Look up"]
+
+
 def test_every_page_of_the_docs_is_in_the_menu_once() -> None:
-    menu = list(paths(yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"]))
+    menu = list(paths(nav()))
     pages = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
     recipes = [str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*/README.md")]
     assert sorted(path for path in menu if path.startswith(("docs/", "recipes/"))) == sorted(
         [*pages, *recipes, "docs/decisions/README.md"]
     )
+
+
+def test_the_reference_lists_every_choice_and_every_name_that_the_docs_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SITE))
+    reference = importlib.import_module("reference")
+    choices = {f"{file.parent.name}={file.stem}" for file in (ROOT / "conf").glob("*/*.yaml")}
+    assert choices == {*re.findall(r"^### (\S+)$", reference._choices(), re.MULTILINE)}
+    listed = {*re.findall(r"^::: (\S+)$", reference._api(), re.MULTILINE)}
+    assert {f"trainkit.api.{name}" for name in ("compose", "generate", "load", "session", "train")} <= listed
+    assert {"trainkit.fields.secret", "trainkit.data.stored.Stored", "trainkit.objectives.base"} <= listed
+    assert [name for name in listed if not name.startswith("trainkit.")] == []
 
 
 @pytest.mark.long
@@ -86,11 +122,15 @@ def test_the_page_of_errors_lists_the_messages_of_the_code_below_their_sections(
     assert "<script>" not in messages.listing(["</li><script>"])
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def needs_generator() -> None:
     for name in ("zensical", "mkdocstrings"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed (extra site)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    needs_generator()
     folder = tmp_path_factory.mktemp("site") / "pages"
     command = [sys.executable, str(SITE / "build.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -103,6 +143,8 @@ def test_the_reference_names_every_verb_and_every_key(site: Path) -> None:
     verbs, keys = ((site / f"reference/{name}.html").read_text() for name in ("verbs", "keys"))
     assert [verb for verb in VERBS if f'id="{verb}"' not in verbs] == []
     assert [key for key in _keys(RunConfig) if f'id="{key}"' not in keys] == []
+    api = (site / "reference/api.html").read_text()
+    assert [name for name in ("trainkit.api.train", "trainkit.fields.secret") if f'id="{name}"' not in api] == []
 
 
 def _keys(kind: type, above: str = "") -> Iterator[str]:
@@ -123,6 +165,60 @@ def test_the_list_for_language_models_leads_to_pages(site: Path) -> None:
 
 
 @pytest.mark.long
+def test_every_address_of_a_page_leads_somewhere_and_none_loads_what_is_elsewhere(site: Path) -> None:
+    pages = {path: Addresses(path) for path in site.rglob("*.html")}
+    assert len(pages) > 100
+    found = [(path, address) for path, page in pages.items() for address in page.loaded]
+    found += [(path, address) for path, page in pages.items() for address in page.links if ":" not in address]
+    wrong = []
+    for path, address in found:
+        file, _, anchor = unquote(address).partition("#")
+        target = Path(os.path.normpath(path.parent / file)) if file else path
+        if not target.is_file() or (anchor and target in pages and anchor not in pages[target].ids):
+            wrong.append(f"{path.relative_to(site)}: {address}")
+    assert wrong == []
+    assert [
+        file for file in site.rglob("*.css") if re.search(r"(url\(|@import)\s*[\"']?(https?:|//)", file.read_text())
+    ] == []
+
+
+class Addresses(HTMLParser):
+    """The addresses of a page: those that a browser loads by itself, without data in themselves, and links."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        addresses = [given[name] for name in ("src", "href", "data", "poster", "action") if name in given]
+        found = self.links if tag == "a" else self.loaded
+        found += [address for address in addresses if not address.startswith("data:")]
+
+
+@pytest.mark.long
+def test_a_dead_link_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    needs_generator()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    build = runpy.run_path(str(SITE / "build.py"))
+    for name in paths(nav()):
+        (tmp_path / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pages" / name).write_text("# Page\n")
+    (tmp_path / "pages/README.md").write_text("# Page\n\n[one](docs/nowhere.md), [two](docs/data.md#nowhere)\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        build["generate"](tmp_path / "pages")
+    printed = re.sub(r"\x1b\[[\d;]*m", "", "".join(capfd.readouterr()))
+    assert "docs/nowhere.md" in printed
+    assert "#nowhere" in printed
+
+
+@pytest.mark.long
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     command = [sys.executable, str(SITE / "build.py"), str(tmp_path)]
@@ -130,25 +226,27 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (1, ["mine.txt"])
 
 
-@pytest.mark.long
-def test_the_search_finds_each_page_first_without_a_network(site: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
-    if not BROWSER.exists():
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    said: list[str] = []
-    wrong = {}
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=str(BROWSER), args=FLAGS)
-        page = browser.new_context(offline=True).new_page()
-        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-        page.goto((site / "index.html").as_uri())
-        page.keyboard.press("/")
-        for question, answer in QUESTIONS.items():
-            first = _first_answer(page, question)
-            if first.partition("#")[0] != answer:
-                wrong[question] = first
-        browser.close()
-    assert (wrong, said) == ({}, [])
+@in_browser
+def test_the_search_finds_each_page_first_without_a_network(browser: Any, site: Path) -> None:
+    page = opened(browser, site / "index.html")
+    page.keyboard.press("/")
+    found = {question: _first_answer(page, question) for question in QUESTIONS}
+    page.context.close()
+    assert {question: answer.partition("#")[0] for question, answer in found.items()} == QUESTIONS
+    assert page.errors == []
+
+
+@in_browser
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_has_no_serious_finding_on_the_site_and_in_the_gallery(browser: Any, site: Path, scheme: str) -> None:
+    found = []
+    for name in FOR_AXE[scheme]:
+        page = opened(browser, site / f"{name}.html", scheme=scheme, bypass_csp=True)
+        page.wait_for_load_state("load")
+        found += [(name, one) for one in (*serious_findings(page), *page.errors)]
+        page.context.close()
+    assert found == []
 
 
 def _first_answer(page: Any, question: str) -> str:
