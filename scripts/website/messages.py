@@ -16,7 +16,7 @@ from typing import Final
 from trainkit import errors
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.exporting.trained import NotExportableError
-from trainkit.report.error_address import anchor_of_problem
+from trainkit.report.error_address import anchor_of_problem, anchor_of_title
 
 _CLASSES: Final[Mapping[str, type[TrainkitError]]] = {
     name: kind
@@ -39,18 +39,9 @@ def messages(package: Path) -> dict[str, list[str]]:
 def with_messages(page: str, found: Mapping[str, Sequence[str]]) -> str:
     """Return a page of Markdown with the messages of each section at its end."""
     parts = re.split(r"^(?=##+ )", page, flags=re.MULTILINE)
-    return "".join(f"{part.rstrip()}\n\n{listing(found.get(anchor_of_title(part), ()))}\n\n" for part in parts)
-
-
-def anchor_of_title(section: str) -> str:
-    """Return the anchor that Markdown makes of the title of a section.
-
-    Example:
-        >>> anchor_of_title("## Out of memory")
-        'out-of-memory'
-    """
-    title = section.partition("\n")[0].lstrip("#").strip().lower()
-    return re.sub(r"[^a-z0-9 _-]", "", title).replace(" ", "-")
+    titles = (part.partition("\n")[0].lstrip("#") for part in parts)
+    lists = (listing(found.get(anchor_of_title(title), ())) for title in titles)
+    return "".join(f"{part.rstrip()}\n\n{texts}\n\n" for part, texts in zip(parts, lists, strict=True))
 
 
 def listing(texts: Sequence[str]) -> str:

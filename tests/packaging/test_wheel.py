@@ -19,6 +19,7 @@ def test_the_wheel_carries_configs_recipes_data_and_type_marker(wheel: Path) -> 
         f"trainkit/{path.relative_to(ROOT)}" for kind in ("conf", "recipes") for path in (ROOT / kind).rglob("*.*")
     }
     assert not shipped - names
+    assert [name for name in names if name.startswith("trainkit/docs/")] == ["trainkit/docs/errors.md"]
     assert {"trainkit/py.typed", "trainkit/data/digits.npz", "trainkit/data/digits.LICENSE"} <= names
     assert {f"trainkit/report/web/static/{name}" for name in ("uPlot.iife.min.js", "uPlot.LICENSE", "run.js")} <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
@@ -48,4 +49,5 @@ def test_an_installed_wheel_knows_every_recipe_and_choice(
     recipes = [path.name for path in (ROOT / "recipes").iterdir() if path.is_dir()]
     choices = [path.stem for path in (ROOT / "conf").glob("*/*.yaml")]
     assert [name for name in [*recipes, *choices] if name not in listed] == []
+    assert run(installed, "explain", "errors.model", cwd=cwd, env=clean_environ).stdout.startswith("Model\n\nCause: ")
     assert list(cwd.iterdir()) == []

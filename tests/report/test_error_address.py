@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ from trainkit.report.error_address import (
     COMMAND_LINE,
     LAUNCH,
     OTHER_KEYS,
-    PAGE,
     SECTIONS,
     TARGETS,
     address_line,
     anchor_of_problem,
+    sections,
 )
 
 BY_KEY = {*SECTIONS, COMMAND_LINE, LAUNCH, OTHER_KEYS, TARGETS}
@@ -35,22 +36,16 @@ def kinds(base: type[TrainkitError] = TrainkitError) -> Iterator[type[TrainkitEr
             yield from kinds(kind)
 
 
-def headings() -> list[str]:
-    """The anchors of the page, as Markdown makes them of its headings."""
-    found = re.findall(r"^##+ (.*)$", (ROOT / PAGE).read_text(), re.MULTILINE)
-    return [re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in found]
-
-
 def test_every_address_is_a_section_of_the_page() -> None:
     assert NotExportableError in kinds()
-    assert {*BY_KEY, *(kind.anchor for kind in kinds())} - {*headings()} == set()
-    assert len(headings()) == len({*headings()})
+    assert {*BY_KEY, *(kind.anchor for kind in kinds())} - {*sections()} == set()
+    assert len(sections()) == len(re.findall(r"^##+ ", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
 
 
 def test_every_section_of_a_kind_is_the_address_of_some_error() -> None:
-    page = headings()
-    sections = page[page.index("every-kind-of-error") + 1 :]
-    assert {*sections} - {*BY_KEY, *(kind.anchor for kind in kinds())} == set()
+    page = [*sections()]
+    kinds_of_errors = page[page.index("every-kind-of-error") + 1 :]
+    assert {*kinds_of_errors} - {*BY_KEY, *(kind.anchor for kind in kinds())} == set()
 
 
 def test_every_key_of_a_run_has_a_section_or_names_no_setting() -> None:
@@ -94,7 +89,9 @@ def test_a_mistake_on_the_command_line_ends_with_the_address_of_its_section(
 ) -> None:
     assert cli.main(MISTAKES[section]) == 2
     last = terminal.readouterr().err.splitlines()[-1]
-    assert last == f"More: {PAGE}#{section}"
+    assert last == f"More: trainkit explain errors.{section}"
+    assert cli.main(shlex.split(last)[2:]) == 0
+    assert terminal.readouterr().out.startswith(sections()[section])
 
 
 def test_the_mistakes_are_those_of_every_section_of_keys() -> None:
@@ -113,23 +110,24 @@ def test_an_error_of_any_class_ends_with_the_address_of_its_section_once(
     TrainkitError.__init__(error, "it failed.")
     monkeypatch.setattr(cli, "_dispatch", lambda _: (_ for _ in ()).throw(error))
     cli.main(["ls"])
-    assert terminal.readouterr().err == f"it failed.\nMore: {PAGE}#{kind.anchor}\n"
+    assert terminal.readouterr().err == f"it failed.\nMore: trainkit explain errors.{kind.anchor}\n"
 
 
 def test_a_missing_package_has_a_section_whatever_key_needs_it() -> None:
     error = MissingExtraError(key="logger.wandb", package="wandb", extra="wandb")
-    assert address_line(error) == f"More: {PAGE}#a-package-that-is-missing"
+    assert address_line(error) == "More: trainkit explain errors.a-package-that-is-missing"
 
 
 def test_one_line_names_three_sections_at_most() -> None:
     problems = [Problem(key=key, rule="is wrong.") for key in ("batch", "model", "batch.micro_size", "seed", "data")]
     found = address_line(ConfigError(problems))
-    assert found == f"More: {PAGE}#shards-of-a-step, #model, #precision-and-reproducibility"
+    assert found == "More: trainkit explain errors.shards-of-a-step errors.model errors.precision-and-reproducibility"
+    assert cli.main(shlex.split(found)[2:]) == 0
 
 
 def test_a_hostile_key_chooses_among_the_sections_only() -> None:
     found = address_line(ConfigError([Problem(key="</script>\x1b[31m#batch", rule="is wrong.")]))
-    assert found == f"More: {PAGE}#{OTHER_KEYS}"
+    assert found == f"More: trainkit explain errors.{OTHER_KEYS}"
 
 
 def test_a_terminal_gets_the_address_and_a_pipe_the_error_alone() -> None:
@@ -142,5 +140,18 @@ def test_a_terminal_gets_the_address_and_a_pipe_the_error_alone() -> None:
     finally:
         os.close(ours)
         os.close(theirs)
-    assert (done.returncode, printed) == (2, f"{error}More: {PAGE}#{COMMAND_LINE}\n")
+    assert (done.returncode, printed) == (2, f"{error}More: trainkit explain errors.{COMMAND_LINE}\n")
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == error
+
+
+def test_a_section_is_shown_without_marks_and_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "errors.files-that-cannot-be-written"]) == 0
+    assert capsys.readouterr().out == (
+        "Files that cannot be written\n\n"
+        "Cause: a file system is full, read-only or gone, or a limit is reached. Remedy: the table\n"
+        "above (errors.loss-that-is-not-finite) names one for each; `trainkit resume RUN` continues.\n"
+    )
+    assert cli.main(["explain", "errors"]) == 0
+    assert "errors.out-of-memory\n" in capsys.readouterr().out
+    assert cli.main(["explain", "errors.out-of-memori"]) == 2
+    assert "no such section. Did you mean errors.out-of-memory? (command line)" in capsys.readouterr().err

@@ -281,6 +281,11 @@ def shipped_template() -> Path:
     return _shipped("template")
 
 
+def shipped_docs() -> Path:
+    """Return the folder of the pages that the command line shows."""
+    return _shipped("docs")
+
+
 @cache
 def _shipped(name: str) -> Path:
     package = Path(__file__).resolve().parent.parent

@@ -1,17 +1,22 @@
-"""The section of docs/errors.md that explains an error; the command line prints its address once, below the error.
+"""The section of docs/errors.md that explains an error; the command line prints the command that shows it.
 
-An exception has its section by its class (`TrainkitError.anchor`), a problem of a config by the beginning of its key.
+The page is part of the package, so that the command needs no network and no copy of the repository. An exception has
+its section by its class (`TrainkitError.anchor`), a problem of a config by the beginning of its key.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from trainkit.config.values import closest
+from trainkit.config.yaml_files import shipped_docs
 from trainkit.errors import ConfigError, MissingExtraError, Problem, TrainkitError
 
-PAGE: Final = "docs/errors.md"
+PREFIX: Final = "errors"
+"""Beginning of the word that names a section: `trainkit explain errors.SECTION`."""
 OTHER_KEYS: Final = "other-keys-and-files"
 """The section of a problem whose subject is of no other section: a key that does not exist, a file."""
 COMMAND_LINE: Final = "command-line"
@@ -44,13 +49,52 @@ _MOST: Final = 3
 
 
 def address_line(error: TrainkitError) -> str:
-    """Return the line below an error that names its section; of several problems, the first sections.
+    """Return the line below an error, with the command that shows its section; of several problems, the first sections.
 
     Example:
         >>> address_line(ConfigError([Problem(key="seed", rule="..."), Problem(key="--k", rule="...")]))
-        'More: docs/errors.md#precision-and-reproducibility, #command-line'
+        'More: trainkit explain errors.precision-and-reproducibility errors.command-line'
     """
-    return f"More: {PAGE}#{', #'.join(anchors(error)[:_MOST])}"
+    return " ".join(["More: trainkit explain", *(f"{PREFIX}.{name}" for name in anchors(error)[:_MOST])])
+
+
+def sections() -> dict[str, str]:
+    """Return the sections of the page by their anchors, for a terminal: title and text; a link is its text, and the
+    name of its section if that is on the page too.
+    """
+    text = (shipped_docs() / "errors.md").read_text(encoding="utf-8")
+    parts = re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]
+    return {anchor_of_title(part.partition("\n")[0]): _plain(part) for part in parts}
+
+
+def section(name: str) -> str:
+    """Return one section of the page.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    found = sections()
+    if name not in found:
+        near = closest(name, found)
+        hint = f"Did you mean {PREFIX}.{near}?" if near else f"trainkit explain {PREFIX} lists them."
+        raise ConfigError([Problem(key=f"{PREFIX}.{name}", rule=f"no such section. {hint}", origin="command line")])
+    return found[name]
+
+
+def anchor_of_title(title: str) -> str:
+    """Return the anchor that Markdown makes of the title of a section.
+
+    Example:
+        >>> anchor_of_title("Out of memory")
+        'out-of-memory'
+    """
+    return re.sub(r"[^a-z0-9 _-]", "", title.strip().lower()).replace(" ", "-")
+
+
+def _plain(text: str) -> str:
+    without_marks = re.sub(r"^<!-- .* -->\n|^```\w*\n", "", text, flags=re.MULTILINE)
+    on_this_page = re.sub(r"\[([^\]]*)\]\(#([^)]*)\)", rf"\1 ({PREFIX}.\2)", without_marks)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", on_this_page).strip()
 
 
 def anchors(error: TrainkitError) -> list[str]:

@@ -1,4 +1,7 @@
-"""`trainkit explain KEY OVERRIDES`: a key's value, where it was set, its type, unit, default, meaning and effect."""
+"""`trainkit explain KEY OVERRIDES`: a key's value, where it was set, its type, unit, default, meaning and effect.
+
+`trainkit explain errors.SECTION`: cause and remedy of a kind of error.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit.config.composition import Composition, KeyPath
     from trainkit.report.schemas.looking import ExplainedKey, Explanation
 
-USAGE: Final = "KEY OVERRIDES"
+USAGE: Final = "KEY OVERRIDES, or errors.SECTION"
 FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 _MEANINGS: Final = {
     Tag.maths: "maths: changes the result",
@@ -27,6 +30,8 @@ _MEANINGS: Final = {
 
 def run(call: Call) -> int:
     """Print the explanation."""
+    if call.arguments and all(word.partition(".")[0] == "errors" for word in call.arguments):
+        return _explain_errors(call)
     call.check_arity(arguments=1)
     composition = _composed(call)
     found = explanation(composition, call.arguments[0])
@@ -37,6 +42,21 @@ def run(call: Call) -> int:
         return 0
     for line in _lines(found, isinstance(_value(composition, found["key"]), Mapping)):
         sys.stdout.write(f"{line}\n")
+    return 0
+
+
+def _explain_errors(call: Call) -> int:
+    """Print sections of the page of errors, or the names of all."""
+    from trainkit.report.error_address import PREFIX, section, sections  # noqa: PLC0415 - for an error only
+
+    call.check_arity(arguments=len(call.arguments), overrides=False)
+    if "json" in call.flags:
+        raise ConfigError([Problem(key="--json", rule="is for keys: a section is text.", origin="command line")])
+    if call.arguments == (PREFIX,):
+        texts = [f"{PREFIX}.{name}" for name in sections()]
+    else:
+        texts = [f"{section(word.partition('.')[2])}\n" for word in call.arguments]
+    sys.stdout.write("\n".join([*texts, ""]).rstrip("\n") + "\n")
     return 0
 
 
