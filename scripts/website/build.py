@@ -153,7 +153,7 @@ def _first_sentence(text: str) -> str:
     paragraphs = re.sub(r"^```.*?^```$", "", text.partition("\n")[2], flags=re.DOTALL | re.MULTILINE).split("\n\n")
     paragraph = next((one for one in map(str.rstrip, paragraphs) if re.match(r"\n*[A-Za-z`*\[]", one)), "")
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph).replace("**", "").strip()
-    return re.split(r"(?<=[.:])\s", re.sub(r"\s+", " ", plain))[0].rstrip(".:") + "."
+    return re.split(r"(?<=[.:])(?<!et al\.)\s", re.sub(r"\s+", " ", plain))[0].rstrip(".:") + "."
 
 
 def _write(path: Path, text: str) -> None:

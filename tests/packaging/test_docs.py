@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.packaging.conftest import ROOT
 from tests.packaging.shown_commands import commands, importing_from, problem_of, write_files
 from tests.support import quick
 from trainkit.fields import Tag
+from trainkit.verbs.support.call import MODULES
 
 PAGES = [
     "README.md",
@@ -125,6 +127,15 @@ def test_the_exit_codes_of_the_page_are_those_of_the_exceptions() -> None:
     classes = [getattr(errors, name) for name in errors.__all__]
     raised = {c.exit_code for c in classes if isinstance(c, type) and issubclass(c, errors.TrainkitError)}
     assert codes == raised | {0}
+
+
+def test_the_verbs_with_json_are_those_of_the_page() -> None:
+    (names,) = re.findall(
+        r"^((?:`\w+`(?:, | and ))+`\w+`) print one JSON", (ROOT / "docs/command-line.md").read_text(), re.MULTILINE
+    )
+    have = [verb for verb, module in MODULES.items() if "json" in import_module(module).FLAGS]
+    assert sorted(re.findall(r"`(\w+)`", names)) == sorted(have)
+    assert len(have) * 2 == len(MODULES), "AGENTS.md says half of them"
 
 
 def test_the_glossary_has_every_word_of_ours() -> None:
