@@ -116,14 +116,14 @@ def draw(request: Mapping[str, Any]) -> None:
             read = curves.read_curves(read_lines(Path(request["metrics"])))
             curves.draw_metrics(Path(request["folder"]), title=request["title"], curves=read, modes=request["modes"])
         case "bench":
-            from trainkit.report import bench_plot  # noqa: PLC0415 - the same
+            from trainkit.report import measured_plots  # noqa: PLC0415 - the same
 
-            bench_plot.draw_bench(Path(request["path"]), title=request["title"], choices=request["choices"])
+            measured_plots.draw_bench(Path(request["path"]), title=request["title"], choices=request["choices"])
         case "range":
-            from trainkit.report import range_plot  # noqa: PLC0415 - the same
+            from trainkit.report import measured_plots  # noqa: PLC0415 - the same
 
             fields = {name: request[name] for name in ("title", "points", "steepest", "tenth_of_minimum")}
-            range_plot.draw_range(Path(request["path"]), **fields)
+            measured_plots.draw_range(Path(request["path"]), **fields)
         case "sweep":
             from trainkit.report import sweep_plot  # noqa: PLC0415 - the same
 
