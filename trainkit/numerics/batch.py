@@ -342,7 +342,7 @@ class Positions:
         if epoch != self._epoch or batch_start < self._start or batch_stop > self._start + len(self.block):
             self._compute(epoch, batch_start, batch_stop)
         offset = self._start
-        if len(ticket.shards) == plan.num_shards(ticket.step) and ticket.shards == tuple(range(len(ticket.shards))):
+        if ticket.shards == tuple(range(-(-(batch_stop - batch_start) // plan.micro_size))):  # all, in their order
             return [(batch_start - offset, batch_stop - offset)]
         joined: list[tuple[int, int]] = []
         for shard in ticket.shards:
