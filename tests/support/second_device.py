@@ -41,17 +41,25 @@ class SecondDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.crossed: list[torch.dtype] = []
+        """The dtype of each tensor that went from one device to the other, in order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        return _call(func, args, kwargs or {})
+        found = _call(func, args, kwargs or {})
+        name = func.overloadpacket.__name__
+        ends = {"_to_copy": (args[:1], found), "copy_": (args[:1], args[1:2]), "_foreach_copy_": args[:2]}.get(name)
+        for one, other in zip(*map(tree_leaves, ends), strict=True) if ends else ():
+            if isinstance(one, There) != isinstance(other, There):
+                self.crossed.append(one.dtype)
+        return found
 
 
 def send(module: nn.Module) -> None:
     """Put a module's parameters there, as new ones; buffers too."""
     for name, param in module._parameters.items():
         if param is not None:
-            module._parameters[name] = nn.Parameter(There(param.detach().clone()))
+            module._parameters[name] = nn.Parameter(There(param.detach().clone()), requires_grad=param.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = There(buffer)

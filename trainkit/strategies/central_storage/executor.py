@@ -28,7 +28,7 @@ from trainkit.strategies.base import (
     StepOutcome,
 )
 from trainkit.strategies.capabilities import JsonMap
-from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, moved, sum_of, total_of
+from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, sum_of, total_of
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.sparse import scatter_to_all_params
@@ -100,8 +100,7 @@ class CentralExecutor(Executor):
         """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
         device, lanes, copies = self._variables.device, self._variables.lanes, self._copies
         in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
-        computed = copies.run(ThreadWork.sums, works, in_turn=in_turn)
-        found = [{lane: moved(sums, device) for lane, sums in one} for one in computed]
+        found = [dict(one) for one in copies.run(lambda work: work.sums(device), works, in_turn=in_turn)]
         if lanes is None:
             yield 0, total_of([own[0] for own in found if own])
             return
@@ -234,7 +233,7 @@ class AsyncCentralExecutor(CentralExecutor):
         with self._lock:
             self._copies.refresh(work.replica)
             version = self._version
-        ((_, sums),) = work.sums()
+        ((_, sums),) = work.sums(self._variables.device)
         return _Gradient(work=work, sums=sums, version=version)
 
     def _apply(self, sent: _InFlightStep, found: _Gradient) -> StepOutcome:
@@ -245,10 +244,8 @@ class AsyncCentralExecutor(CentralExecutor):
             variables.use_stepper(self._steppers[sent.copy])
             variables.set_sparse(work.replica.sparse)
             variables.buffers.begin_step()
-            sums = moved(found.sums, variables.device)
-            status, norm = apply_update(
-                variables, sums, work.divisor, self._training.rule(self._version), loss_sum=work.loss_sum
-            )
+            rule = self._training.rule(self._version)
+            status, norm = apply_update(variables, found.sums, work.divisor, rule, loss_sum=work.loss_sum)
             local.step_metrics["staleness"] = float(self._version - found.version)
             version, self._version = self._version, self._version + 1
         weight = work.weight.to(local.device) if isinstance(work.weight, Tensor) else work.weight

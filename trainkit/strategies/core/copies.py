@@ -24,6 +24,7 @@ from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.model_transforms import is_compiled
 from trainkit.strategies.model_transforms.recomputing import Recomputed
+from trainkit.strategies.tensors.staging import Parcel, moved
 
 Sums = Sequence[Tensor | None]
 """Gradients, sums of buffers, and the counted weight if there is one."""
@@ -95,17 +96,24 @@ class ComputingCopies:
 
     @torch.no_grad()
     def refresh(self, *copies: Replica, frozen: bool = False) -> None:
-        """Copy buffers and parameters of the source to copies with memory of their own.
+        """Copy buffers and parameters of the source to copies with memory of their own; in one transfer to a device.
 
         Args:
             copies: the copies to refresh; none: all.
             frozen: whether to copy untrained parameters, too.
         """
+        values, parcel = _held(self.source, frozen=frozen), None
         for one in copies or self.copies:
-            if one is not self.source:
-                for tensor, value in zip(_held(one, frozen=frozen), _held(self.source, frozen=frozen), strict=True):
+            if one is self.source or not values:
+                continue
+            targets = _held(one, frozen=frozen)
+            if one.device == self.source.device:
+                for tensor, value in zip(targets, values, strict=True):
                     if tensor.data_ptr() != value.data_ptr():
                         tensor.data.copy_(value)
+            else:
+                parcel = parcel or Parcel(values, towards=one.device)
+                torch._foreach_copy_([tensor.data for tensor in targets], parcel.on(one.device))
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Give the source and the copies a loss scale."""
@@ -191,17 +199,15 @@ class ThreadWork(ShardStep):
         with self._around_forward:
             return super()._forward(shard, batch)
 
-    def sums(self) -> list[tuple[int, Sums]]:
-        """Return (lane, its sums), or one sum of all shards; an empty list without a shard. For a thread."""
+    def sums(self, device: torch.device) -> list[tuple[int, Sums]]:
+        """Return (lane, its sums), or one sum of all shards; an empty list without a shard. For a thread.
+
+        Each list of sums travels to the device as soon as it is complete, in one transfer.
+        """
         use_device(self.replica.device)
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
-        return list(self.partials())
-
-
-def moved(sums: Sums, device: torch.device) -> Sums:
-    """Return the sums on a device."""
-    return [None if one is None else one.to(device) for one in sums]
+        return [(lane, moved(sums, device)) for lane, sums in self.partials()]
 
 
 def total_of(parts: Sequence[Sums]) -> Sums:

@@ -15,7 +15,7 @@ from trainkit.data.reading.collate import to_device
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale
 from trainkit.strategies.base import Batch, Data, Status, StepContext
-from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, moved, total_of
+from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, total_of
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor, cloned_batch
@@ -100,10 +100,10 @@ class WorkerReplicas(ComputingCopies):
             works[0].agree_on_grad_layout()
             self.settle(self.source)
         in_turn = self.may_compile((rank, work.batches) for rank, share in enumerate(shares) for work in share.values())
-        found = self.run(_sums_of, shares, in_turn=in_turn)
+        found = self.run(self._sums_of, shares, in_turn=in_turn)
         by_place = {place: sums for share in found for place, sums in share.items()}
         places = sorted(works)
-        sums = [moved(by_place[place], self.source.device) for place in places]
+        sums = [by_place[place] for place in places]
         weights = [float(works[place].weight) for place in places]
         losses = [works[place].loss_sum for place in places]
         if not self._is_ordered:
@@ -131,10 +131,9 @@ class WorkerReplicas(ComputingCopies):
             found[places[0]] = ThreadWork(replica, given, own_batches, training, batch_size)
         return found
 
-
-def _sums_of(works: Mapping[int, ThreadWork]) -> dict[int, Sums]:
-    """Compute the works of one thread, one after the other."""
-    return {place: work.sums()[0][1] for place, work in works.items()}
+    def _sums_of(self, works: Mapping[int, ThreadWork]) -> dict[int, Sums]:
+        """Compute the works of one thread, one after the other; return their sums on the first replica's device."""
+        return {place: work.sums(self.source.device)[0][1] for place, work in works.items()}
 
 
 Mode = Literal["sync", "async"]

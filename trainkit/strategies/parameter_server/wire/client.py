@@ -233,9 +233,11 @@ class ParameterServerClient:
         """
         dtype = self.transfer or self.shares.master_dtype
         tensors: list[Tensor | None] = [None] * len(self.shares.variables)
-        tensors[: len(grads)] = [on_the_wire(grad, dtype) for grad in grads]
+        dtypes = [dtype] * len(grads) + [self.shares.master_dtype] * len(buffers)
+        sent = on_the_wire([*grads, *buffers], dtypes)
+        tensors[: len(grads)] = sent[: len(grads)]
         if buffers:
-            tensors[-len(buffers) :] = [on_the_wire(total, self.shares.master_dtype) for total in buffers]
+            tensors[-len(buffers) :] = sent[len(grads) :]
 
         def send(server: int) -> None:
             meta, parts = encode_for_server(self.shares.pieces[server], tensors, dtype)

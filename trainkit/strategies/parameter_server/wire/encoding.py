@@ -13,8 +13,9 @@ from trainkit.bounded import expect_map
 from trainkit.strategies.parameter_server.wire.protocol import as_dtype, dtype_name, mask_of, row_dtype
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame, memory_of
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard, VariableShards
-from trainkit.strategies.tensors.layouts import in_layout, in_memory_order, view_of
+from trainkit.strategies.tensors.layouts import in_layout, in_memory_order
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
+from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_bytes, moved
 
 
 class PullBuffer:
@@ -30,43 +31,50 @@ class PullBuffer:
         self, pieces: Sequence[RowShard], into: Sequence[Tensor | None], *, whole: bool, dtype: torch.dtype
     ) -> None:
         self.dtype = dtype
-        self.views: list[memoryview] = []
-        self._moves: list[tuple[Tensor, Tensor]] = []
-        flags = []
+        self._apart: list[Tensor] = []
+        """Tensors that the numbers cannot be read into: they are on another device, of another dtype or layout."""
+        flags, kinds, targets = [], [], []
         for piece in pieces:
             target = into[piece.place]
             wanted = target is not None and (whole or piece.variable.kind != "frozen")
             flags.append(wanted)
             if wanted and target is not None:
-                self._add(piece, piece.of(target.detach()))
+                wire_dtype = dtype if piece.variable.kind == "param" else piece.variable.dtype
+                # the server sends the memory of its piece in its own layout
+                kinds.append(TensorKind(torch.Size(piece.shape), wire_dtype, piece.strides))
+                targets.append(piece.of(target.detach()))
         self.mask = mask_of(flags)
-
-    def _add(self, piece: RowShard, target: Tensor) -> None:
-        wire_dtype = self.dtype if piece.variable.kind == "param" else piece.variable.dtype
-        strides = piece.strides  # the server sends the memory of its piece in its own layout
-        fits = target.is_contiguous() if strides is None else target.stride() == strides
-        if target.device.type != "cpu" or target.dtype is not wire_dtype or not fits:
-            memory = view_of(torch.empty(piece.numel, dtype=wire_dtype), piece.shape, strides)
-            self._moves.append((target, memory))
-            target = memory
-        if target.numel():
-            self.views.append(memory_of(in_memory_order(target)))
+        pairs = list(zip(targets, kinds, strict=True))
+        self._apart = [target for target, kind in pairs if not _takes(target, kind)]
+        self._device = self._apart[0].device if self._apart else torch.device("cpu")
+        self._layout = ByteLayout([kind for target, kind in pairs if not _takes(target, kind)])
+        self._host = host_bytes(self._layout.size, self._device)
+        memory = iter(self._layout.views(self._host))
+        own = [target if _takes(target, kind) else next(memory) for target, kind in pairs]
+        self.views = [memory_of(in_memory_order(one)) for one in own if one.numel()]
 
     def settle(self) -> None:
-        """Copy what was received into separate memory to its tensors."""
-        for target, memory in self._moves:
-            target.copy_(memory)
+        """Copy what was received into separate memory to its tensors: in one transfer to their device."""
+        if self._apart:
+            torch._foreach_copy_(self._apart, self._layout.views(self._host.to(self._device)))
 
 
-def on_the_wire(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a gradient as it is sent: on the CPU, sparse ones coalesced."""
-    if grad is None:
-        return None
+def _takes(tensor: Tensor, kind: TensorKind) -> bool:
+    """Return whether the numbers of a tensor of a kind can be read into the memory of a tensor."""
+    fits = tensor.is_contiguous() if kind.strides is None else tensor.stride() == kind.strides
+    return tensor.device.type == "cpu" and tensor.dtype is kind.dtype and fits
+
+
+def on_the_wire(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    """Return gradients, or sums of buffers, as they are sent: on the CPU after one transfer, sparse ones coalesced."""
+    pairs = zip(tensors, dtypes, strict=True)
+    return moved([None if one is None else _plain(one.detach()).to(dtype) for one, dtype in pairs], torch.device("cpu"))
+
+
+def _plain(grad: Tensor) -> Tensor:
     if not grad.is_sparse:
-        return grad.detach().to("cpu", dtype)
-    if grad.sparse_dim() != 1:
-        return grad.detach().to_dense().to("cpu", dtype)
-    return grad.detach().coalesce().to("cpu", dtype)
+        return grad
+    return grad.coalesce() if grad.sparse_dim() == 1 else grad.to_dense()
 
 
 def encode_for_server(
