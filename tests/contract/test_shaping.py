@@ -22,7 +22,8 @@ from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
-from trainkit.strategies.model_transforms.compiling import Compiled
+from trainkit.strategies.model_transforms.compiling import Compiled, is_compiled
+from trainkit.strategies.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.pairwise
 
@@ -266,6 +267,11 @@ def test_what_a_model_or_a_strategy_cannot_carry_is_said_before_it_starts(
 ) -> None:
     found: list[Problem] = shaping_problems(make(), shaping, compiles=compiles, strategy="mine")
     assert [str(problem) for problem in found] == [text]
+
+
+def test_nothing_is_compiled_for_a_strategy_that_compiles_nothing() -> None:
+    assert not is_compiled(apply_transforms(gpt(), COMPILED, compiles="nothing"))
+    assert is_compiled(apply_transforms(gpt(), COMPILED, compiles=TensorParallel.traits.compiles))
 
 
 def test_a_backend_that_is_none_is_named() -> None:

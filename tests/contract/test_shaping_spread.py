@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 
-from tests.contract.stepping import Case, oracle, train
+from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference
-from tests.support.pool import Pool
+from tests.support.pool import Place, Pool
+from trainkit.strategies.base import PlanContext
 from trainkit.strategies.model_transforms import ModelTransforms
 
 GPT = Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3)
 RESNET = Case(task="resnet", global_size=8, micro_size=4, num_steps=3, rate_scale=0.1)
 FULL = ModelTransforms(recompute="full")
+COMPILED = ModelTransforms(compile_mode="default", backend="aot_eager")
 BOTH = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
 SPREAD: dict[str, dict[str, Any]] = {
     "device_map": {"map": {"embed": "cpu", "rest": "/cpu:0"}},
@@ -32,12 +36,38 @@ def test_recomputed_blocks_train_as_the_reference_does(strategy: str, pool: Pool
         assert reference.differences(rank.weights, oracle(case)) == []
 
 
+def graphs_of_a_rank(place: Place | None, case: Case) -> tuple[int, dict[str, Tensor]]:
+    """How many graphs a rank has compiled, and the weights that it ends with."""
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    weights = run_rank(place, case).weights
+    return counters["stats"]["unique_graphs"] - before, weights
+
+
+def compiled(pool: Pool, case: Case) -> list[dict[str, Tensor]]:
+    """The weights of each rank, which has compiled something."""
+    count = len(case.make_strategy().tasks(PlanContext()))
+    task = "tests.contract.test_shaping_spread.graphs_of_a_rank"
+    ranks = [graphs_of_a_rank(None, case)] if count == 1 else pool.run(task, case, num_ranks=count)
+    assert min(graphs for graphs, _ in ranks) > 0
+    return [weights for _, weights in ranks]
+
+
 @pytest.mark.parametrize("strategy", SPREAD)
 @pytest.mark.long
 def test_compiled_and_recomputed_blocks_train_as_the_reference_does(strategy: str, pool: Pool) -> None:
     case = replace(GPT, strategy=strategy, settings=SPREAD[strategy], shaping=BOTH)
-    for rank in train(pool, case):
-        assert reference.differences(rank.weights, oracle(case)) == []
+    for weights in compiled(pool, case):
+        assert reference.differences(weights, oracle(case)) == []
+
+
+@pytest.mark.long
+def test_compiled_layers_that_are_cut_draw_the_masks_of_eager_ones(pool: Pool) -> None:
+    settings = {"degree": 2, "replicas": 2}
+    case = replace(GPT, strategy="tensor_parallel", settings=settings, model={"dropout": 0.3})
+    for eager, found in zip(train(pool, case), compiled(pool, replace(case, shaping=COMPILED)), strict=True):
+        for name, tensor in eager.weights.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-14, msg=name)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])

@@ -240,6 +240,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 def _compiled(model: nn.Module, recomputed: Sequence[nn.Module], compiles: Compiles) -> list[nn.Module]:
     """Return the modules to compile, none of which is part of another."""
+    if compiles == "nothing":
+        return []
     if compiles == "model" and not recomputed and draws_nothing(model):
         return [model]
     units = [unit.module for unit in repeated_blocks_of(model) if compiles == "model" or _is_cut_by_no_map(unit.module)]

@@ -32,17 +32,24 @@ class ActivationRngRegions:
 
     Args:
         devices: the devices whose generators the model uses (the CPU's is always included).
+        compiled: whether modules of the model are compiled: a graph must not hold a key as a constant.
     """
 
-    def __init__(self, *, place: int, devices: Sequence[torch.device], draws: bool) -> None:
+    def __init__(self, *, place: int, devices: Sequence[torch.device], draws: bool, compiled: bool = False) -> None:
         self._place = place
+        self.enter: Callable[[str], None] = self._enter
+        """Set this rank's key, because activations are sharded from here on in the module of a name."""
+        self.leave: Callable[[str], None] = self._leave
+        """Set a common new key, because activations are full again and every rank must draw the same."""
+        if compiled and draws:
+            outside: Callable[..., Any] = torch.compiler.disable
+            self.enter, self.leave = outside(self._enter), outside(self._leave)
         self._generators = [torch.default_generator] if draws else []
         if draws:
             self._generators += [torch.cuda.default_generators[d.index or 0] for d in devices if d.type == "cuda"]
         self._inside: tuple[int, int] | None = None  # the key inside, and the one before
 
-    def enter(self, name: str) -> None:
-        """Set this rank's key, because activations are sharded from here on."""
+    def _enter(self, name: str) -> None:
         for generator in self._generators[:1]:
             before = generator.initial_seed()
             if self._inside is None or before != self._inside[0]:
@@ -50,8 +57,7 @@ class ActivationRngRegions:
                 self._inside = inside, before
                 self._set(inside)
 
-    def leave(self, name: str) -> None:
-        """Set a common new key, because activations are full again and every rank must draw the same."""
+    def _leave(self, name: str) -> None:
         for generator in self._generators[:1]:
             if self._inside is not None and generator.initial_seed() == self._inside[0]:
                 self._set(mix64(self._inside[1] ^ name_id(name)) & 0xFFFFFFFF)

@@ -52,6 +52,7 @@ from trainkit.strategies.core.synchronous import (
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import ProcessGroupOptions, broadcast_values
 from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.model_transforms import is_compiled
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.tensor_parallel.cut_pass import CutPass
 from trainkit.strategies.tensor_parallel.cutting import (
@@ -150,7 +151,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
 
     alone_as_one_device: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
-        place=3, compiles="nothing", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
+        place=3, compiles="blocks", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
     )
 
     degree: Annotated[int, placement, at_most(MOST_PROCESSES)] = 1
@@ -340,7 +341,9 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         move = move_and_cast if place.axes.shard == 1 else partial(cut_and_cast, partial(self._cut, place))
         held = move(model, precision, placement)
         if place.mesh is not None and fit.chosen:
-            regions = ActivationRngRegions(place=places["tensor"], devices=placement.devices, draws=draws)
+            regions = ActivationRngRegions(
+                place=places["tensor"], devices=placement.devices, draws=draws, compiled=is_compiled(model)
+            )
             exchange_activations(fit, Exchange(place.mesh["tensor"], regions))
         found.update((name, within(cuts[name], param)) for name, param in held.model.named_parameters())
         return held
