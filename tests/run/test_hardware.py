@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from trainkit.cli import main
@@ -13,14 +15,15 @@ from trainkit.config.yaml_files import shipped_conf
 from trainkit.errors import ConfigError
 from trainkit.run.estimates.hardware import Hardware, hardware_of
 from trainkit.run.estimates.this_machine import Calibration, Machine, ThisMachine, calibration_file
+from trainkit.run.session.account import hardware_under
 from trainkit.sweeps.launching import identity
 
 CHOICES = sorted(path.stem for path in (shipped_conf() / "hardware").glob("*.yaml"))
 SHIPPED = [name for name in CHOICES if name not in ("none", "this")]
 
 
-def node_of(name: str) -> dict[str, object]:
-    found: dict[str, object] = yaml.safe_load((shipped_conf() / "hardware" / f"{name}.yaml").read_text())
+def node_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((shipped_conf() / "hardware" / f"{name}.yaml").read_text())
     return found
 
 
@@ -33,7 +36,7 @@ def test_the_choices_are_those_of_the_documentation() -> None:
 def test_every_figure_has_a_source_and_a_date(name: str) -> None:
     node = node_of(name)
     figures = {key for key, value in node.items() if value is not None} - {
-        "_target_", "name", "whole_host", "source", "date",
+        "_target_", "name", "driver_names", "whole_host", "source", "date",
     }  # fmt: skip
     sources, dates = node["source"], node["date"]
     assert isinstance(sources, dict)
@@ -42,6 +45,24 @@ def test_every_figure_has_a_source_and_a_date(name: str) -> None:
     found = hardware_of(RunConfig(hardware=node))
     assert found is not None
     assert found.peak_flops("bf16_mixed")
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [("NVIDIA H200", "NVIDIA H200 SXM"), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA L40S", None)],
+)
+def test_a_run_takes_the_rates_of_its_gpu_by_the_name_of_the_driver(
+    driver_name: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name if device.index == 1 else "other")
+    found = hardware_under(torch.device("cuda", 1))
+    assert (found and found.name) == name
+    assert hardware_under(torch.device("cpu")) is None
+
+
+def test_no_two_kinds_have_one_name() -> None:
+    names = [name for choice in SHIPPED for name in node_of(choice).get("driver_names", ())]
+    assert len(names) == len(set(names)) == 8
 
 
 def test_hardware_changes_neither_the_fingerprint_nor_the_point_of_a_sweep() -> None:
@@ -103,4 +124,4 @@ def test_a_source_of_no_figure_is_refused() -> None:
     node = node_of("l4") | {"source": {"speed": "x"}}
     node.pop("_target_")
     with pytest.raises(ConfigError, match=r"source\.speed: names no figure\. Use a key of hardware\."):
-        Hardware(**node)  # type: ignore[arg-type]
+        Hardware(**node)

@@ -1,6 +1,6 @@
-"""The group `hardware`: what one device can do and what it costs, for the plan alone.
+"""The group `hardware`: what one device can do and what it costs, for the plan, and for the MFU that a run shows.
 
-Each figure has its source and date. A training does not read the group: it changes neither numbers nor fingerprints.
+Each figure has its source and date. The group changes neither numbers nor fingerprints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Final
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.config.values import above, at_least
+from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic
 
@@ -86,6 +87,8 @@ class Hardware(HardwareChoice):
 
     name: Annotated[str, cosmetic]
     """What it is, for the plan."""
+    driver_names: Annotated[tuple[str, ...], cosmetic] = ()
+    """What drivers call it: a run on such a GPU takes these rates as the peak of its MFU, without `hardware`."""
     memory_gib: Annotated[float, above(0), cosmetic]
     """GiB of memory of a device."""
     memory_gb_s: Annotated[float, above(0), cosmetic]
@@ -161,3 +164,20 @@ def hardware_of(cfg: RunConfig) -> Hardware | None:
         return None
     chosen: HardwareChoice = build(cfg.hardware, "hardware")
     return chosen.here()
+
+
+def recognised(driver_name: str) -> Hardware | None:
+    """Return trainkit's own figures of the GPU that drivers call by a name; None where there are none.
+
+    The name must be equal: an H100 for PCIe and a part of a GPU (MIG) have other rates.
+
+    Example:
+        >>> [one and one.name for one in map(recognised, ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"))]
+        ['NVIDIA H100 SXM', None]
+    """
+    for path in sorted((shipped_conf() / "hardware").glob("*.yaml")):
+        node = read_document(path).values
+        if driver_name in node.get("driver_names", ()):
+            found: Hardware = build(node, "hardware")
+            return found
+    return None

@@ -137,7 +137,7 @@ class Account:
         sent = None if outlook.traffic is None else outlook.traffic.mean_bytes(first.step, last.step, rank=0)
         time, work = outlook.time, outlook.work
         if work is not None:
-            self._instruments.know(counted_work(work, outlook.hardware, plan))
+            self._instruments.know(counted_work(work, outlook.hardware or hardware_under(run.device), plan))
         self._planned = Figures(
             memory=outlook.memory.peak, step_s=None if time is None else time.step_s, bytes_a_step=sent or None
         )
@@ -189,6 +189,15 @@ def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> Co
         peak *= work.num_devices / (work.tasks_a_host if hardware.whole_host else 1)
     launches = work.shard.num_operations * work.shards + work.update.num_operations
     return CountedWork(flops_a_sample=work.flops / plan.batch.global_size, peak_flops=peak, launches=round(launches))
+
+
+def hardware_under(device: torch.device) -> Hardware | None:
+    """Return the figures of the GPU that a rank trains on; None on any other device, and for a GPU without figures."""
+    if device.type != "cuda":
+        return None
+    from trainkit.run.estimates.hardware import recognised  # noqa: PLC0415 - a short run plans nothing
+
+    return recognised(torch.cuda.get_device_name(device))
 
 
 def tcp_bytes() -> int | None:
