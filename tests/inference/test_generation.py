@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import trainkit
+from trainkit.api import texts
 from trainkit.cli import main
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.inference.generation import generate
@@ -112,8 +113,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-def test_the_terminal_shows_the_text_that_python_gets(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_the_text_that_python_gets(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = list[torch.device]()
+    monkeypatch.setattr(texts, "use_device", used.append)
     (text,) = trainkit.generate(run, ["def "], max_tokens=9, temperature=1.5, seed=1)
+    assert used == [torch.device("cpu")]
     capsys.readouterr()
 
     assert (

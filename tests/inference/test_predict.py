@@ -237,9 +237,11 @@ def test_the_weights_of_another_model_are_refused(run: Path, cwd: Path) -> None:
     assert not Path("out.npy").exists()
 
 
-def test_python_predicts_with_a_model_or_a_run(run: Path) -> None:
-    images = Digits(split="val")
+def test_python_predicts_with_a_model_or_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, used = Digits(split="val"), list[torch.device]()
+    monkeypatch.setattr(prediction, "use_device", used.append)
     assert torch.equal(trainkit.predict(run, images), plain(run))
+    assert used == [torch.device("cpu")]
     model = nn.Linear(4, 3).train()
     data = Rows(num_rows=10)
     expected = model(data.gather(torch.arange(10))).detach()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
+from trainkit.cluster.host import use_device
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import load_resolved
 from trainkit.config.secrets import redacted, with_own_secrets
@@ -292,6 +293,7 @@ def predict(
     if problems := wanted.problems(objective, found):
         raise ConfigError(problems)
     place = next((one.device for one in found.parameters()), torch.device("cpu"))
+    use_device(place)
     local = LocalModel(model=found, device=place, data_ranks=LocalCollective(), precision=precision)
     return torch.cat(list(_rows(local, objective, wanted, dataset, batch_size)))
 

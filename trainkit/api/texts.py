@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainkit.cluster.host import use_device
 from trainkit.config.schema import load_resolved
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import allow_packages
@@ -51,7 +52,8 @@ class Writer:
         if lacking:
             rule = f"has no {' and no '.join(lacking)}: a text needs encode(text) -> tokens, decode(tokens) -> text."
             raise ConfigError([Problem(key="data", value=type(data).__name__, rule=rule)])
-        return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"), data)
+        use_device(device := torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+        return cls(model.to(device), data)
 
     def encoded(self, prompts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of prompts.
