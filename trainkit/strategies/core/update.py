@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import with_values
 from trainkit.strategies.core.step import GraphedUpdate, LossDivisor
 
+_LARGEST: Final = float("inf")
+"""The order of the norm that is the largest element."""
 Observe = Callable[[Sequence[Tensor | None]], None]
 """Looks at the gradients of an update, in the order of the parameters."""
 
@@ -57,23 +60,23 @@ def apply_update(
     if divisor.counted:
         _normalise(present, sums[-1], divisor.value)
     scale, moves = replica.loss_scale, replica.loss_scale.moves
+    if scale.scale != 1.0:
+        torch._foreach_mul_(present, 1.0 / scale.scale)
+    clips = update.max_norm is not None and graphed is None
+    status, norms = Status.applied, norms_of(2.0) if clips else None
     buffers = sums[count : len(sums) - int(divisor.counted)] if replica.buffers.names else []
-    status = Status.applied
-    if replica.numerics.leaves_out:
-        beyond_scaling = [] if loss_sum is None else [~torch.isfinite(loss_sum).all()]
-        beyond_scaling += replica.buffers.became_nonfinite(buffers) if replica.buffers.names else []
-        status = _agreed(replica, beyond_scaling, norms_of(float("inf")))
-    elif moves and not _all_finite(norms_of(float("inf"))):
-        status = Status.retry
+    if replica.numerics.leaves_out or moves:
+        status = _decided(replica, buffers, loss_sum, norms_of(_LARGEST) if norms is None else norms)
+        if norms is not None and status is not Status.applied:
+            # in fp32 the squares of gradients above 1.8e19, which are finite, are not
+            status = _decided(replica, buffers, loss_sum, norms_of(_LARGEST))
     if status is not Status.applied:
         if replica.buffers.names:
             replica.buffers.reset()
         replica.set_loss_scale(scale.after(overflow=True) if status is Status.retry else scale.after_skip())
         return status, None
-    if scale.scale != 1.0:
-        torch._foreach_mul_(present, 1.0 / scale.scale)
     observe(grads)
-    norm = _update(replica, grads, present, update, norms_of) if graphed is None else graphed(grads, update)
+    norm = _update(replica, grads, present, update, norms) if graphed is None else graphed(grads, update)
     if replica.buffers.names:
         replica.buffers.finish(buffers)
     if moves:
@@ -86,10 +89,10 @@ def _update(
     grads: Sequence[Tensor | None],
     present: list[Tensor],
     update: UpdateParams,
-    norms_of: Callable[[float], Tensor],
+    norms: Tensor | None,
 ) -> Tensor | None:
-    """Clip the gradients and step the optimizer; return the norm before clipping."""
-    norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
+    """Clip the gradients by their norms, and step the optimizer; return the global norm before clipping."""
+    norm = None if norms is None or update.max_norm is None else _clip(present, norms, update.max_norm)
     replica.stepper.step(grads, update.lr_factor)
     if replica.masters_apart:
         replica.refresh_params()
@@ -113,8 +116,20 @@ def observer(replica: Replica, training: StepContext, step: int) -> Observe:
     return observe
 
 
+def _decided(replica: Replica, buffers: Sequence[Tensor | None], loss_sum: Tensor | None, norms: Tensor) -> Status:
+    """Decide whether to make an update, by whether the gradients of these norms are finite; waits for the device.
+
+    Where a step may be left out, loss and buffers count, too, and the ranks agree: collective.
+    """
+    if not replica.numerics.leaves_out:
+        return Status.applied if torch.isfinite(norms.max()).item() else Status.retry
+    beyond_scaling = [] if loss_sum is None else [~torch.isfinite(loss_sum).all()]
+    beyond_scaling += replica.buffers.became_nonfinite(buffers) if replica.buffers.names else []
+    return _agreed(replica, beyond_scaling, norms)
+
+
 def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor) -> Status:
-    """Decide on a step by the values of all ranks, alike on all of them; collective, waits for the device.
+    """Decide on a step by the values of all ranks, alike on all of them; collective.
 
     A smaller loss scale helps if gradients overflow, but not if loss or buffers are not finite.
     """
@@ -134,15 +149,11 @@ def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> No
     _scale(grads, factor)
 
 
-def _all_finite(norms: Tensor) -> bool:
-    """Return whether every gradient is finite, by its largest element; waits for the device."""
-    return bool(torch.isfinite(norms.max()).item())
-
-
 def _clip(grads: list[Tensor], norms: Tensor, max_norm: float) -> Tensor:
     """Scale gradients down to a global norm; return the norm before.
 
-    Norms of whole variables are combined in canonical order: norms of parts would depend on how they are cut.
+    Norms of whole variables are combined in canonical order: norms of parts would depend on how they are cut. One norm
+    of the vector that holds the gradients would round otherwise (docs/decisions/0050).
     """
     norm: Tensor = torch.linalg.vector_norm(norms)
     _scale(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
