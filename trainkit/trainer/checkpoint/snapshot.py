@@ -18,7 +18,7 @@ Part = Literal["model", "optimizer", "other"]
 """A part of the state: parameters and buffers, the state of the optimizer, and what callbacks keep."""
 _CHANGED_BY: Final[Mapping[str, tuple[Part, ...]]] = {"data": (), "forward": ("model",), "backward": ("model",)}
 """Phase -> the parts that it may change: some models change their own parameters in a forward pass, and an optimizer's
-state changes in updates alone. Any other phase may change all of them.
+state changes in updates alone (docs/decisions/0051). Any other phase may change all of them.
 """
 _ALL: Final[tuple[Part, ...]] = ("model", "optimizer", "other")
 
