@@ -21,10 +21,10 @@ from trainkit.cli import main
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import Batch, GraphSettings, PlanContext, StepOutcome
 from trainkit.strategies.core.graphs.whole import WholeGraph
-from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport
 from trainkit.strategies.parameter_server.worker_task import Mode, Worker
+from trainkit.trainer.loop import TrainingLoop
 
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "one_device": {},
@@ -167,14 +167,6 @@ def test_a_read_and_a_copy_are_seen() -> None:
     assert (calls.launches, calls.reads, calls.host_copies) == (1, 1, 1)
 
 
-ALONE: Final = ("strategy.replicas=1", "strategy.process_group=always")
-ON_ONE_GPU: Final[Mapping[str, tuple[str, ...]]] = {
-    "one_device": (), "device_map": (), "mirrored": ALONE, "fsdp": ALONE
-}  # fmt: skip
-FIRST: Final = 3
-"""Steps that may wait: they find the layout of gradients and buffers, and copy what stays on the device."""
-
-
 @pytest.mark.usefixtures("fresh_graphs")
 def test_a_read_inside_a_graph_is_seen() -> None:
     trace = StepTrace()
@@ -190,25 +182,89 @@ def test_a_read_inside_a_graph_is_seen() -> None:
     assert trace.total.reads == 1
 
 
+ALONE: Final = ("strategy.replicas=1", "strategy.process_group=always")
+ON_ONE_GPU: Final[Mapping[str, tuple[str, ...]]] = {
+    "one_device": (),
+    "device_map": (),
+    "mirrored": ALONE,
+    "multi_worker_mirrored": ALONE,
+    "fsdp": ALONE,
+    "tensor_parallel": ALONE[:1],
+    "central_storage": (),
+    "local_sgd": (*ALONE[:1], "strategy.average_every=2"),
+}
+"""Strategies that one device can run: a pipeline takes two, and workers of a parameter server read what they report."""
+COMPILED: Final = [(strategy, mode) for strategy in ("one_device", "mirrored") for mode in ("default", "step")]
+FIRST: Final = 3
+"""Steps that may wait: they find the layout of gradients and buffers, and copy what stays on the device."""
+
+
+def waits_of_steps(folder: Path, *run: str, checked: str) -> list[int]:
+    """Train eight steps of the digits with torch looking for waits; return the warnings of each try at a step."""
+    train, waits = TrainingLoop.train, list[int]()
+
+    def watched(loop: TrainingLoop) -> None:
+        plain = loop.executor.step
+
+        def step(ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+            torch.cuda.set_sync_debug_mode("default" if ticket.step < FIRST else checked)
+            try:
+                with warnings.catch_warnings(record=True) as found:
+                    warnings.simplefilter("always")
+                    return plain(ticket, batches)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                waits.append(len(found))
+
+        with patch.object(loop.executor, "step", step):
+            train(loop)
+
+    silent = ("clip.max_norm=0.2", "batch.micro_size=32", "callbacks=[]", "logger=[]", "quiet=true")
+    with patch.object(TrainingLoop, "train", watched):
+        arguments = [*run, *silent, "steps=8", "eval.every_epochs=null", "checkpoint.export=false"]
+        assert main(["recipe=digits", *arguments, f"hydra.run.dir={folder}"]) == 0
+    return waits
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", [*PRECISIONS, "tf32"])
 @pytest.mark.parametrize("strategy", ON_ONE_GPU)
-def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, waits, decides = SynchronousExecutor.step, list[int](), precision == "fp16_mixed"
-
-    def step(executor: Any, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        checked = "warn" if decides else "error"  # whether to repeat a step in fp16 is for the host to decide
-        torch.cuda.set_sync_debug_mode("default" if ticket.step < FIRST else checked)
-        try:
-            with warnings.catch_warnings(record=True) as found:
-                warnings.simplefilter("always")
-                return plain(executor, ticket, batches)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            waits.append(len(found))
-
-    monkeypatch.setattr(SynchronousExecutor, "step", step)
-    run = ["recipe=digits", f"strategy={strategy}", *ON_ONE_GPU[strategy], f"precision={precision}", "steps=8"]
-    silent = ("clip.max_norm=0.2", "batch.micro_size=32", "callbacks=[]", "logger=[]", "quiet=true")
-    assert main([*run, *silent, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
+def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path) -> None:
+    decides = precision == "fp16_mixed"  # whether to repeat a step is for the host to decide
+    if decides and strategy == "local_sgd":
+        pytest.skip("local_sgd refuses fp16_mixed")
+    run = (f"strategy={strategy}", *ON_ONE_GPU[strategy], f"precision={precision}")
+    waits = waits_of_steps(tmp_path / "run", *run, checked="warn" if decides else "error")
     assert max(waits[FIRST:]) <= int(decides)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize(("strategy", "mode"), COMPILED)
+def test_on_a_gpu_no_compiled_step_waits(strategy: str, mode: str, precision: str, tmp_path: Path) -> None:
+    run = (f"strategy={strategy}", *ON_ONE_GPU[strategy], f"precision={precision}", f"compile.mode={mode}")
+    assert max(waits_of_steps(tmp_path / "run", *run, checked="error")[FIRST:]) == 0
+
+
+@pytest.mark.parametrize("strategy", ON_ONE_GPU)
+def test_what_looks_for_waits_on_a_gpu_sees_each_step(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = list[str]()
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    waits = waits_of_steps(tmp_path / "run", f"strategy={strategy}", *ON_ONE_GPU[strategy], checked="error")
+    assert waits == [0] * 8
+    assert modes == ["default"] * 2 * FIRST + ["error", "default"] * 5
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize(("strategy", "mode"), COMPILED)
+def test_what_looks_for_waits_on_a_gpu_sees_each_compiled_step(
+    strategy: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    compiled = (f"compile.mode={mode}", "compile.backend=aot_eager")
+    run = (f"strategy={strategy}", *ON_ONE_GPU[strategy], *compiled)
+    assert len(waits_of_steps(tmp_path / "run", *run, checked="error")) == 8
