@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,25 @@ def test_a_run_shows_what_its_steps_take(tmp_path: Path) -> None:
     assert at_end["samples_per_s"] > 0
     assert {"mfu", "data_wait", "launches", "memory_peak", "step_s"} <= at_end.keys()
     assert "targets_per_s" not in at_end
+    assert {"mfu", "memory", "memory_peak", "launches", "data_wait"} <= curves_of(tmp_path / "run")
+
+
+def curves_of(folder: Path) -> set[str]:
+    """The names of the curves that TensorBoard shows of a run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder / "tensorboard"))
+        events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def test_tokens_a_second_are_a_curve_of_a_language_model(tmp_path: Path) -> None:
+    small = ["model.num_layers=1", "model.width=8", "model.num_heads=1", "data.max_bytes=20_000", "batch.global_size=4"]
+    run = ["recipe=python_source", *small, "steps=1", "callbacks=[]", "quiet=true", "checkpoint.export=false"]
+    assert main([*run, "warmup.steps=0", "eval.every_steps=null", f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert "targets_per_s" in curves_of(tmp_path / "run")
 
 
 def test_mfu_is_the_work_of_the_samples_over_the_peak() -> None:

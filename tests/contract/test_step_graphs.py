@@ -80,11 +80,22 @@ TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05
     ],
 )
 def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, pool: Pool) -> None:
-    case = replace(POINTS, precision=precision, micro_size=micro_size, max_norm=0.5, optimizer="adamw")
-    (graphed,), (eager,) = train(pool, case), train(pool, replace(case, shaping=ModelTransforms()))
-    assert largest_difference(graphed, eager) < TOLERANCES[precision]
-    assert graphed.scale == eager.scale
-    assert graphed.norms == pytest.approx(eager.norms, rel=TOLERANCES[precision])
+    trains_as_eagerly(replace(POINTS, precision=precision, micro_size=micro_size), pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_two_replicas_train_as_eagerly_in_every_precision(precision: Value, pool: Pool) -> None:
+    two = {"replicas": 2}
+    trains_as_eagerly(replace(POINTS, precision=precision, micro_size=3, strategy="mirrored", settings=two), pool)
+
+
+def trains_as_eagerly(case: Case, pool: Pool) -> None:
+    case, tolerance = replace(case, max_norm=0.5, optimizer="adamw"), TOLERANCES[case.precision]  # type: ignore[index]
+    for graphed, eager in zip(train(pool, case), train(pool, replace(case, shaping=ModelTransforms())), strict=True):
+        assert largest_difference(graphed, eager) < tolerance
+        assert graphed.scale == eager.scale
+        assert graphed.norms == pytest.approx(eager.norms, rel=tolerance)
 
 
 def largest_difference(one: Trained, other: Trained) -> float:

@@ -154,6 +154,16 @@ def test_strategies_train_alike(strategy: str, tmp_path: Path) -> None:
 
 @needs_torchao
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_graphs")
+def test_converted_layers_are_compiled_into_the_training_of_eager_ones(tmp_path: Path) -> None:
+    compiled = ("compile.mode=default", "compile.backend=aot_eager")
+    eager, graphed = run(tmp_path / "one", *EMULATED, *STEPS), run(tmp_path / "other", *EMULATED, *STEPS, *compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert graphed["metrics"]["val/loss"] == pytest.approx(eager["metrics"]["val/loss"], rel=1e-2)
+
+
+@needs_torchao
+@pytest.mark.slow
 def test_a_resumed_run_ends_in_the_bits_of_one_without_a_break(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *EMULATED, *STEPS)
     run(tmp_path / "broken", *EMULATED, *STEPS, "stop_at_step=2")
