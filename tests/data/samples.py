@@ -46,7 +46,15 @@ class Noisy(Squares):
         return torch.rand(1) + index, random.random() + np.random.random()  # noqa: NPY002 - what a dataset may use
 
 
-def make_loader(dataset: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: int = 2, **settings: Any) -> Loader:
+def make_loader(
+    dataset: Any,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    micro_size: int = 2,
+    device: Any = CPU,
+    **settings: Any,
+) -> Loader:
     """A loader of steps of 4 samples, seed 7, three epochs."""
     plan = BatchPlan(num_samples=len(dataset), global_size=4, micro_size=micro_size)
 
@@ -58,7 +66,7 @@ def make_loader(dataset: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: 
         plan=plan,
         shards_at=shards_at,
         num_steps=3 * plan.steps_per_epoch,
-        reading=Reading(device=CPU, settings=LoaderSettings(**settings), seed=7),
+        reading=Reading(device=device, settings=LoaderSettings(**settings), seed=7),
     )
 
 

@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.data.samples import CPU, InMemorySquares
+from tests.data.samples import CPU, InMemorySquares, Squares, make_loader
 from trainkit.config.sections import LoaderConfig
+from trainkit.data import stored
 from trainkit.data.hooks import Reading
+from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import _in_memory
 from trainkit.data.reading.pinned_ring import Event, PinnedRing
 from trainkit.data.stored import batch_mover
 from trainkit.errors import ConfigError
-from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder
+from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder, Ticket
 
 
 class Device:
@@ -94,6 +96,37 @@ def test_objects_with_a_method_of_their_own_are_moved_by_it() -> None:
             return f"on {device}"
 
     assert PinnedRing(Device(), CPU).move([Packed(), None]) == ["on cpu", None]
+
+
+class Gathering(Squares):
+    """Samples that are gathered many at a time."""
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return indices.float().unsqueeze(1), indices * indices
+
+
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "memory": (InMemorySquares(9), {}),
+    "cached": (Squares(9), {"cache": True}),
+    "gathered": (Gathering(9), {}),
+    "direct": (Squares(9), {}),
+    "workers": (Squares(9), {"num_workers": 1, "rank": 1, "num_ranks": 2}),  # of other ranks: no process is started
+    "stream": (Stream(source=[(number, 0.0) for number in range(9)], num_samples=9), {}),
+}
+
+
+@pytest.mark.parametrize(("dataset", "settings"), SOURCES.values(), ids=SOURCES)
+def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
+    dataset: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    monkeypatch.setattr(stored, "CudaCopies", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))  # the dataset does not fit there
+    batches = make_loader(dataset, device=torch.device("cuda"), **settings)
+    for step in range(2):
+        batches.fetch(Ticket(step, (0,)))
+    batches.close()
+    assert device.log == ["copy 0", "kernels wait", "copy 1", "kernels wait"]
 
 
 @pytest.mark.parametrize("pin_memory", ["auto", False])
