@@ -1,11 +1,20 @@
 """How many kernels a step of a convnet asks a GPU for; most once went to the buffers of its batch normalisation."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
 from tests.contract.stepping import Case, _Rank
+from tests.support import zoo
 from tests.support.launches import Launches
+from trainkit import api
+from trainkit.models.resnet import ResNet
+from trainkit.run.estimates.outlook import outlook_of
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import make_plan
+from trainkit.run.session.account import counted_work
 from trainkit.strategies.core.step import SmallGrads
 
 
@@ -18,6 +27,55 @@ def test_a_step_asks_for_less_than_half_of_the_launches_that_a_loop_over_buffers
     with Launches() as launches:
         rank.steps(executor, 2)
     assert launches.total <= most, launches.by_name.most_common(8)
+
+
+class SmallImages(zoo.InMemory):
+    """16 images, for a ResNet-50 of full width: a step asks for as many launches as with larger images."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = torch.randn(16, 3, 32, 32), torch.arange(16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNet50(Case):
+    task: str = "resnet"
+    global_size: int = 16
+    precision: str = "bf16_mixed"
+
+    def make_model(self) -> nn.Module:
+        return ResNet(depth=50, num_classes=1000)
+
+    def make_data(self) -> SmallImages:
+        return SmallImages()
+
+
+# 562 and 4,587; before buffers were joined 1,443 and 9,227, by the same count
+@pytest.mark.parametrize(
+    ("shards", "before"), [(1, 1443), pytest.param(8, 9227, marks=pytest.mark.long)], ids=["whole", "eighths"]
+)
+def test_a_mixed_step_of_resnet_50_asks_for_half_of_the_launches_that_it_once_took(shards: int, before: int) -> None:
+    rank = _Rank(None, ResNet50(micro_size=16 // shards))
+    executor = rank.setup(0)
+    rank.steps(executor, 1)
+    with Launches() as launches:
+        rank.steps(executor, 2)
+    assert launches.total <= before / 2, launches.by_name.most_common(8)
+
+
+GPT_2 = (
+    "model=gpt", "model.num_layers=12", "model.num_heads=12", "model.width=768", "model.context=1024",
+    "model.vocab_size=50304", "data=synthetic_tokens", "data.vocab_size=50304", "data.context=1024",
+    "data.num_samples=64", "data.val_samples=1", "objective=language_modelling", "objective.padding=false",
+    "batch.global_size=64", "batch.micro_size=16", "clip.max_norm=1.0", "steps=10",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 2270), ("bf16_mixed", 3660)])
+def test_a_step_of_gpt_2_of_four_shards_launches_no_more(precision: str, most: int) -> None:
+    plan = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}"]).cfg)
+    work = outlook_of(plan, meta_model(plan)).work
+    assert work is not None
+    assert counted_work(work, None, plan).launches <= most
 
 
 def test_a_gradient_that_a_shard_does_not_use_stays_as_it_is() -> None:
