@@ -1,6 +1,6 @@
 """Train by a hand-written loop, for comparison: one process, one device, the whole step compiled on a GPU.
 
-    python benchmarks/gpu/by_hand.py gpt|resnet|mlp --device cuda --steps 60 [--small]
+    python benchmarks/gpu/by_hand.py gpt|resnet|resnet_shards|mlp --device cuda --steps 60 [--small]
 
 The last line of the output is JSON: seconds a step of each window, and floating-point operations of a step.
 """
@@ -53,6 +53,8 @@ def train(workload: Workload, device: torch.device, *, steps: int, window: int) 
     torch.set_float32_matmul_precision("high" if device.type == "cuda" and workload.mixed else "highest")
     model = workload.make_model().to(device)
     inputs, targets = (tensor.to(device) for tensor in workload.make_batch())
+    if workload.channels_last:
+        model, inputs = model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     counter = FlopCounterMode(display=False)
     with counter:
         step_of(model, workload, compiled=False)(inputs[:2], targets[:2])  # two: batch norm takes no single sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,11 +19,13 @@ class Workload:
     batch: int
     """Samples of a step."""
     parts: int
-    """Parts in which a step is computed, one after the other."""
+    """Parts in which a step is computed, one after the other: shards."""
     mixed: bool
     """Whether it computes in bfloat16, with weights in fp32."""
     units: int
     """What a sample counts as: tokens of a text, 1 for an image."""
+    channels_last: bool = False
+    """Whether a hand-written loop puts the channels of weights and images last."""
     overrides: tuple[str, ...]
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], tuple[Tensor, Tensor]]
@@ -39,10 +42,21 @@ class Workload:
 
 def gpt(small: bool) -> Workload:
     """Return GPT-2 124M on 64 rows of 1024 tokens, or a tiny one."""
-    layers, heads, width, context, vocabulary, batch = (
-        (2, 2, 64, 32, 256, 8) if small else (12, 12, 768, 1024, 50304, 64)
-    )
+    if small:
+        return _language_model(layers=2, heads=2, width=64, context=32, vocabulary=256, batch=8, parts=1)
+    return _language_model(layers=12, heads=12, width=768, context=1024, vocabulary=50304, batch=64, parts=4)
 
+
+def gpt_large(small: bool) -> Workload:
+    """Return a GPT of 1.3 B parameters on 16 rows of 2048 tokens, or a tiny one."""
+    if small:
+        return _language_model(layers=2, heads=2, width=64, context=64, vocabulary=256, batch=4, parts=2)
+    return _language_model(layers=24, heads=16, width=2048, context=2048, vocabulary=50304, batch=16, parts=2)
+
+
+def _language_model(
+    *, layers: int, heads: int, width: int, context: int, vocabulary: int, batch: int, parts: int
+) -> Workload:
     def make_model() -> nn.Module:
         from trainkit.models.gpt import Gpt
 
@@ -54,7 +68,7 @@ def gpt(small: bool) -> Workload:
 
     return Workload(
         title=f"GPT, {layers} layers of width {width}, {batch} x {context} tokens",
-        batch=batch, parts=1 if small else 4, mixed=True, units=context,
+        batch=batch, parts=parts, mixed=True, units=context,
         overrides=(
             "model=gpt", f"model.num_layers={layers}", f"model.num_heads={heads}", f"model.width={width}",
             f"model.context={context}", f"model.vocab_size={vocabulary}", "data=synthetic_tokens",
@@ -65,9 +79,10 @@ def gpt(small: bool) -> Workload:
     )  # fmt: skip
 
 
-def resnet(small: bool) -> Workload:
+def resnet(small: bool, *, parts: int = 1) -> Workload:
     """Return ResNet-50 on 256 images of 224 x 224, or ResNet-18 on a few small ones."""
-    size, batch, classes = (32, 4, 10) if small else (224, 256, 1000)
+    parts = min(parts, 2) if small else parts
+    size, batch, classes = (16, 4 * parts, 10) if small else (224, 256, 1000)
     depth: Literal[18, 50] = 18 if small else 50
 
     def make_model() -> nn.Module:
@@ -80,12 +95,12 @@ def resnet(small: bool) -> Workload:
         return images, torch.arange(batch) % classes
 
     return Workload(
-        title=f"ResNet-{depth}, {batch} images of {size} x {size}",
-        batch=batch, parts=1, mixed=True, units=1,
+        title=f"ResNet-{depth}, {batch} images of {size} x {size}, shards: {parts}",
+        batch=batch, parts=parts, mixed=True, units=1, channels_last=True,
         overrides=(
             "model=resnet", f"model.depth={depth}", f"model.num_classes={classes}", "data=synthetic",
             f"data.shape=[3,{size},{size}]", f"data.num_classes={classes}", f"data.num_samples={4 * batch}",
-            "data.val_samples=1", "objective=classification",
+            "data.val_samples=1", "objective=classification", "optimizer.lr=0.0001",
         ),
         make_model=make_model, make_batch=make_batch,
     )  # fmt: skip
@@ -108,4 +123,10 @@ def mlp(small: bool) -> Workload:
     )  # fmt: skip
 
 
-WORKLOADS: Mapping[str, Callable[[bool], Workload]] = {"gpt": gpt, "resnet": resnet, "mlp": mlp}
+WORKLOADS: Mapping[str, Callable[[bool], Workload]] = {
+    "gpt": gpt,
+    "gpt_large": gpt_large,
+    "resnet": resnet,
+    "resnet_shards": partial(resnet, parts=8),
+    "mlp": mlp,
+}

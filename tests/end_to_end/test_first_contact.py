@@ -1,40 +1,140 @@
-"""The script for the first contact with a GPU runs on a CPU, and every row of it holds."""
+"""The script for the first contact with a GPU runs on a CPU, every row of it holds, and its other choices begin."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.gpu import comparing, first_contact, overlap, save, speed
+from benchmarks.gpu.bench import ALONE, QUIET, Bench
+from benchmarks.gpu.workloads import WORKLOADS
+from trainkit import api
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.notes import model_notes
+from trainkit.run.planning.plan import make_plan
+from trainkit.trainer import failpoints
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu/first_contact.py"
 
 
-def first_contact(out: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    """Run parts of the script on the CPU."""
-    command = [sys.executable, str(SCRIPT), *parts, "--small", "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_every_part_holds_on_the_cpu(tmp_path: Path) -> None:
-    done = first_contact(tmp_path)
+def test_every_part_holds_on_the_cpu_within_the_time_of_the_script(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--small", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "first_contact.md").read_text()
-    for part in ("tests", "prove", "alone", "pair", "failures", "mlp", "resnet", "gpt"):
-        rows = json.loads((tmp_path / f"{part}.json").read_text())["rows"]
-        assert rows
+    for part in first_contact.PARTS:
+        assert json.loads((tmp_path / f"{part}.json").read_text())["rows"]
         assert f"## {part}\n" in page
+    assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    done = first_contact(tmp_path / "out", "alnoe")
-    assert (done.returncode, done.stderr.splitlines()[-1].partition("error: ")[2]) == (
-        2, "no part alnoe; there are tests, prove, alone, pair, failures, mlp, resnet, gpt",
-    )  # fmt: skip
+def contact(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the script, in this process."""
+    monkeypatch.setattr(sys, "argv", ["first_contact.py", *arguments])
+    return first_contact.main()
+
+
+def test_an_unknown_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        contact(monkeypatch, "alnoe", "--small", "--out", str(tmp_path / "out"))
+    said = capsys.readouterr().err.splitlines()[-1].partition("error: ")[2]
+    assert (ended.value.code, said) == (2, f"no part alnoe; there are {', '.join(first_contact.PARTS)}")
     assert not (tmp_path / "out").exists()
+
+
+def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(_bench: Bench) -> list[Sequence[str]]:
+        raise ValueError("no such thing")
+
+    def holds(bench: Bench) -> list[Sequence[str]]:
+        monkeypatch.setattr(time, "monotonic", lambda: bench.deadline)
+        return [("one", "missed", "0.9 (target >= 1)")]
+
+    monkeypatch.setattr(first_contact, "PARTS", {"broken": breaks, "last": holds, "late": holds})
+    assert contact(monkeypatch, "--small", "--out", str(tmp_path)) == 1
+    rows = [json.loads((tmp_path / f"{part}.json").read_text())["rows"][0] for part in ("broken", "last", "late")]
+    assert [row[1:] for row in rows] == [
+        ["FAILED", "ValueError: no such thing"], ["missed", "0.9 (target >= 1)"], ["not tried", "no time was left"],
+    ]  # fmt: skip
+    page = (tmp_path / "first_contact.md").read_text()
+    assert "FAILED: broken.\n\nmissed: one.\n\nnot tried: late.\n" in page
+    assert "missed: 1" in capsys.readouterr().out
+
+
+def test_a_small_run_that_takes_longer_than_its_time_ends_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 0.0, first_contact.SMALL_S + 1.0, first_contact.SMALL_S + 1.0])
+    monkeypatch.setattr(first_contact, "PARTS", {"slow": lambda _: [("one", "ok", "")]})
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert contact(monkeypatch, "--small", "--out", str(tmp_path)) == 1
+    assert "the parts took more than the 300 s that they have" in capsys.readouterr().out
+
+
+def test_a_figure_is_judged_on_a_gpu_alone() -> None:
+    gpu, cpu = (Bench(small=small, deadline=0.0) for small in (False, True))
+    assert [gpu.judged(value, least=0.97)[0] for value in (0.97, 0.9)] == ["ok", "missed"]
+    assert gpu.judged(0.31, most=0.3) == ("missed", "target <= 0.3")
+    assert cpu.judged(0.31, most=0.3) == ("-", "target <= 0.3")
+
+
+@pytest.mark.parametrize("precision", comparing.TOLERANCES)
+@pytest.mark.parametrize("choice", comparing.ALONE_CHOICES, ids=lambda choice: choice[0])
+def test_each_training_alone_in_a_group_begins(choice: Sequence[str], precision: str, tmp_path: Path) -> None:
+    fixed = (*comparing.DIGITS, "steps=1", *comparing.DRAWING, *QUIET, "callbacks=[]", f"precision={precision}")
+    composition = api.compose([one for one in (*fixed, *choice) if one != "steps=20"])
+    assert api.train(composition, run_dir=tmp_path / "run")["status"] == "finished"
+
+
+SIZED = {
+    name: [*make(False).overrides, *make(False).sizes, f"compile.mode={speed.GOALS[name].mode}"]
+    for name, make in WORKLOADS.items()
+    if name in speed.GOALS
+}
+LARGE = [*WORKLOADS["gpt_large"](False).overrides, *WORKLOADS["gpt_large"](False).sizes, "strategy=fsdp", *ALONE]
+PLANNED: dict[str, Sequence[str]] = {
+    **{f"{one[1]} {precision}": [*comparing.DIGITS, *one, f"precision={precision}"]
+       for one in comparing.PAIRS for precision in comparing.TOLERANCES},
+    **{f"map {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one] for one in comparing.maps(small=True)},
+    **{f"{mode} {precision}": [*comparing.DIGITS, f"compile.mode={mode}", f"precision={precision}"]
+       for mode in comparing.MODES for precision in comparing.COMPILED},
+    **{name: ["recipe=null", "steps=60", *arguments] for name, arguments in SIZED.items()},
+    "gpt_large": ["recipe=null", "steps=40", *LARGE, "compile.mode=default"],
+    "gpt_large float8": ["recipe=null", "steps=40", *LARGE, "convert=float8", "convert.emulate=true"],
+    **{f"overlap {one}": ["recipe=digits", "strategy=mirrored", *ALONE, f"precision={one}", "callbacks=[profiler]"]
+       for one in overlap.PRECISIONS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", PLANNED.values(), ids=PLANNED)
+def test_what_a_small_run_leaves_out_can_be_planned(arguments: Sequence[str]) -> None:
+    graphs = ["compile.backend=aot_eager"] if any(one.startswith("compile.mode") for one in arguments) else []
+    found = api.compose([*arguments, *graphs], config_dirs=[ROOT / "benchmarks/conf"], packages=["benchmarks"])
+    with allow_packages(["benchmarks"]):
+        plan = make_plan(found.cfg)
+        model_notes(plan, meta_model(plan))
+
+
+def test_a_save_holds_the_numbers_from_before_the_next_update(tmp_path: Path) -> None:
+    found = save.measured(1e-3, torch.device("cpu"), tmp_path)
+    assert (found["is_whole"], len(found["late_s"])) == (True, 2)
+
+
+def test_each_failure_can_be_planted() -> None:
+    points = [failpoints.parse(comparing.failpoint(action))[0] for action in comparing.FAILURES]
+    assert [(point.rank, point.action) for point in points] == [(1, "raise"), (1, "kill")]

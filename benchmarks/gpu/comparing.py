@@ -1,0 +1,140 @@
+"""The parts of a first contact that compare numbers, and those that plant failures."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.gpu.bench import ALONE, Bench, Row, end_of, verdict
+
+TOLERANCES: Final = {"fp64": 1e-10, "fp32": 1e-4, "bf16_mixed": 3e-2}
+"""The largest relative difference of weights after 20 steps, by precision: many times its rounding."""
+COMPILED: Final = {"fp32": 1e-4, "bf16_mixed": 3e-2, "fp16_mixed": 1e-2}
+"""The same of compiled steps, whose fused kernels round otherwise."""
+DIGITS: Final = ("recipe=digits", "steps=20", "clip.max_norm=1.0")
+DRAWING: Final = ("batch.micro_size=16", "model.dropout=0.1")
+ALONE_CHOICES: Final = (("strategy=mirrored", *ALONE), ("strategy=fsdp", *ALONE))
+PAIRS: Final = tuple(("strategy=pair_on_one_device", f"strategy.reduce={one}") for one in ("backend", "ring"))
+MODES: Final = ("step", "default")
+SHARDS: Final = (4, 1)
+FAILURES: Final = ("raise", "kill")
+
+
+def maps(*, small: bool) -> tuple[tuple[str, ...], ...]:
+    """Return the choices of a model over the GPU and the CPU; with `small` both places are the CPU."""
+    place, device = ("/cpu:0", "cpu") if small else ("0", "0")
+    return (
+        ("strategy=device_map", f"strategy.map={{layers.0:cpu,rest:{place}}}"),
+        ("strategy=mirrored", f"strategy.devices=[[{device},cpu]]", "strategy.map={layers.0:1,rest:0}"),
+    )
+
+
+def tests(bench: Bench) -> Iterator[Row]:
+    """Run the tests that need a GPU."""
+    chosen = ["tests/contract/test_device_map.py"] if bench.small else []
+    done = bench.run("-m", "pytest", "-q", "-m", "gpu", "--numprocesses", "0", *chosen)
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
+    yield "pytest -m gpu", verdict(done.returncode == 0), lines[-1].strip("= ")
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            yield line.split(" - ")[0], "FAILED", line.partition(" - ")[2]
+
+
+def prove(bench: Bench) -> Iterator[Row]:
+    """Prove strategies alone in a process group against one device."""
+    strategies = f"strategy={','.join(bench.tried(('mirrored', 'fsdp')))}"
+    for precision in bench.tried(tuple(TOLERANCES)):
+        done = bench.run("-m", "trainkit", "prove", "recipe=digits", strategies, *ALONE, f"precision={precision}")
+        said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
+        yield f"prove, {precision}", verdict(done.returncode == 0), "; ".join(said) or end_of(done)
+
+
+def alone(bench: Bench) -> Iterator[Row]:
+    """Compare trainings in a process group of one rank with one device."""
+    yield from _compared(bench, bench.tried(ALONE_CHOICES))
+
+
+def pair(bench: Bench) -> Iterator[Row]:
+    """Compare two ranks on one device with one device."""
+    yield from _compared(bench, bench.tried(PAIRS))
+
+
+def mapped(bench: Bench) -> Iterator[Row]:
+    """Compare a model over the GPU and the CPU with one device."""
+    yield from _compared(bench, bench.tried(maps(small=bench.small)))
+
+
+def _compared(bench: Bench, choices: Sequence[Sequence[str]]) -> Iterator[Row]:
+    """Compare weights with those of one_device, in every precision."""
+    for precision in bench.tried(tuple(TOLERANCES)):
+        base = (*DIGITS, *DRAWING, f"precision={precision}")
+        yield from _against(bench, (*base, "strategy=one_device"), [(*base, *choice) for choice in choices], precision)
+
+
+def modes(bench: Bench) -> Iterator[Row]:
+    """Compare compiled steps with eager ones: accumulation x precision x mode."""
+    for precision in bench.tried(tuple(COMPILED)):
+        for shards in bench.tried(SHARDS):
+            sizes = ("batch.global_size=64", f"batch.micro_size={64 // shards}")
+            base = (*DIGITS, *sizes, f"precision={precision}")
+            compiled = [(*base, *bench.compiled(mode)) for mode in bench.tried(MODES)]
+            yield from _against(bench, base, compiled, precision)
+
+
+def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:
+    expected = _weights(bench, base)
+    if isinstance(expected, str):
+        yield " ".join(base), "FAILED", expected
+        return
+    tolerance = {**COMPILED, **TOLERANCES}[precision]
+    for other in others:
+        name = " ".join(one for one in other if one not in DIGITS)
+        found = _weights(bench, other)
+        if isinstance(found, str):
+            yield name, "FAILED", found
+            continue
+        furthest = _distance(expected, found)
+        text = "the same bits" if furthest == 0 else f"largest relative difference {furthest:.1e}"
+        yield name, verdict(furthest <= tolerance), text
+
+
+def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] | str:
+    """Return the weights that a training ends with, or why there are none; a training runs once."""
+    from trainkit.trainer.checkpoint import load
+
+    key = ("weights", *overrides)
+    if key not in bench.kept:
+        with tempfile.TemporaryDirectory() as folder:
+            done, result = bench.train(Path(folder) / "run", *overrides)
+            if result is None:
+                return end_of(done)
+            tensors = load(Path(result["last"])).tensors
+            bench.kept[key] = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
+    found: dict[str, torch.Tensor] = bench.kept[key]
+    return found
+
+
+def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest difference, relative to the largest number of its tensor."""
+    pairs = ((one[name].double(), other[name].double()) for name in one)
+    return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs)
+
+
+def failpoint(action: str) -> str:
+    """Return the failure that is planted in rank 1."""
+    return f"rank=1,step=3,phase=forward,action={action}"
+
+
+def failures(bench: Bench) -> Iterator[Row]:
+    """Let rank 1 of two raise, and be killed; both must be named."""
+    for action in bench.tried(FAILURES):
+        with tempfile.TemporaryDirectory() as folder:
+            pair_of_ranks: Any = ("recipe=digits", "steps=20", *PAIRS[0], "supervisor.max_restarts=0")
+            done, result = bench.train(Path(folder) / "run", *pair_of_ranks, fail=failpoint(action))
+        reason = str((result or {}).get("reason", "")).partition("\n")[0]
+        holds = reason.startswith("rank 1 ") and done.returncode == 1
+        yield f"rank 1: {action}", verdict(holds), reason or end_of(done)

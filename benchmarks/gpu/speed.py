@@ -1,0 +1,202 @@
+"""The parts of a first contact that are timed, and what they are held to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import report
+from benchmarks.gpu.bench import ALONE, Bench, Row, end_of
+from benchmarks.gpu.workloads import WORKLOADS, Workload
+from trainkit.run.estimates.hardware import recognised
+
+TOKENS_A_SECOND: Final = 470_000
+"""GPT-2 124M on one H100."""
+UTILISATION: Final = 0.45
+"""MFU of the GPT of 1.3 B parameters."""
+PLANNED: Final = 10.0
+"""Per cent by which a peak of memory may differ from the planned one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What one compile mode of trainkit is held to."""
+
+    mode: str
+    least_of_hand: float | None = None
+    """Of the speed of the hand-written loop, at least."""
+    most_of_eager: float | None = None
+    """Of the time of an eager step of trainkit, at most."""
+
+
+GOALS: Final[Mapping[str, Goal]] = {
+    "gpt": Goal(mode="default", least_of_hand=0.97),
+    "resnet": Goal(mode="default", least_of_hand=1.0),
+    "resnet_shards": Goal(mode="default", least_of_hand=1.0),
+    "mlp": Goal(mode="step", most_of_eager=0.3),
+}
+
+
+def speed(bench: Bench, *, name: str) -> Iterator[Row]:
+    """Measure steps in turns with a hand-written loop; a ratio is that of samples a second."""
+    workload, goal = WORKLOADS[name](bench.small), GOALS[name]
+    modes = (goal.mode, "off") if bench.small and goal.most_of_eager else bench.tried((goal.mode, "off"))
+    times: dict[str, list[float]] = {"hand": [], **{mode: [] for mode in modes}}
+    failed: dict[str, str] = {}
+    flops, took_s = 0, 0.0
+    for number in range(1 if bench.small else 3):
+        if number and bench.left_s < 1.2 * took_s:
+            break  # the rounds so far are reported
+        begun = time.monotonic()
+        found = _by_hand(bench, name)
+        if isinstance(found, str):
+            yield f"{workload.title}: hand-written loop", "FAILED", found
+            return
+        times["hand"].append(statistics.median(found["step_s"]))
+        flops = found["flops"]
+        for mode in modes:
+            seconds = _seconds_a_step(bench, [*workload.overrides, *workload.sizes, *bench.compiled(mode)])
+            if isinstance(seconds, str):
+                failed[mode] = seconds
+            else:
+                times[mode].append(seconds)
+        took_s = time.monotonic() - begun
+    peak = peak_of(bench, "bf16_mixed" if workload.mixed else "fp32")
+    paces = {kind: _pace(statistics.median(one), workload, flops, peak) for kind, one in times.items() if one}
+    yield f"{workload.title}: hand-written loop", "-", paces["hand"]
+    for mode in modes:
+        title = f"{workload.title}: trainkit, compile.mode={mode}"
+        if mode in failed:
+            yield title, "FAILED", failed[mode]
+        else:
+            yield from _judged(bench, title, times, mode=mode, goal=goal, pace=paces[mode])
+    if name == "gpt" and goal.mode not in failed:
+        yield _tokens(bench, workload, statistics.median(times[goal.mode]))
+
+
+def _judged(
+    bench: Bench, title: str, times: Mapping[str, Sequence[float]], *, mode: str, goal: Goal, pace: str
+) -> Iterator[Row]:
+    """Yield the row of a mode beside the hand-written loop, and that of the goal's mode beside eager steps."""
+    ratio, shown = _median_ratio(times["hand"], times[mode]), report.ratio(times["hand"], times[mode])
+    if mode == goal.mode and goal.least_of_hand is not None:
+        result, target = bench.judged(ratio, least=goal.least_of_hand)
+        yield title, result, f"{shown} of the speed of the hand-written loop ({target}); {pace}"
+        return
+    yield title, "-", f"{shown} of the speed of the hand-written loop; {pace}"
+    if mode == goal.mode and goal.most_of_eager is not None and times["off"]:
+        result, target = bench.judged(_median_ratio(times[mode], times["off"]), most=goal.most_of_eager)
+        yield f"{title}, over eager", result, f"{report.ratio(times[mode], times['off'])} of the time ({target})"
+
+
+def _tokens(bench: Bench, workload: Workload, step_s: float) -> Row:
+    """Return the row of tokens a second, which is judged on an H100."""
+    rate = workload.batch * workload.units / step_s
+    result, target = bench.judged(rate, least=TOKENS_A_SECOND)
+    judges = "H100" in bench.device_name
+    return f"{workload.title}: tokens/s", result if judges else "-", f"{rate:,.0f} ({target} on an H100)"
+
+
+def large(bench: Bench) -> Iterator[Row]:
+    """Train a GPT of 1.3 B parameters under fsdp in a world of one, in bf16 and with products in float8."""
+    workload = WORKLOADS["gpt_large"](bench.small)
+    hardware = ("hardware=laptop",) if bench.small else ()
+    eight = ("convert=float8", *(("convert.emulate=true",) if bench.small else ()))
+    for kind, more in bench.tried((("float8", eight), ("bf16", ()))):
+        title = f"{workload.title}, fsdp in a world of one, {kind}"
+        if kind == "float8" and find_spec("torchao") is None:
+            yield title, "not tried", "torchao is not installed"
+            continue
+        arguments = [*workload.overrides, *workload.sizes, *bench.compiled("default"), *hardware, *more]
+        arguments += ["strategy=fsdp", *ALONE]
+        with tempfile.TemporaryDirectory() as folder:
+            found = _trained(bench, Path(folder) / "run", arguments, steps=24 if bench.small else 40)
+            if isinstance(found, str):
+                yield title, "FAILED", found
+                continue
+            rows, result = found
+        yield from _large_rows(bench, title, rows, result, workload)
+
+
+def _large_rows(
+    bench: Bench, title: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], workload: Workload
+) -> Iterator[Row]:
+    used = [row["mfu"] for row in rows if "mfu" in row]
+    rate = statistics.median(row["samples_per_s"] for row in rows[-4:]) * workload.units
+    if used:
+        judged, target = bench.judged(statistics.median(used), least=UTILISATION)
+        yield f"{title}: MFU", judged, f"{statistics.median(used):.1%} ({target}), {rate:,.0f} tokens/s"
+    else:
+        yield f"{title}: MFU", "-", f"the peak of {bench.device_name} is not known; {rate:,.0f} tokens/s"
+    at_end = (result.get("measured") or {}).get("at_end", {})
+    differs = at_end.get("per_cent", {}).get("memory")
+    if differs is None:
+        yield f"{title}: memory", "-", "the plan of so small a run has no figure to compare"
+        return
+    judged, target = bench.judged(abs(differs), most=PLANNED)
+    yield f"{title}: memory", judged, f"{at_end['memory'] / 2**30:.1f} GiB, {differs:+.1f} % of the plan ({target} %)"
+
+
+def _by_hand(bench: Bench, name: str) -> dict[str, Any] | str:
+    own = ("--device", "cpu", "--small") if bench.small else ("--device", "cuda")
+    steps, window = _steps(bench)
+    done = bench.run("benchmarks/gpu/by_hand.py", name, "--steps", str(steps), "--window", str(window), *own)
+    if done.returncode:
+        return end_of(done)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _seconds_a_step(bench: Bench, overrides: Sequence[str]) -> float | str:
+    """Return the median seconds a step of windows after the first third of the steps; or why there are none."""
+    steps, window = _steps(bench)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        found = _trained(bench, run, [*overrides, "strategy=one_device"], steps=steps, log_every=window)
+    if isinstance(found, str):
+        return found
+    stamps = [(row["step"], row["seconds"]) for row in found[0] if row["step"] >= steps // 3]
+    pairs = itertools.pairwise(stamps)
+    median: float = statistics.median((later[1] - one[1]) / (later[0] - one[0]) for one, later in pairs)
+    return median
+
+
+def _steps(bench: Bench) -> tuple[int, int]:
+    """Return the steps of a training, and those of a window that is timed."""
+    return (9, 2) if bench.small else (60, 5)
+
+
+def _trained(
+    bench: Bench, folder: Path, overrides: Sequence[str], *, steps: int, log_every: int = 5
+) -> tuple[list[dict[str, Any]], dict[str, Any]] | str:
+    """Return the rows of metrics and the result of a training, or why there are none."""
+    fixed = ("recipe=null", f"steps={steps}", f"log_every_steps={log_every}", "checkpoint.every_epochs=null")
+    done, result = bench.train(folder, *fixed, *overrides)
+    if result is None:
+        return end_of(done)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/loss" in row], result
+
+
+def _median_ratio(ours: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, base, strict=False))
+
+
+def _pace(step_s: float, workload: Workload, flops: int, peak: float | None) -> str:
+    unit = "tokens" if workload.units > 1 else "samples"
+    text = f"{step_s * 1e3:.2f} ms a step, {workload.batch * workload.units / step_s:,.0f} {unit}/s"
+    return text if peak is None else f"{text}, MFU {flops / step_s / peak:.1%}"
+
+
+def peak_of(bench: Bench, precision: str) -> float | None:
+    """Return the operations a second of the GPU in a precision, where conf/hardware has the GPU."""
+    found = None if bench.small else recognised(bench.device_name)
+    return None if found is None else found.peak_flops(precision)
