@@ -285,7 +285,7 @@ class _Extent:
 
     @classmethod
     def of(cls, event: Any) -> _Extent:
-        """Return the extent of a scalar, or the initial one of a mapping or list."""
+        """Return the extent of a scalar, or the initial extent of a mapping or list."""
         if isinstance(event, yaml.ScalarEvent):
             return cls(depth=0, size=1 + len(event.value) // 64)
         return cls(depth=1, size=1)
@@ -317,7 +317,7 @@ def _aliased(event: Any, anchors: dict[str, _Extent], open_: list[_Extent]) -> _
     if extent is None:
         raise _broken(event, f"holds the alias *{event.anchor}, and no anchor &{event.anchor} before it")
     if any(extent is one for one in open_):
-        raise _broken(event, f"holds the alias *{event.anchor} within what it stands for")
+        raise _broken(event, f"holds the alias *{event.anchor} inside of its own anchor")
     return extent
 
 

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 CALLBACK_NOTE: Final = "in the callback "
-"""The beginning of the note on an error that a callback raised."""
+"""Prefix of the note on an error that a callback raised."""
 
 
 class _Missing:
@@ -91,11 +91,11 @@ class Problem:
     key: str
     """The full key, `batch.micro_size`, or another subject (an argument, a file)."""
     rule: str
-    """What is wrong, with its numbers, and the remedy, in full sentences."""
+    """The violated rule, with its numbers, and the remedy, in full sentences."""
     value: Any = MISSING
     """The value found; MISSING if the key itself is the problem."""
     origin: str = ""
-    """Where it was set: `command line`, or `file.yaml:12`."""
+    """The place where the key was set: `command line`, or `file.yaml:12`."""
 
     def __str__(self) -> str:
         key = _printable(redacted_argument(self.key))  # an argument without key=value is shown whole

@@ -36,16 +36,16 @@ __all__ = [
 
 
 class Tag(Enum):
-    """What a key can affect."""
+    """The effect that a key can have."""
 
     maths = "maths"
-    """The result of the training."""
+    """The key changes the result of the training."""
     placement = "placement"
-    """Where the training runs; must not change its result beyond rounding."""
+    """The key changes where the training runs; must not change its result beyond rounding."""
     speed = "speed"
-    """How fast it runs; must not change its result."""
+    """The key changes how fast the training runs; must not change its result."""
     cosmetic = "cosmetic"
-    """What is shown or kept; cannot change the result."""
+    """The key changes what is shown or kept; cannot change the result."""
 
 
 class _NoNeutral:
@@ -86,7 +86,7 @@ class _Secret:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The unit of a field's value, where neither its name nor its documentation begins with the unit."""
+    """The unit of a field's value, if neither its name nor its documentation states it."""
 
     name: str
 
@@ -107,7 +107,7 @@ secret: Final = _Secret()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlyWith:
-    """Keys of a class that have an effect only where another of its keys has one value.
+    """Keys of a class that have an effect only if another of its keys has a certain value.
 
     A class declares them as `only_with: ClassVar[OnlyWith]`: elsewhere they are no part of its fingerprint.
 
@@ -118,16 +118,16 @@ class OnlyWith:
     """
 
     keys: tuple[str, ...]
-    """These keys."""
+    """The keys without effect otherwise."""
     key: str
-    """The key that decides."""
+    """The deciding key."""
     value: object
-    """Its value with which they have an effect."""
+    """Value of the deciding key with which they have an effect."""
     reason: str
-    """What to say of one that has none."""
+    """Rule for the error about a key without effect."""
 
     def unused(self, node: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return which of these keys a node of the config holds without effect."""
+        """Return the keys of a node of the config that have no effect."""
         return () if node.get(self.key) == self.value else tuple(name for name in self.keys if name in node)
 
 
@@ -150,7 +150,7 @@ def tags_of(target: Callable[..., Any]) -> Mapping[str, Tagged]:
         target: a class (its constructor's parameters count) or a function.
 
     Returns:
-        Parameter name -> tag, in the order of the signature; empty where there is no readable signature.
+        Parameter name -> tag, in the order of the signature; empty if there is no readable signature.
 
     Example:
         >>> def f(replicas: typing.Annotated[int, placement], lr: float): ...
@@ -175,8 +175,8 @@ _tags_of_class: Final = lru_cache(maxsize=512)(_tags)  # a fingerprint asks once
 def signature_hints(target: Callable[..., Any]) -> Mapping[str, Any]:
     """Return parameter -> annotation, with tags and limits; empty if the annotations cannot be resolved.
 
-    For a dataclass, the class itself is inspected instead of its constructor, whose annotations are text: those of
-    inherited fields use names of the module of the base class, which the module of the subclass need not import.
+    For a dataclass, the class itself is inspected instead of its constructor, whose annotations are text: annotations
+    of inherited fields use names of the module of the base class, which the module of the subclass may not import.
 
     Args:
         target: a class or function.

@@ -1,4 +1,4 @@
-"""Show the lines of the user's own code that an error came through, without those of libraries."""
+"""Show the lines of the user's own code in the traceback of an error, without those of libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST: Final = 300
 
 
 def with_frames(text: str, error: BaseException) -> str:
-    r"""Append the innermost frames of the user's code to a text, one a line.
+    r"""Append the innermost frames of the user's code to a text, one per line.
 
     Example:
         >>> def mine():
@@ -45,7 +45,7 @@ def first_line(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of an error; an empty text for an error of the user's whose message fails."""
+    """Return the message of an error; an empty text for a user's exception whose `__str__` fails."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - `__str__` may raise anything
@@ -53,7 +53,7 @@ def text_of(error: BaseException) -> str:
 
 
 def named_first_line(error: BaseException) -> str:
-    """Return the class and the first line of an error, of which at most 300 characters.
+    """Return the class and the first line of an error, truncated to 300 characters.
 
     Example:
         >>> named_first_line(KeyError("label")), named_first_line(MemoryError())

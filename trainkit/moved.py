@@ -53,12 +53,12 @@ NAMES: Final[Mapping[str, str]] = {
     "trainkit.strategies.core.step.Divisor": "LossDivisor",
     "trainkit.strategies.core.step.StepWork": "ShardStep",
 }
-"""New module and old name of a class -> its new name."""
+"""New module and old name of a class -> the new name."""
 
 CLASSES: Final[Mapping[str, str]] = {
     "trainkit.objectives.metrics.TopK": "trainkit.objectives.classification.TopK",
 }
-"""Old full name of a class that has moved alone -> its new full name."""
+"""Old full name of a class that moved without its module -> the new full name."""
 
 _ORIGINAL_TARGETS: Final[Mapping[str, str]] = {
     **{new: old for old, new in CLASSES.items()},
@@ -116,13 +116,13 @@ def _renamed(values: Any, rename: Callable[[str], str]) -> Any:
 
 
 def _replaced(path: str, table: Mapping[str, str]) -> str:
-    """Replace the longest prefix of a dotted name that is in the table; names of any length may stand in a file."""
+    """Replace the longest prefix of a dotted name that is in the table; a file may contain names of any length."""
     old = max((old for old in table if f"{path}.".startswith(f"{old}.")), key=len, default="")
     return table[old] + path[len(old) :] if old else path
 
 
 def moved_attribute(module: str, name: str) -> Any:
-    """Return what a module once had by this name; for the module's `__getattr__`.
+    """Return the object that a module once had under this name; for the `__getattr__` of the module.
 
     Raises:
         AttributeError: the module never had such a name.
@@ -177,7 +177,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to import an old name; None for any other name."""
+        """Return the import spec of an old name; None for any other name."""
         del path, target
         name = current_name(fullname)
         if name == fullname:

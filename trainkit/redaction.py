@@ -40,7 +40,9 @@ _REFERENCE: Final = re.compile(
     rf"(?:{_SCHEME.pattern})?{_VARIABLE}|\$\{{oc\.decode:\s*{_VARIABLE}\s*\}}", re.IGNORECASE
 )
 _SHORTEST: Final = 6
-"""Least number of characters of a secret that `mask` replaces in any text; a shorter one is hidden only by its key."""
+"""Minimum number of characters of a secret that `mask` replaces in any text; a shorter one is hidden only by its
+key.
+"""
 _WHOLE_WORDS: Final = 8
 """A secret shorter than this is masked only as a separate word, not inside of another word."""
 
@@ -253,7 +255,7 @@ class _MaskedStream:
 
 @contextlib.contextmanager
 def forgetting_secrets() -> Iterator[None]:
-    """Forget, at the end of the block, the secrets that were remembered in it."""
+    """Forget, at the end of the block, the secrets that were remembered within it."""
     before = set(_known)
     try:
         yield
@@ -288,7 +290,7 @@ _ARG_START: Final = 45
 def hide_from_process_list(arguments: Sequence[str]) -> None:
     """Overwrite the secrets of this process's own command line with asterisks, in its memory.
 
-    Forks of this process, such as its data workers, show the same. The system showed the original command line until
+    Forks of this process, such as its data workers, inherit this. The system showed the original command line until
     trainkit started. On systems other than Linux this does nothing.
 
     Args:

@@ -212,10 +212,10 @@ def test_names_that_kubernetes_refuses_are_respelt() -> None:
 
 def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     shared = "is missing: vertex needs it for several hosts. --shared PLACE. "
-    shared += "They write into one run folder; or give hydra.run.dir, a folder that they see."
+    shared += "They write into one run folder; or give hydra.run.dir, a folder that all see."
     assert refused(capsys, "vertex", "--hosts", "2", "--gpus-per-host", "x", "--head", "n", "--time", "90") == [
         "--gpus-per-host=x: must be a whole number, 1 or more.",
-        "--head=n: has no effect on vertex: it belongs to torchrun.",
+        "--head=n: has no effect on vertex: only torchrun use it.",
         "--time=90: must be [DAYS-]HH:MM:SS, as in 12:00:00.",
         "--image: is missing: vertex needs it. --image IMAGE.",
         "--machine: is missing: vertex needs it. --machine TYPE.",
@@ -233,12 +233,12 @@ def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys: pytest.Ca
         (("slurm", "torchrun"), ("emit slurm torchrun: takes one of torchrun, slurm, kubernetes, vertex, skypilot, "
          "mpirun, tf_config, spec.")),
         (("slurm", "--partition", "a b"),
-         "--partition=a b: must be a word: letters, digits and . _ : / @ , + - only."),
-        (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line. Put more into a script of your own."),
+         "--partition=a b: must be one word of letters, digits and . _ : / @ , + -."),
+        (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line. Put longer text into a script of your own."),
         (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"),
-         "--processes-per-host=2: a host has processes with or without GPUs: give one of the two."),
+         "--processes-per-host=2: a host has processes with or without GPUs: give only one of the two."),
         (("vertex", "--image", "i", "--machine", "m", "--processes-per-host", "2"),
-         "--processes-per-host=2: has no effect on vertex: it starts one process a host. Give strategy.replicas."),
+         "--processes-per-host=2: has no effect on vertex: it starts one process per host. Give strategy.replicas."),
         (("vertex", "--image", "i", "--machine", "m", "--shared", "server:runs"),
          "--shared=server:runs: must be SERVER:/PATH of NFS."),
         (("kubernetes", "--image", "i", "--shared", "server:/runs"),
@@ -254,7 +254,7 @@ def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys: pytest.Ca
         (("slurm", "cluster=spec", "cluster.worker=[a:1]"),
          "cluster=spec: the engine sets the tasks. Leave it out."),
         (("slurm", "--hosts", "2", "strategy=mirrored"),
-         ("strategy=mirrored: is of one host, and SLURM started 2. "
+         ("strategy=mirrored: runs on one host, and SLURM started 2. "
          "Use strategy=multi_worker_mirrored: the same training over hosts.")),
         (("slurm", "--hosts", "8", "strategy=multi_worker_mirrored", "batch.global_size=4"),
          "batch.global_size=4: fewer samples than the 8 shards of a step on 8 replicas. Use 8 or more."),

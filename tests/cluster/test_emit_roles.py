@@ -160,31 +160,31 @@ def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:
     ("arguments", "problems"),
     [
         (("tf_config",), ["--names: is missing: tf_config needs it. --names HOST,HOST."]),
-        (("tf_config", "--names", "a,,b"), ["--names=a,,b: holds an empty name."]),
+        (("tf_config", "--names", "a,,b"), ["--names=a,,b: contains an empty name."]),
         (("spec", "--names", "a,a"), ["--names=a,a: names a twice. Give each host once."]),
         (("spec", "--names", "a,b", "--hosts", "3"), ["--hosts=3: but --names has 2. Leave it out."]),
         (("spec", "--names", "a,localhost"),
          [("--names: 127.0.0.1:2222 is the local machine on every host: worker:1 needs a name that other hosts can "
           "reach.")]),
-        (("slurm", "--names", "a"), ["--names=a: has no effect on slurm: it belongs to mpirun, tf_config, spec."]),
+        (("slurm", "--names", "a"), ["--names=a: has no effect on slurm: only mpirun, tf_config, spec use it."]),
         (("mpirun", "--hosts", "2"), ["--names: is missing: mpirun needs it for several hosts. --names HOST,HOST."]),
         (("mpirun", "--processes-per-host", "3", "strategy=parameter_server"),
          [("strategy=parameter_server: Open MPI started no task of the role chief nor ps. Name them all: cluster=spec "
           "with cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG.")]),
         (("kubernetes", "--image", "i", "--hosts", "2", "--shared", "runs", "strategy=parameter_server"),
-         [("--hosts=2: has no effect on kubernetes with parameter servers: each task is a host there (1 chief, 1 "
+         [("--hosts=2: has no effect on kubernetes with parameter servers: each task is a separate host (1 chief, 1 "
           "worker, 1 ps).")]),
         (("kubernetes", "--image", "i", "strategy=parameter_server"),
          ["--shared: is missing: kubernetes needs it for several hosts. --shared PLACE."]),
         (("vertex", "--image", "i", "--machine", "m", "--shared", "s:/r", "strategy=parameter_server",
           "strategy.workers=1"),
-         [("strategy.workers=1: vertex has a pool of workers between the chief and the servers. Give "
+         [("strategy.workers=1: vertex needs a pool of workers between the chief and the servers. Give "
           "strategy.workers=2 or more.")]),
         (("slurm", "--hosts", "4", "strategy=parameter_server"),
          ["--hosts=4: are more than the 3 tasks (1 chief, 1 worker, 1 ps)."]),
         (("slurm", "--processes-per-host", "2", "strategy=parameter_server"),
-         [("--processes-per-host=2: has no effect with parameter servers: strategy.workers and strategy.servers say "
-          "the tasks (1 chief, 1 worker, 1 ps).")]),
+         [("--processes-per-host=2: has no effect with parameter servers: strategy.workers and "
+           "strategy.servers set the tasks (1 chief, 1 worker, 1 ps).")]),
     ],
 )  # fmt: skip
 def test_misuse_is_refused(arguments: tuple[str, ...], problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_one_process_does_not_get_several_mig_instances(strategy: str, monkeypat
     with pytest.raises(ConfigError) as caught:
         make_plan(trainkit.compose(["recipe=digits", *strategy.split()]).cfg, num_gpus=2)
     assert [str(problem) for problem in caught.value.problems] == [
-        "strategy: a process uses one MIG instance, and CUDA_VISIBLE_DEVICES names 2. Name one, or use one a process."
+        "strategy: a process uses one MIG instance, and CUDA_VISIBLE_DEVICES names 2. Name one, or use one per process."
     ]
 
 

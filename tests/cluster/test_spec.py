@@ -120,7 +120,7 @@ def test_a_missing_task_lists_those_there_are() -> None:
         ),
         (
             {"worker": ("a:1", "b:1"), "task": "chief:0"},
-            ("cluster.task=chief:0: the cluster has no chief. Without one, worker:0 is what a chief is. "
+            ("cluster.task=chief:0: the cluster has no chief. Without one, worker:0 acts as the chief. "
             "Its tasks: worker:0, worker:1."),
         ),
     ],

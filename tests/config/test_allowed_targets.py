@@ -270,8 +270,8 @@ def test_packages_are_allowed_while_a_block_is_open_and_not_longer() -> None:
         (
             "torch",
             (
-                "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use a function of "
-                "it, call it in a class or function of your own, and allow the package of that."
+                "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use one of its "
+                "functions, call it in a class or function of your own, and allow your package."
             ),
         ),
     ],

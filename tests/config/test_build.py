@@ -88,7 +88,7 @@ def test_a_module_that_needs_what_is_absent_says_so(tmp_path: Path, monkeypatch:
 
 
 def test_a_node_without_target_is_refused() -> None:
-    with pytest.raises(ConfigError, match="_target_: is missing beside width"):
+    with pytest.raises(ConfigError, match="_target_: is missing next to width"):
         build({"width": 3})
 
 

@@ -72,7 +72,7 @@ def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_reci
     assert composed.values["optimizer"]["lr"] == 0.001
     assert composed.values["model"]["hidden"] == [32, 32]
     assert composed.notes == (
-        "optimizer=adamw replaces sgd: what the recipe set in optimizer is dropped with it (optimizer.lr)",
+        "optimizer=adamw replaces sgd: the keys that the recipe set in optimizer are dropped with it (optimizer.lr)",
     )
 
 

@@ -235,7 +235,7 @@ def test_a_bad_argument_is_refused_in_these_words(
         ),
         (
             ("resume=runs/1", "init_from=x"),
-            ["init_from=x: has no effect beside resume: the checkpoint brings its weights. (command line)"],
+            ["init_from=x: has no effect with resume: the checkpoint brings its weights. (command line)"],
         ),
         (
             ("model.hidden=abc", "model.dropout='0.1'", "optimizer.lr=x"),
@@ -321,10 +321,10 @@ def test_bad_arguments_are_refused_all_at_once(
             ("diff", "-m", "a", "b"),
             "-m: belongs to train. diff compares the choices of a comma list without it. (command line)",
         ),
-        (("diff", "a"), "diff: takes 2 arguments, and was given a. What sets a key is key=value. (command line)"),
+        (("diff", "a"), "diff: takes 2 arguments, and got a. Set a key by key=value. (command line)"),
         (("diff", "a", "b"), "a: is neither a run folder nor a resolved.yaml. (command line)"),
         (("resume", "nowhere"), "resume=nowhere: is not a run folder: it has no resolved.yaml. (command line)"),
-        (("train", "3"), "train: takes 0 arguments, and was given 3. What sets a key is key=value. (command line)"),
+        (("train", "3"), "train: takes 0 arguments, and got 3. Set a key by key=value. (command line)"),
         (
             ("explain", "optimzer.lr", "recipe=null"),
             "optimzer.lr: no such key in this composition. Did you mean optimizer.lr? (command line)",

@@ -57,7 +57,7 @@ def test_the_command_line_wins_over_an_experiment_and_its_choices(composed: Call
     found = composed("experiment=small", "seed=1", "optimizer=adam")
     assert (found.values["seed"], found.values["optimizer"]["lr"]) == (1, 0.001)
     assert found.notes == (
-        "optimizer=adam replaces sgd: what the experiment set in optimizer is dropped with it (optimizer.lr)",
+        "optimizer=adam replaces sgd: the keys that the experiment set in optimizer are dropped with it (optimizer.lr)",
     )
 
 
@@ -68,7 +68,9 @@ def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., 
     # a recipe of the command line lies below the experiment too
     both = composed("experiment=small", "recipe=digits")
     assert (both.values["optimizer"]["lr"], both.values["warmup"]["epochs"]) == (0.02, 1)
-    assert "the experiment replaces mlp: what the recipe set in model is dropped with it" in " ".join(both.notes)
+    assert "the experiment replaces mlp: the keys that the recipe set in model are dropped with it" in " ".join(
+        both.notes
+    )
 
 
 @pytest.mark.long

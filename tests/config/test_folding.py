@@ -31,9 +31,9 @@ def test_a_run_that_names_its_fold_or_has_none_stays_as_it_is(given: tuple[str, 
 
 def test_sweeps_whose_points_would_have_other_folds_are_refused() -> None:
     assert refused(overrides, "cv.folds=3,5") == [
-        "cv.folds: is one number: a sweep compares points on the same folds. (command line)"
+        "cv.folds: must be one number: a sweep compares points on the same folds. (command line)"
     ]
-    rule = "optuna learns from one run after another, and a point has one a fold. Use grid or random."
+    rule = "optuna learns from each single run, and a point has one run per fold. Use grid or random."
     assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna") == [f"hydra/sweeper: {rule} (command line)"]
 
 
@@ -42,7 +42,7 @@ def test_a_recipe_among_several_cannot_ask_for_folds(tmp_path: Path) -> None:
     (tmp_path / "recipe" / "folds.yaml").write_text("# @package _global_\ncv: {folds: 3}\n")
     point = trainkit.compose(["recipe=folds"], config_dirs=[tmp_path])
     (line,) = refused(refuse_open_folds, [point])
-    rule = "only some points of the sweep ask for it. Give it on the command line, or cv.fold too."
+    rule = "only some points of the sweep use it. Give it on the command line, or cv.fold too."
     assert line.startswith(f"cv.folds=3: {rule} (")
 
 

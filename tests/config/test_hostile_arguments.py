@@ -152,7 +152,7 @@ def test_replicas_times_ranks_are_bounded_too(refused: Callable[..., list[str]])
         (("prove", "--steps", "1000000000"), "must be 1 or more steps, 1,000,000 at most. (command line)"),
         (("emit", "slurm", "--hosts", "1000000000"), "--hosts=1000000000: must be 100,000 or less. (command line)"),
         (("emit", "slurm", "--hosts", "1000", "--processes-per-host", "1000"),
-         "--hosts=1000 of 1000 each: are 1,000,000 processes, and 100,000 is the most. (command line)"),
+         "--hosts=1000 of 1000 each: are 1,000,000 processes; the limit is 100,000. (command line)"),
         (("plan", "--config-dir", "x" * 5000), "has a name of 5,000 bytes; a file system takes 255 at most."),
         (("resume", "x" * 5000), "has a name of 5,000 bytes; a file system takes 255 at most. (command line)"),
         (("diff", "a\0b", "b"), "a\\x00b: holds a null character, which no path may hold. (command line)"),
@@ -204,7 +204,7 @@ def test_the_folder_of_a_job_lies_in_that_of_its_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["-m", "seed=1,2", "epochs=1", "hydra.sweep.dir=sweep", f"hydra.sweep.subdir={subdir}"]) == 2
-    rule = "leads out of the folder of the sweep, and every job lies in it. Give a path below it."
+    rule = "is outside the folder of the sweep, which holds all jobs. Give a path below it."
     assert f"  hydra.sweep.subdir={subdir}: {rule} (command line)" in capsys.readouterr().err
     assert not (tmp_path.parent / "x").exists()
 

@@ -45,7 +45,7 @@ def write(tmp_path: Path, files: Mapping[str, str | bytes]) -> None:
     ("text", "rule"),
     [
         (BOMB, f"holds more than {MAX_VALUES:,} values, aliases expanded. (conf/model/bad.yaml:6)"),
-        ("a: &a\n  b: *a\n", "holds the alias *a within what it stands for. (conf/model/bad.yaml:3)"),
+        ("a: &a\n  b: *a\n", "holds the alias *a inside of its own anchor. (conf/model/bad.yaml:3)"),
         (f"a: {'[' * 5000}", "nests mappings and lists more than 50 deep. (conf/model/bad.yaml:2)"),
         ("a: *b\n", "holds the alias *b, and no anchor &b before it. (conf/model/bad.yaml:2)"),
         ("a: !!python/name:os.system x\n", f"holds the tag !!python/name:os.system; {PLAIN}. (conf/model/bad.yaml:2)"),

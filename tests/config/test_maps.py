@@ -64,7 +64,8 @@ def test_a_step_over_several_devices_is_no_graph(refuse: Callable[..., list[str]
     groups = ("strategy=mirrored", "strategy.devices=[[cpu,cpu],[cpu,cpu]]", "strategy.map=auto")
     assert refuse("plan", "recipe=null", *groups, "compile.mode=step") == [
         (
-            "compile.mode=step: Mirrored, as its keys are set, takes no step as a graph. Use compile.mode=default, or "
+            "compile.mode=step: Mirrored, as its keys are set, does not run steps as graphs. Use "
+            "compile.mode=default, or "
             "use strategy=mirrored. (command line)"
         )
     ]

@@ -73,7 +73,7 @@ def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(o
 def test_the_best_of_a_mixed_sweep_runs_once_more_and_on_other_devices(own: Path) -> None:
     mixed = ("strategy=one_device,mirrored", "strategy.replicas=2", "numerics.reproducible=true", "sweep.name=mixed")
     text = ran("-m", *OWN, *RUN, *mixed)
-    again = printed_after("the best once more:", text)
+    again = printed_after("the best run again:", text)
     assert "strategy=one_device" in again, "its bits are those of mirrored, and the first of equal jobs wins"
     assert "strategy.replicas" not in again
     pasted(again, "hydra.run.dir=again")
@@ -108,7 +108,7 @@ def test_the_keys_that_prove_prints_make_the_trainings_one(own: Path) -> None:
     text = ran(*proved, "strategy=pair", code=1)
     keys = printed_after("both are the same training with", text)
     assert keys == "batch.micro_size=32"
-    assert "as each would be started: yes" in ran(*proved, "strategy=pair", keys)
+    assert "as a user would start them: yes" in ran(*proved, "strategy=pair", keys)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The base class of the choices of the group `cluster`: how a run finds out which processes take part."""
+"""The base class of the choices of the group `cluster`: how a run finds its processes."""
 
 from __future__ import annotations
 

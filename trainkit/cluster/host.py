@@ -1,8 +1,8 @@
 """The host of this process: its cores and GPUs, the identity of processes (from /proc on Linux), and MIG instances.
 
-A MIG instance is a part of a GPU that a process sees as a device of its own. CUDA shows a process the first instance of
-CUDA_VISIBLE_DEVICES alone, so that each rank is given a variable of its own.
-Source: NVIDIA Multi-Instance GPU User Guide, section "CUDA device enumeration".
+A MIG instance is a part of a GPU that a process sees as a device of its own. CUDA makes only the first instance in
+CUDA_VISIBLE_DEVICES visible to a process, so each rank gets its own value of the variable. Source: NVIDIA
+Multi-Instance GPU User Guide, section "CUDA device enumeration".
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process id together with the start time, so that a later process with the same number is another one."""
+    """A process id together with the start time, which distinguishes it from a later process with the same number."""
 
     pid: int
     started: int
@@ -141,7 +141,7 @@ def own_cores() -> list[int]:
 
 
 def mig_instances(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the MIG instances that CUDA_VISIBLE_DEVICES names; none where it names GPUs, or is not set.
+    """Return the MIG instances that CUDA_VISIBLE_DEVICES names; none if it names GPUs or is not set.
 
     Example:
         >>> mig_instances({"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"})
@@ -154,7 +154,7 @@ def mig_instances(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def count_devices(seen: int, environ: Mapping[str, str]) -> int:
-    """Return the devices for the processes of this host together, where CUDA shows one process `seen` of them.
+    """Return the number of devices of this host; `seen` is the number that one process counts (1 with MIG).
 
     Example:
         >>> environ = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
@@ -165,7 +165,7 @@ def count_devices(seen: int, environ: Mapping[str, str]) -> int:
 
 
 def count_gpus() -> int:
-    """Return the CUDA devices of this host for the processes of a run together; initialises no device."""
+    """Return the number of CUDA devices of this host for all processes of a run; initialises no device."""
     import torch  # noqa: PLC0415 - commands that train nothing read this module
 
     return count_devices(torch.cuda.device_count(), os.environ)
@@ -174,7 +174,7 @@ def count_gpus() -> int:
 def use_device(device: torch.device) -> None:
     """Make a CUDA device the current one of this thread; any other device is left as it is.
 
-    What names no device, a kernel of a library or a collective's buffer, otherwise takes memory of the first device.
+    Library kernels and collective buffers without an explicit device would otherwise allocate on cuda:0.
     """
     if device.type == "cuda":
         import torch  # noqa: PLC0415 - as above
@@ -183,7 +183,7 @@ def use_device(device: torch.device) -> None:
 
 
 def rank_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that give a rank its own one of several MIG instances; else none.
+    """Return the environment variables that assign one of several MIG instances to a rank; empty without MIG.
 
     Example:
         >>> rank_environ("cuda:1", {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"})
@@ -214,7 +214,7 @@ def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> i
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory in bytes that this process has held so far; 0 on Windows, which does not say.
+    """Return the most memory in bytes that this process has held so far; 0 on Windows, where it is unknown.
 
     Source: getrusage(2), ru_maxrss: KiB on Linux, bytes on macOS.
 

@@ -13,7 +13,7 @@ from trainkit.cluster.tasks import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnvironment:
-    """What a process knows about the group it was started in, before it has connected to the others.
+    """The facts that a process knows about its process group before it connects to the others.
 
     Example:
         >>> launch = LaunchEnvironment(
@@ -33,7 +33,7 @@ class LaunchEnvironment:
     rank: int
     """The rank of this process."""
     local_rank: int
-    """Its rank among the processes of this host, which selects its GPU."""
+    """The rank of this process among those of this host; selects its GPU."""
     num_local: int
     """Number of processes of this host."""
     num_hosts: int
@@ -43,7 +43,7 @@ class LaunchEnvironment:
     takes_devices: bool = False
     """Whether each process is a whole host that uses all its devices, with a rank each; otherwise it is one rank."""
     has_own_gpu: bool = False
-    """Whether each process of this host sees one GPU, and each another one; known once they have met."""
+    """Whether each process of this host sees one GPU, different for each; known after the rendezvous."""
     hosts_store: bool = False
     """Whether this process must open the store; False: the launcher or another rank opens it."""
     attempt: int = 0

@@ -84,7 +84,7 @@ def task_problem(members: Members, role: str, index: int) -> str | None:
     if index < count:
         return None
     if count == 0:
-        stand_in = " Without one, worker:0 is what a chief is." if role == "chief" and members.get("worker") else ""
+        stand_in = " Without one, worker:0 acts as the chief." if role == "chief" and members.get("worker") else ""
         return f"the cluster has no {role}.{stand_in} Its tasks: {_tasks_listed(members)}."
     last = "" if count == 1 else f" to {role}:{count - 1}"
     return f"the cluster has {count} {role}{'' if count == 1 else 's'}, {role}:0{last}."

@@ -1,4 +1,4 @@
-"""A task: one process of a run, with role, index, rank and device, and how it reaches the others."""
+"""A task: one process of a run, with role, index, rank and device, and the addresses by which it reaches the others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VARIABLES: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The task of a process, and how it reaches the others.
+    """The task of a process, and the addresses by which it reaches the others.
 
     Example:
         >>> Identity.from_environ({"TRAINKIT_RANK": "1", "TRAINKIT_RANKS": "2"}).task.rank
@@ -74,7 +74,7 @@ class Identity:
     attempt: int = 0
     """0 at the first start, then one more per restart; above 0 the newest checkpoint is resumed."""
     life: int = 0
-    """How often this task alone was restarted in this attempt, while the others continued."""
+    """Number of restarts of this task alone in this attempt, while the others continued."""
     host: str = "127.0.0.1"
     """The name or address of this host for the others; loopback if all processes are on one host."""
     token: str = field(default="", repr=False)

@@ -46,7 +46,7 @@ class Composition:
     values: dict[str, Any]
     """Plain values of a `RunConfig`, interpolations resolved."""
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
-    """Where each key was set."""
+    """Origin of each key: the place where it was set."""
     choices: Mapping[str, str | list[str] | None] = field(default_factory=dict)
     """Group -> choice; a list for callbacks and logger."""
     files: tuple[ConfigFile, ...] = ()
@@ -56,11 +56,11 @@ class Composition:
     hydra_overrides: tuple[str, ...] = ()
     """The arguments for Hydra."""
     hydra: Mapping[str, Any] = field(default_factory=dict)
-    """What the files set below `hydra`."""
+    """Values that the files set below `hydra`."""
     hydra_choices: Mapping[str, str] = field(default_factory=dict)
     """The choices of Hydra's own groups, such as `hydra/launcher`, without those of the arguments."""
     launcher_takes_single_runs: bool = False
-    """Whether the launcher among them starts single runs, too."""
+    """Whether their launcher also starts single runs."""
     config_dirs: tuple[Path, ...] = ()
     """The user's config folders."""
     packages: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Composition:
 
     @property
     def asks_for_folds(self) -> bool:
-        """Whether the command asks for a whole cross-validation: one run per fold."""
+        """Whether the command requests a whole cross-validation: one run per fold."""
         cv = self.values.get("cv") or {}
         return cv.get("folds") is not None and cv.get("fold") is None
 
@@ -150,8 +150,8 @@ class Composition:
         return NOWHERE
 
     def is_given(self, key: str) -> bool:
-        """Return whether the user set a key or chose a node; False for a recipe, a default, a resumed run, and a
-        config made by hand, which does not say who set what.
+        """Return whether the user set a key or chose a node; False for a recipe, a default, a resumed run, and a config
+        made by hand, which does not record who set a key.
         """
         origin, (group, *below) = self.origin(key), path_of(key)
         if origin == NOWHERE:
@@ -172,7 +172,7 @@ class Composition:
 
 
 def problems_of_points(points: Sequence[Composition], found: Sequence[Iterable[Problem]]) -> list[Problem]:
-    """Return each problem of the points of a sweep once; one that only some points have names them.
+    """Return each problem of the points of a sweep once; a problem of only some points names those points.
 
     Args:
         points: all points.
@@ -199,7 +199,7 @@ def problems_of_points(points: Sequence[Composition], found: Sequence[Iterable[P
 
 
 def variable_in(raw: Any) -> str | None:
-    """Return the environment variable whose text alone is a value as it was written; None if it is anything else.
+    """Return the environment variable whose text alone is a value as it was written; None if it is something else.
 
     Example:
         >>> variable_in("${oc.env:EPOCHS}"), variable_in("${oc.env:EPOCHS,3}"), variable_in("run_${oc.env:USER}")
@@ -239,7 +239,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a value was set."""
+    """The place where a value was set."""
 
     level: Level
     where: str

@@ -1,4 +1,4 @@
-"""Arguments as the user typed them: what is wrong with one, and how to write it instead."""
+"""Arguments as the user typed them: find the mistake in one, and the way to write it instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTA
 
 
 def refusal(key: str, rule: str) -> ConfigError:
-    """Return the error of one argument; the rule says what is wrong with it, and the remedy."""
+    """Return the error of one argument; its rule names the violation and the remedy."""
     return ConfigError([Problem(key=key, rule=rule, origin=COMMAND_LINE)])
 
 
@@ -69,7 +69,7 @@ def unreadable(argument: str) -> Problem:
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
     if redacted_argument(argument) != argument or value == REDACTED:
         if value.strip("'\"") == REDACTED:
-            rule = f"stands for a secret that is not kept. Give it again: {key}=... or {reference(key)}."
+            rule = f"stands for a secret that is not stored. Give it again: {key}=... or {reference(key)}."
         else:
             rule = f"has a character that needs quotes. Write '{key}=\"...\"', or {reference(key)}."
         return Problem(key=key, value=REDACTED, rule=rule, origin=COMMAND_LINE)

@@ -177,7 +177,7 @@ def _neutral(value: Any, tag: Tagged) -> bool:
 def fingerprint(cfg: RunConfig) -> str:
     """Return the SHA-256 of a run's maths keys: equal fingerprints mean equal results up to rounding.
 
-    `name`, placement, speed and display keys do not count; numbers count by value, 1 and 1.0 alike.
+    `name`, placement, speed and display keys do not count; numbers count by value, 1 equals 1.0.
 
     Example:
         >>> fingerprint(RunConfig(name="a")) == fingerprint(RunConfig(name="b")) != fingerprint(RunConfig(seed=1))
@@ -229,7 +229,7 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
 
 
 def other_training(earlier: RunConfig, cfg: RunConfig, *, run: Path) -> list[Problem]:
-    """Return a problem for each key by which a config is a different training than the run to resume.
+    """Return a problem for each key that makes a config a different training from the run to resume.
 
     Example:
         >>> [str(problem) for problem in other_training(RunConfig(seed=1), RunConfig(name="b"), run=Path("outputs/a"))]
@@ -255,17 +255,17 @@ class ChangedKey(TypedDict):
     value: Any
     """The value of the run; secrets are redacted."""
     recipe: Any
-    """The value of the recipe, or of the files below it; null where they do not set the key."""
+    """The value of the recipe, or of the files below it; null if they do not set the key."""
     set_by: str
     """`command line`, or the file and line."""
     tag: str
-    """What the key can affect: maths, placement, speed or cosmetic."""
+    """Effect that the key can have: maths, placement, speed or cosmetic."""
 
 
 def changed_keys(composition: Composition) -> list[ChangedKey]:
     """Return the choices and keys that an experiment, a file of the user or an argument sets otherwise than the recipe.
 
-    Empty for a config made by hand, which does not say who set what.
+    Empty for a config made by hand, which does not record who set a key.
     """
     cfg = composition.cfg
     return [*_choices(composition, cfg), *_keys(composition, cfg)]

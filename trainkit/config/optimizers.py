@@ -1,4 +1,4 @@
-"""Several optimizers of a run: what an entry of `optimizers` means."""
+"""Several optimizers of a run: the meaning of an entry of `optimizers`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from trainkit.config.targets.allowed import TARGET
 
 OWN_KEYS: Final = ("match", "ratio", "schedule")
-"""Keys of an entry that are not those of its optimizer's class."""
+"""Keys of an entry that do not belong to the class of its optimizer."""
 RATIO_RULE: Final = "must be the passes in a step, 1 or more, or 1/N for one in every N steps."
 _MOST_PASSES: Final = 10_000
 
@@ -30,7 +30,7 @@ def optimizer_node(base: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[st
 
 
 def passes_of(ratio: object) -> tuple[int, int] | None:
-    """Return (passes in a step in which the phase runs, it runs in every so-many-th step); None: no such ratio.
+    """Return (passes in a step in which the phase runs, n: it runs in every n-th step); None: invalid ratio.
 
     Example:
         >>> passes_of(5), passes_of("1/5"), passes_of("2/5")

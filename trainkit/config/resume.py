@@ -46,8 +46,8 @@ def compose_anew(
 ) -> Composition:
     """Compose the training of a run again, with changes: from the beginning to the end, on all of its samples.
 
-    Keys that the run had left auto are auto again, so that they adapt to the changes. Keys that resumed it, ended it
-    early or held a fold out are dropped.
+    Keys that the run had left auto are auto again, so that they adapt to the changes. Keys that resume the run, end it
+    early or hold a fold out are dropped.
 
     Raises:
         ConfigError: there is no such run, or an argument cannot be parsed.
@@ -71,7 +71,7 @@ def _beneath(changes: Composition, earlier: RunConfig, file: Path, overrides: Se
     tree = TrackedTree()
     for name, value in earlier.to_dict().items():
         where = f"{file}:{document.lines.get((name,), 1)}"
-        # The user did not set these resolved values; keys without effect were reported when the run began.
+        # These are resolved values, which the user did not set; keys without effect were reported when the run began.
         tree.put((name,), value, Origin(level=Level.choice, where=where, shipped=True))
     _replace_chosen_groups(tree, changes, overrides)
     for path, origin in changes.origins.items():

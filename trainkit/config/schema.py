@@ -1,4 +1,4 @@
-"""The schema of a run: what `resolved.yaml` holds and every process reads.
+"""The schema of a run: the content of `resolved.yaml`, which every process reads.
 
 Run-level keys are fields here, with type, limits, tag and a line of documentation. A group (`model`, `data`, ...) stays
 a plain mapping: the class behind its `_target_` is its schema.
@@ -40,7 +40,7 @@ GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "convert", "cluster",
     "hardware", "callbacks", "logger",
 )  # fmt: skip
-"""The groups whose node is part of a run. `recipe` only composes a run, which keeps nothing but its name."""
+"""The groups whose node is part of a run. `recipe` only composes a run, which stores only its name."""
 LIST_GROUPS: Final = ("callbacks", "logger")
 """The groups that take any number of choices at once."""
 
@@ -61,7 +61,7 @@ class RunConfig:
     """
 
     name: Annotated[str, cosmetic, FOLDER_NAME] = "run"
-    """Folder of the run below outputs; the recipe's name where there is one."""
+    """Folder of the run below outputs; the name of the recipe, if there is one."""
     seed: Annotated[int, maths, below(0, 2**63)] = 0
     """Seed of the sample order, the initial weights and all other randomness."""
     epochs: Annotated[float | None, maths, above(0), at_most(MOST_EPOCHS)] = None
@@ -73,7 +73,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The samples of one update."""
     lr_scaling: LrScalingConfig = field(default_factory=LrScalingConfig)
-    """How the learning rate scales with the global batch."""
+    """Scaling of the learning rate with the global batch."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     """The increase of the learning rate to its peak."""
     clip: ClipConfig = field(default_factory=ClipConfig)
@@ -81,21 +81,25 @@ class RunConfig:
     activation_checkpointing: Annotated[Literal["none", "selective", "full"] | int | list[str], speed, at_least(1)] = (
         "none"
     )
-    """What backward recomputes instead of storing: nothing, cheap operations, every block, every n-th, or classes."""
+    """Outputs that backward recomputes instead of storing: nothing, cheap operations, every block, every n-th, or
+    classes.
+    """
     memory_format: Annotated[Literal["auto", "contiguous", "channels_last"], speed] = "auto"
-    """Where a convnet's weights have their channels; auto: last on CUDA with 16-bit convolutions, else contiguous."""
+    """Memory format of the weights of convolutions; auto: channels last on CUDA with 16-bit convolutions, else
+    contiguous.
+    """
     compile: CompileConfig = field(default_factory=CompileConfig)
-    """What torch.compile does with the model."""
+    """Settings of torch.compile for the model."""
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     """The order of summation, and the reaction to NaN and infinity."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """How samples are read and form batches."""
+    """Settings for reading samples and forming batches."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When the run is saved."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation on the validation split."""
     predict: PredictConfig = field(default_factory=PredictConfig)
-    """Predictions of the trained model."""
+    """Settings for predictions of the trained model."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Handling of failed ranks."""
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
@@ -131,15 +135,15 @@ class RunConfig:
     schedule: Node = field(default_factory=dict)
     """The learning rate after warmup, as a factor on its peak."""
     strategy: Node = field(default_factory=dict)
-    """How shards are spread over replicas."""
+    """Distribution of shards over replicas."""
     precision: Node = field(default_factory=dict)
     """The number formats of the training."""
     average: Node = field(default_factory=dict)
-    """The average of the weights that is kept beside them."""
+    """The average of the weights that is kept in addition to them."""
     convert: Node = field(default_factory=dict)
     """The layers that compute in another number format than the precision's."""
     cluster: Node = field(default_factory=dict)
-    """The machines that take part."""
+    """The machines of the run."""
     hardware: Node = field(default_factory=dict)
     """The kind of device that a plan counts with; a training does not read it."""
     callbacks: Node = field(default_factory=dict)
@@ -234,7 +238,7 @@ class MonitoredMetric:
     """The metric that selects the best checkpoint and drives early stopping and leaderboards."""
 
     metric: str
-    """Its name, such as `val/accuracy`."""
+    """Name of the metric, such as `val/accuracy`."""
     mode: Literal["min", "max"]
     """Whether lower or higher values are better."""
 

@@ -36,10 +36,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LrScalingConfig:
-    """How the learning rate scales with the global batch."""
+    """Scaling of the learning rate with the global batch."""
 
     rule: Annotated[Literal["linear", "sqrt", "none"], maths] = "linear"
-    """linear: times global_size / reference_batch; sqrt: times its root; none: as it is."""
+    """linear: times global_size / reference_batch; sqrt: times its root; none: unchanged."""
     reference_batch: Annotated[int | None, maths, at_least(1)] = None
     """Samples per step that `optimizer.lr` was tuned for; null scales nothing."""
 
@@ -53,7 +53,7 @@ class WarmupConfig:
     steps: Annotated[int | None, maths, at_least(0)] = 0
     """Length in steps."""
     start: Annotated[Literal["zero", "base"], maths] = "zero"
-    """Where the increase begins: at zero, or at the unscaled `optimizer.lr`."""
+    """Start of the increase: at zero, or at the unscaled `optimizer.lr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class ClipConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """What torch.compile does with the model."""
+    """Settings of torch.compile for the model."""
 
     mode: Annotated[Literal["off", "default", "max-autotune", "step"], speed] = "off"
-    """What it compiles: off nothing, default the model, max-autotune the model with timed kernels, step whole steps.
+    """Compiled code: off none, default the model, max-autotune the model with timed kernels, step whole steps.
 
     `step` compiles forward, backward, clipping and the update of the optimizer together; the model must draw no random
     numbers. Under `default` and `max-autotune` random draws have other values than in an eager run, with the same
@@ -80,7 +80,8 @@ class CompileConfig:
     memory_budget: Annotated[float | None, speed, at_least(0), at_most(1)] = None
     """The share of its activations that a compiled graph keeps for backward, which recomputes the rest.
 
-    1 keeps what the compiler keeps by itself, 0 the inputs of a graph alone; it recomputes first what costs the least.
+    1 keeps what the compiler keeps by itself, 0 only the inputs of a graph; the cheapest operations are recomputed
+    first.
     """
 
 
@@ -103,12 +104,12 @@ class NumericsConfig:
     max_skipped_share: Annotated[float, cosmetic, within(0, 1)] = 0.01
     """With `on_nonfinite=skip`, end the run when a larger share of its steps is skipped; checked from step 100 on."""
     check_replicas_every: Annotated[int | None, cosmetic, at_least(1)] = None
-    """Compare the replicas' parameters every so many steps, and stop the run if they differ."""
+    """Compare the replicas' parameters every this many steps, and stop the run if they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """How samples become batches."""
+    """Settings for forming batches from samples."""
 
     shuffle: Annotated[bool, maths] = True
     """A new permutation each epoch; false keeps the dataset's order."""
@@ -119,24 +120,26 @@ class LoaderConfig:
     prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Batches that each worker prefetches."""
     pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
-    """Copy batches to a CUDA device through page-locked memory, beside its kernels; auto: if the device is CUDA."""
+    """Copy batches to a CUDA device through page-locked memory, concurrently with its kernels; auto: if the device is
+    CUDA.
+    """
 
     @property
     def num_processes(self) -> int:
-        """The processes that prefetch samples: none while `auto` is not resolved."""
+        """Number of processes that prefetch samples; 0 while `auto` is not resolved."""
         return 0 if self.num_workers == "auto" else self.num_workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the run is saved, and what is kept."""
+    """When the run is saved, and which checkpoints are kept."""
 
     every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
-    """Save every so many steps; the end and Ctrl-C always save."""
+    """Save every this many steps; the end and Ctrl-C always save."""
     every_epochs: Annotated[float | None, cosmetic, above(0)] = None
-    """Save every so many epochs."""
+    """Save every this many epochs."""
     every_s: Annotated[float | None, cosmetic, above(0)] = 600.0
-    """Save when so many seconds have passed since the last save; null disables this."""
+    """Save when this many seconds have passed since the last save; null disables this."""
     keep_last: Annotated[int, cosmetic, at_least(1)] = 2
     """Number of newest checkpoints kept."""
     keep_best: Annotated[int, cosmetic, at_least(0)] = 1
@@ -152,9 +155,9 @@ class EvalConfig:
     """Evaluation on the validation split."""
 
     every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
-    """Evaluate every so many steps."""
+    """Evaluate every this many steps."""
     every_epochs: Annotated[float | None, cosmetic, above(0)] = 1
-    """Evaluate every so many epochs; the end always evaluates."""
+    """Evaluate every this many epochs; the end always evaluates."""
     metric: Annotated[str | None, cosmetic] = None
     """The metric for the best checkpoint, early stopping and leaderboards, such as val/accuracy; null is val/loss."""
     mode: Annotated[Literal["min", "max"] | None, cosmetic] = None
@@ -162,7 +165,7 @@ class EvalConfig:
     batch_size: Annotated[int | None, speed, at_least(1)] = None
     """Samples per forward pass of each rank; null derives it from the training's."""
     beside: Annotated[bool, placement] = False
-    """Evaluate every checkpoint in a process of its own, on the CPU, while the training goes on."""
+    """Evaluate every checkpoint in a separate process, on the CPU, while the training continues."""
 
 
 OUTPUTS: Final = pattern(
@@ -176,9 +179,9 @@ class PredictConfig:
     """Predictions of a trained model, `trainkit predict`."""
 
     outputs: Annotated[str, cosmetic, OUTPUTS] = "logits"
-    """What a row holds: logits, probabilities, classes, or embedding:LAYER, the outputs of a module by its name."""
+    """Content of a row: logits, probabilities, classes, or embedding:LAYER, the outputs of a module by its name."""
     batch_size: Annotated[int, cosmetic, at_least(1)] = 64
-    """Samples per forward pass; it does not follow the replicas, so that the bytes of the file do not either."""
+    """Samples per forward pass; independent of the number of replicas, and so are the bytes of the file."""
     threads: Annotated[int, cosmetic, at_least(1), at_most(MOST_PROCESSES)] = 1
     """Threads of a forward pass on the CPU, per process; another number may round differently."""
 
@@ -212,7 +215,7 @@ class SupervisorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """Continue with fewer replicas after some are lost, and with all again when they return."""
+    """Continue with fewer replicas after some are lost, and with all of them when they return."""
 
     min_replicas: Annotated[int | None, placement, at_least(1)] = None
     """Fewest replicas with which the run continues; null waits for every replica, however often it fails."""
@@ -246,7 +249,7 @@ class SweepConfig:
     jobs_per_device: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
     """Jobs that share a GPU."""
     retries: Annotated[int, placement, at_least(0)] = 0
-    """How often a failed job is retried, from its checkpoint."""
+    """Number of times that a failed job is retried, from its checkpoint."""
     on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
     """Reaction to a failed job: the others continue, or the running ones save and stop and no other starts."""
     trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS)] = None
@@ -254,7 +257,7 @@ class SweepConfig:
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
     """Seed of a search."""
     pruner: Annotated[Literal["median", "hyperband", "none"], cosmetic] = "median"
-    """How hydra/sweeper=optuna ends jobs early: by the others' median at its step, or Hyperband's brackets."""
+    """Rule by which hydra/sweeper=optuna ends jobs early: the others' median at its step, or Hyperband's brackets."""
     min_steps: Annotated[int | None, cosmetic, at_least(1)] = None
     """Steps that every job of hydra/sweeper=optuna takes before it may be ended; null: until its first evaluation."""
     reduction: Annotated[int, cosmetic, at_least(2)] = 3

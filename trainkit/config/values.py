@@ -35,7 +35,7 @@ __all__ = [
 
 
 MOST_PROCESSES: Final = 1_024
-"""Processes, or devices, of one host that a key may ask for."""
+"""Largest number of processes, or devices, of one host in a key."""
 
 _SCALARS: Final = (bool, int, float, str, type(None))
 _SEQUENCES: Final = (list, tuple, set, frozenset, Sequence, Iterable, typing.Collection)

@@ -241,7 +241,7 @@ def is_choice_path(path: str) -> bool:
 
 
 def _header(text: str, shape: str) -> str | None:
-    """Return what a comment of this shape gives, `# @...`, which stands above all keys."""
+    """Return the values of the comments of this form, `# @...`, above all keys."""
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
             return None
@@ -251,7 +251,7 @@ def _header(text: str, shape: str) -> str | None:
 
 
 def hint_for_word(word: str) -> str | None:
-    """Return what to write instead of a word of other libraries; a shipped choice says it: `# @word WORD HINT`."""
+    """Return the equivalent of a word of other libraries; a shipped choice declares it: `# @word WORD HINT`."""
     files = sorted(shipped_conf().glob("*/*.yaml"))
     hints = (_header(_text_of(file), rf"word\s+{re.escape(word)}\s+(\S.*?)") for file in files)
     return next(filter(None, hints), None)

@@ -135,7 +135,7 @@ def test_the_verb_knows_choices_of_the_users(tmp_path: Path, capsys: pytest.Capt
         (["schema", "config", "seed=1"], "schema: takes no key=value. (command line)"),
         (
             ["schema", "a", "b"],
-            "schema: takes 1 argument, and was given a, b. What sets a key is key=value. (command line)",
+            "schema: takes 1 argument, and got a, b. Set a key by key=value. (command line)",
         ),
     ],
 )

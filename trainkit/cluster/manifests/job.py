@@ -1,4 +1,4 @@
-"""The description of a run for every engine: its hosts and what each has; and the interface of a manifest writer."""
+"""The description of a run for every engine (its hosts and their devices), and the interface of a manifest writer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ManifestJob:
     arguments: tuple[str, ...]
     """The arguments of trainkit, unquoted."""
     hosts: int
-    """Number of hosts, all alike."""
+    """Number of identical hosts."""
     per_host: int
     """Number of processes per host, a replica each."""
     gpus: bool
@@ -44,7 +44,7 @@ class ManifestJob:
 
     @property
     def size(self) -> str:
-        """The hosts and what each has, in words."""
+        """The hosts and their processes, in words."""
         hosts = "a host" if self.hosts == 1 else f"{self.hosts} hosts"
         if self.roles:
             return ", ".join(f"{number} {role}" for role, number in self.roles.items())
@@ -79,7 +79,7 @@ class ManifestJob:
         return (text if text[:1].isalpha() else f"run-{text}".rstrip("-"))[:63].rstrip("-")
 
     def launch(self, *, kind: str, takes_devices: bool) -> LaunchEnvironment | None:
-        """Return the launch of one of its processes, as far as a strategy checks it; None for a single process."""
+        """Return the launch of one process, with the fields that a strategy checks; None for a single process."""
         if self.roles:
             return self._launch_of_roles(kind)
         count = self.hosts if takes_devices else self.hosts * self.per_host
@@ -122,7 +122,7 @@ class ManifestWriter:
     takes_roles: bool = False
     """Whether it starts tasks of the roles chief, worker, ps and evaluator."""
     host_for_each: bool = False
-    """Whether each task with a role is a host of its own there, a container, so that `--hosts` means nothing."""
+    """Whether each task with a role is a host of its own there, a container, so that `--hosts` has no effect."""
     shares_nfs: bool = False
     """Whether `shared` is SERVER:/PATH of an NFS export; otherwise it is the name of a volume."""
 

@@ -1,4 +1,4 @@
-"""A shell script that runs mpirun of Open MPI, a rank a process."""
+"""A shell script that runs mpirun of Open MPI, one process per rank."""
 
 from __future__ import annotations
 

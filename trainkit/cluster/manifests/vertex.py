@@ -10,7 +10,7 @@ _COMPUTING: Final = ("chief", "worker")
 
 
 def _write(job: ManifestJob) -> str:
-    # The pools are chief, workers, servers and evaluator, in this order; TF_CONFIG of each task says its role.
+    # The pools are chief, workers, servers and evaluator, in this order; TF_CONFIG of each task contains its role.
     if job.roles:
         pools = [_pool(job, number, gpus=job.gpus and role in _COMPUTING) for role, number in job.roles.items()]
     else:

@@ -39,7 +39,7 @@ _UNNAMED: Final = ("cluster", "average", "convert", "hardware")
 """Groups whose choice may name no class."""
 _OPTIONAL: Final = (*_UNNAMED, *LIST_GROUPS)
 NEEDS_VALUE: Final = "needs a value:"
-"""The beginning of the rule about a key without a value."""
+"""Prefix of the rule about a key without a value."""
 
 
 def checked(composition: Composition) -> Composition:
@@ -226,7 +226,7 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, alternatives:
 
 
 def _disallowed_targets(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check targets by their text alone and yield each that no config may name, such as classes of other packages."""
+    """Check the text of targets and yield each that a config must not name, such as classes of other packages."""
     allowed = (*ALLOWED_PACKAGES, *composition.packages)
     for inner, value in targets_in(node, path):
         rule = name_problem(value, allowed)

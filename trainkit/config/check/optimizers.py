@@ -64,7 +64,7 @@ def _entry_problems(
 
 
 def named_optimizer_targets(composition: Composition, alternatives: OtherChoices) -> Iterator[Problem]:
-    """Yield what the classes of the entries do not take; imports their targets."""
+    """Yield the keys that the classes of the entries do not take; imports their targets."""
     entries = composition.values["optimizers"]
     if not isinstance(entries, Mapping) or not isinstance(composition.values["optimizer"], Mapping):
         return  # the first phase reports it

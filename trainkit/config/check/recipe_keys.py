@@ -1,9 +1,9 @@
 """Fit a composition to the keys that the user set: leave out impossible ones, read texts of variables as numbers.
 
-Keys that the user did not set and that the user's own keys make impossible are left out, with a note. Two kinds: keys
-of a recipe, which never stands in the way, and keys of a choice whose `_target_` the user replaced. A key that the
-user set is never left out. Texts of environment variables, `${oc.env:X}`, are converted where a key takes a number
-or another plain value.
+Keys that the user did not set and that the user's own keys make impossible are left out, with a note. There are two
+kinds: keys of a recipe, which must never block the user's own keys, and keys of a choice whose `_target_` the user
+replaced. A key that the user set is never left out. Texts of environment variables, `${oc.env:X}`, are converted where
+a key takes a number or another plain value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
 
 Find = Callable[[Composition], list[Problem]]
-"""Finds the problems of a composition."""
+"""Function that finds the problems of a composition."""
 
 
 def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Problem]]:
@@ -63,7 +63,7 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
 
 
 def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
-    """Return the node above a key whose class the user replaced, if others set the key for the class before."""
+    """Return the node above a key whose class the user replaced, if others set the key for the previous class."""
     if not _is_of_others(composition, path):
         return None
     nodes = (path[:length] for length in range(len(path) - 1, 0, -1))
@@ -78,7 +78,7 @@ def _is_of_others(composition: Composition, path: KeyPath, level: Level = Level.
 
 
 def _is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
-    """Return whether a recipe set a key, and no other source what is below it."""
+    """Return whether a recipe set a key, and no other source a key below it."""
     return _is_of_others(composition, path) and composition.origins[path].level is Level.recipe
 
 

@@ -1,4 +1,4 @@
-"""Check a config for a verb that does without some of its values."""
+"""Check a config for a verb that does not need all of its values."""
 
 from __future__ import annotations
 

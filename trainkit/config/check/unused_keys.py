@@ -63,7 +63,7 @@ def _value(composition: Composition, key: str) -> Any:
 
 
 _OF_EVERY_TASK: Final = frozenset({"supervisor.join_timeout_s", "supervisor.evaluator_timeout_s"})
-"""Keys of the supervisor that have an effect in every process of a run, whatever started it."""
+"""Keys of the supervisor that have an effect in every process of a run, no matter who started it."""
 
 
 def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
@@ -90,7 +90,7 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     if values["steps"] is not None and (values["stop_at_step"] or 0) >= values["steps"]:
         yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
     if values["resume"] not in (None, "auto") and values["init_from"] is not None:
-        yield "init_from", "has no effect beside resume: the checkpoint brings its weights."
+        yield "init_from", "has no effect with resume: the checkpoint brings its weights."
     if values["elastic"]["min_replicas"] is None:
         yield "elastic.retry_s", "has no effect without elastic.min_replicas: no replica is given up."
     elif values["supervisor"]["max_restarts"] == 0:
@@ -101,12 +101,12 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     if not multirun:
         yield from ((f"sweep.{name}", "has no effect without -m.") for name in values["sweep"])
     elif values["sweep"]["resume"] is not None:
-        yield "sweep.name", "has no effect beside sweep.resume, which names the folder."
+        yield "sweep.name", "has no effect with sweep.resume, which names the folder."
     yield from ((f"precision.{name}", SCALING_KEYS.reason) for name in SCALING_KEYS.unused(values["precision"]))
 
 
 def _unused_by_plugins(composition: Composition) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a sweep that have no effect with its sweeper or its launcher, which say so themselves."""
+    """Yield the keys of a sweep that have no effect with its sweeper or its launcher, as declared by their classes."""
     from trainkit.config.compose.files import unused_sweep_keys  # noqa: PLC0415 - for sweeps only: imports Hydra
 
     sweep = composition.values["sweep"]

@@ -2,7 +2,7 @@
 
 Both parse recursively and resolve a reference each time they meet it. Without limits, an argument of nested brackets or
 a few lines of references to one another exhaust the stack or the memory, or take a year. And Hydra and `logging.config`
-call anything that Hydra's own node names.
+import and call every dotted name in Hydra's config node.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TooManyReferencesError(Exception):
 
 
 def argument_problem(argument: str) -> Problem | None:
-    """Return the problem of an argument that must not be passed to Hydra's grammar; None where there is none.
+    """Return the problem of an argument that must not be passed to Hydra's grammar; None if there is none.
 
     Example:
         >>> print(argument_problem("model.hidden=" + "[" * 60))
@@ -124,7 +124,7 @@ def _rule_of_text(value: str) -> str | None:
     if len(value) > MAX_ARGUMENT:
         return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the most."
     if (depth := _nesting(value)) > MAX_DEPTH:
-        return f"nests brackets {depth} deep beside a reference; {MAX_DEPTH} is the most."
+        return f"nests brackets {depth} deep next to a reference; {MAX_DEPTH} is the most."
     if rule := _rule_of_references(value):
         return rule
     try:
@@ -255,9 +255,9 @@ def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | No
     is_called = path[-1] == TARGET or (path[0].endswith("_logging") and path[-1] in _CALLED)
     names_code = is_called or text.startswith("ext://")
     if any(resolver in text for resolver in _MAKES_NODES) or (names_code and "${" in text):
-        return "must be written out: what it stands for is only known once it would be called."
+        return "must be written out: a reference is resolved only when Hydra calls it."
     if path[0].endswith("_logging") and text.startswith("${") and text.endswith("}"):
-        return "must be written out: it may stand for a handler, which would be called."
+        return "must be written out: it may resolve to a handler, which would be called."
     if path[0] == "callbacks" and len(path) < 3 and "${" in text:
         return f"must be a mapping with {TARGET}."
     if text.startswith("ext://") and text not in _STREAMS:

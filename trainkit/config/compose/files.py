@@ -1,5 +1,5 @@
-"""Hydra's files, plugins and state: one search path, its files read with line numbers, launchers and sweepers, and its
-global state saved and restored.
+"""Access Hydra's files, plugins and state: one search path, its files read with line numbers, launchers and sweepers,
+and its global state saved and restored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAX_FILES: Final = 200
 _NO_SOURCES: Final = ConfigRepository(ConfigSearchPathImpl())
 _NO_CONTENT: Final = OmegaConf.create({})
 _SOME_CONTENT: Final = OmegaConf.create({"content": True})
-"""Of a file's values, Hydra asks only whether there are any."""
+"""Placeholder for the content of a file: Hydra only checks whether there is any."""
 _MAP: Final = "_create_interpolation_map"
 """Hydra's function that builds, for each file, a mapping of all choices for the interpolations in its defaults list."""
 
@@ -213,7 +213,7 @@ def _package(config_path: str, document: Document) -> str | None:
 
 
 class HydraFiles(Repository):
-    """Presents what a composition sets about Hydra as the primary config, beside Hydra's own files."""
+    """Presents the Hydra settings of a composition as the primary config, in addition to Hydra's own files."""
 
     def __init__(self, delegate: ConfigRepository, composition: Composition) -> None:
         super().__init__(delegate)
@@ -238,7 +238,7 @@ class HydraFiles(Repository):
 
 @lru_cache(maxsize=16)
 def _loader(config_dirs: tuple[Path, ...]) -> ConfigLoaderImpl:
-    """Return Hydra's loader of files below these folders; it looks for a file whenever one is asked for."""
+    """Return Hydra's loader of files below these folders; it searches for a file at every request."""
     path = ConfigSearchPathImpl()
     for folder in config_dirs:
         path.append("command-line", f"file://{folder}")
@@ -271,7 +271,7 @@ def _parsed(argument: str) -> Override:
 
 
 class SearchPath:
-    """Where YAMLs are looked up, and arguments read by the groups that are there."""
+    """Finds YAML files by group and choice, and parses arguments for the groups that exist."""
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()) -> None:
         self.config_dirs = tuple(Path(folder).expanduser().absolute() for folder in config_dirs)
@@ -328,7 +328,7 @@ class SearchPath:
 
 
 _PLUGINS: Final = ("hydra/launcher", "hydra/sweeper")
-"""Groups whose choices are classes that start the jobs of a sweep, and that propose them."""
+"""Groups whose choices are classes that start the jobs of a sweep, or propose them."""
 
 
 def hydra_choices_of(files: Sequence[ConfigFile]) -> dict[str, str]:
@@ -351,7 +351,7 @@ def _plugins(group: str) -> Iterator[tuple[str, type]]:
 
 
 def unused_sweep_keys(group: str, choice: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of `sweep` that have no effect with a choice of a group, and why.
+    """Yield the keys of `sweep` that have no effect with a choice of a group, and the reasons.
 
     Its class says so (`unused_keys`); of a class that knows nothing of these keys, the other classes of the group do.
 
@@ -367,7 +367,7 @@ def unused_sweep_keys(group: str, choice: str, sweep: Mapping[str, Any]) -> Iter
 
 
 def submits_single_runs(launcher: str) -> bool:
-    """Return whether a launcher is given single runs, too; one of another package is, but Hydra's own is not."""
+    """Return whether a launcher also starts single runs: that of another package does, Hydra's own does not."""
     kind = dict(_plugins("hydra/launcher")).get(launcher)
     own_of_hydra = kind is not None and kind.__module__.startswith(CORE_PLUGINS)
     return bool(getattr(kind, "submits_single_runs", not own_of_hydra))

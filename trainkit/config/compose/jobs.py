@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def unchecked(composition: Composition) -> Composition:
-    """Return a composition as it is."""
+    """Return a composition unchanged."""
     return composition
 
 
@@ -55,7 +55,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         self.composer = composer
         self._composition = Composition(values={})
         self.hydra_arguments: list[str] = []
-        """Arguments for Hydra of the sweep, with their secrets, which the config of a sweep does not hold."""
+        """Hydra arguments of the sweep, including secrets, which the config of a sweep does not contain."""
         self.check = check
         """Called with every composition that a sweep makes; returns the one to use."""
         self.lenient = lenient
@@ -120,7 +120,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
     def command(self, overrides: Sequence[str], folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the command that runs one point of a sweep in a folder, in its own process.
 
-        Keys of a group that this point's choice does not have are left out: they are meant for the other choices.
+        Keys of a group that this point's choice does not have are left out: they belong to the other choices.
 
         Returns:
             The command without secrets, and the variables of its environment that hold them.
@@ -209,7 +209,7 @@ def hydra_problems(composition: Composition) -> list[Problem]:
 def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, configure_logging: bool = True) -> T:
     """Run a task as a Hydra job in an existing folder: `.hydra/`, logging, callbacks, environment.
 
-    An existing `.hydra/` in the folder is kept: it records how the run began, and resuming does not begin it again.
+    An existing `.hydra/` in the folder is kept: it describes the first start of the run, not a resume.
 
     Args:
         composition: a checked composition.
@@ -291,10 +291,10 @@ def multirun(
         config_dirs: the user's config folders.
         packages: further packages that targets may come from.
         task: a module-level function that runs one job; launchers may pickle it.
-        check: returns a point that the sweeper proposes as it is run; raises if it is invalid.
+        check: returns a point proposed by the sweeper in the form that is run; raises if it is invalid.
 
     Returns:
-        What the sweeper returns: for the basic one a list of lists of `JobReturn`.
+        The result of the sweeper: for the basic one a list of lists of `JobReturn`.
     """
     with hydra_state():
         loader = ComposedConfigLoader(Composer(config_dirs, packages), check)

@@ -1,4 +1,4 @@
-"""Merging of values, file by file; each key records the line that set it."""
+"""Merge values, file by file; each key records the line that set it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layers:
     def __init__(self) -> None:
         self.tree = TrackedTree()
         self.hydra = TrackedTree()
-        """What the files and arguments set about Hydra itself."""
+        """Values that the files and arguments set for Hydra itself."""
         self.notes: list[str] = []
         self.problems: list[Problem] = []
         self.variables: dict[KeyPath, Any] = {}
@@ -90,7 +90,7 @@ class Layers:
         if not file.document.values and file.package and file.level == Level.choice:
             self._put(self.tree, file, whole, file.package, {})
         for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
-            what = f"what the {file.level.name} set in {group} is dropped with it ({', '.join(keys)})"
+            what = f"the keys that the {file.level.name} set in {group} are dropped with it ({', '.join(keys)})"
             self.notes.append(f"{swapped[group]}: {what}")
 
     def _put(self, tree: TrackedTree, file: ConfigFile, whole: Origin, path: KeyPath, value: Any) -> None:
@@ -202,7 +202,7 @@ class Layers:
                 self.notes.append(f"{shown(file.document.file)} shadows the shipped {path.as_posix()}.yaml")
 
     def folder(self, pattern: Any, values: Mapping[str, Any]) -> Path | None:
-        """Return `hydra.run.dir` with its interpolations resolved; None where only a job can resolve them."""
+        """Return `hydra.run.dir` with its interpolations resolved; None if only a job can resolve them."""
         if not isinstance(pattern, str):
             return None
         rule = reference_problem(pattern)

@@ -184,7 +184,7 @@ def _misuse_of_interval(override: Override, sweep: IntervalSweep) -> Iterator[Pr
     if not low < high:
         yield _problem_of(override, f"is an empty sweep: the low end, {low:g}, is not below the high end, {high:g}.")
     elif "log" in sweep.tags and low <= 0:
-        yield _problem_of(override, f"log needs an interval above 0, and this one begins at {low:g}.")
+        yield _problem_of(override, f"log needs an interval above 0, and this one starts at {low:g}.")
 
 
 def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list[Problem]]:
@@ -212,7 +212,7 @@ def _mismatched_zips(swept: Mapping[str, Override], zipped: Mapping[str, Sequenc
     """Yield problems of keys that should vary together and cannot."""
     first = next(iter(zipped), "")
     if len(zipped) == 1:
-        yield _problem_of(swept[first], "zip moves keys together, and no other key has the tag.")
+        yield _problem_of(swept[first], "zip varies keys together, and no other key has the tag.")
     for key, values in zipped.items():
         if len(values) != len(zipped[first]):
             count = f"{len(values)} value{'' if len(values) == 1 else 's'}"

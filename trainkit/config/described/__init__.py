@@ -1,1 +1,1 @@
-"""What each key of the config is: type, unit, default, meaning and tag, read from the code that takes it."""
+"""Describe each key of the config: type, unit, default, meaning and tag, read from the code that takes it."""

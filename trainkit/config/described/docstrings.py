@@ -81,7 +81,7 @@ def _fields(kind: Any) -> dict[str, str]:
 
 
 def _arguments(kind: Any) -> dict[str, str]:
-    """Return the entries of `Args:` in the docstrings of a class and of its own constructor."""
+    """Return the entries of `Args:` in the docstrings of a class and its constructor."""
     documented = [kind, vars(kind).get("__init__")] if inspect.isclass(kind) else [kind]
     return {name: text for item in documented if item is not None for name, text in _entries(item)}
 

@@ -132,7 +132,7 @@ def _hints(kind: Any) -> Mapping[str, Any]:
 
 
 def _required(kind: Any, hints: Mapping[str, Any]) -> list[str]:
-    """Return the keys that must be there; `__required_keys__` is wrong where annotations are text."""
+    """Return the required keys; `__required_keys__` is wrong where annotations are text."""
     if typing.is_typeddict(kind):
         return sorted(name for name, hint in hints.items() if typing.get_origin(hint) is not typing.NotRequired)
     return [name for name in hints if default_of(kind, name) == REQUIRED]
@@ -143,7 +143,7 @@ def _described(text: str | None) -> Schema:
 
 
 def _unwrapped(hint: Any) -> Any:
-    """Return an annotation without what surrounds its type."""
+    """Return the type inside an annotation, without `Annotated` and the like."""
     hint = plain(hint)
     while typing.get_origin(hint) in (typing.Required, typing.NotRequired):
         hint = plain(typing.get_args(hint)[0])

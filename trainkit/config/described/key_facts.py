@@ -26,12 +26,18 @@ REQUIRED: Final = "???"
 """The default, in a YAML file, of a key that the user must give."""
 GROUP_KEY_DOCS: Final[Mapping[str, tuple[Any, str]]] = {
     TARGET: (str, "The class or function that this node builds, package.module.Name."),
-    "groups": (dict[str, dict[str, Any]], "Parameters with keys of their own, by name: match, and what differs."),
+    "groups": (
+        dict[str, dict[str, Any]],
+        "Parameters with keys of their own, by name: match, and the keys that differ.",
+    ),
     "match": (str | list[str], "Patterns of the names of parameters, and type:CLASS for the modules that hold them."),
     "ratio": (int | str, "Passes of this optimizer in a step, or 1/N for one in every N steps."),
     "schedule": (dict[str, Any], "The schedule of this optimizer; without it, that of the run."),
     "collate": (str | dict[str, Any], "The function that makes a batch of samples; a dotted name, or a node."),
-    "batch_transform": (str | dict[str, Any], "What changes each batch on its device; a dotted name, or a node."),
+    "batch_transform": (
+        str | dict[str, Any],
+        "The function that changes each batch on its device; a dotted name, or a node.",
+    ),
     "sampler": (str | dict[str, Any], "The function from a dataset to the weights of its samples."),
 }
 """Key that no class of the config takes as a parameter -> its annotation and its documentation."""
@@ -39,18 +45,18 @@ GROUP_KEY_DOCS: Final[Mapping[str, tuple[Any, str]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyFacts:
-    """What one key is."""
+    """The facts of one key."""
 
     type: str
     """The accepted values, in words."""
     unit: str
     """The unit of a quantity; `none` for a key that holds no quantity."""
     default: Any
-    """The value without any setting of the user's, as YAML holds it; `???` for a required key."""
+    """The value without a setting of the user, as YAML holds it; `???` for a required key."""
     meaning: str
     """One line of documentation."""
     tag: Tag
-    """What changing the key can affect."""
+    """Effect that a change of the key can have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +156,7 @@ def _of_node(node: Mapping[str, Any], path: KeyPath, group_keys: tuple[str, ...]
 
 
 def _below(node: Mapping[str, Any], path: KeyPath, found: _Place) -> _Place:
-    """Return what a path leads to inside the parameter `path[0]` of a node."""
+    """Return the place to which a path leads inside the parameter `path[0]` of a node."""
     inner = node.get(path[0])
     if isinstance(inner, Mapping) and TARGET in inner:
         return _of_node(inner, path[1:], (), PLACES.get(f"data.{path[0]}", ANY_KIND))
@@ -164,7 +170,7 @@ def _below(node: Mapping[str, Any], path: KeyPath, found: _Place) -> _Place:
 
 
 def target_of(node: Mapping[str, Any], kind: Expected = ANY_KIND) -> Any:
-    """Return the class or function of a node; None where it names none that may be imported."""
+    """Return the class or function of a node; None if it names none that may be imported."""
     try:
         return resolve_target(node[TARGET], kind) if isinstance(node.get(TARGET), str) else None
     except ConfigError:
@@ -182,7 +188,7 @@ def _entry(hint: Any, meaning: str) -> _Place:
 
 
 def default_of(target: Any, name: str) -> Any:
-    """Return the default of a parameter as YAML holds it; `???` where there is none.
+    """Return the default of a parameter as YAML holds it; `???` if there is none.
 
     Example:
         >>> from trainkit.models.mlp import Mlp

@@ -1,7 +1,7 @@
 """JSON schema of a config file: a recipe, an experiment, conf/config.yaml, or the YAML of a choice.
 
-Editors read it to complete keys and to flag mistakes. It is made of the annotations, the documentation and the YAML
-files that the checks of a run read, so that it accepts what they accept. A file may hold a part of a config: nothing is
+Editors read it to complete keys and to flag mistakes. It is built from the annotations, the documentation and the YAML
+files that the checks of a run read, so it accepts the same configs. A file may hold a part of a config: nothing is
 required in it.
 """
 
@@ -156,7 +156,7 @@ class _ConfigSchema:
         return {"if": {"required": [TARGET]}, "then": other, "else": choice.reference}
 
     def _node(self, group: str) -> Schema:
-        """Return the schema of a node whose choice the file does not say."""
+        """Return the schema of a node whose choice is not in the file."""
         return {
             "type": "object",
             "properties": {TARGET: self._target_key(group)},
@@ -170,7 +170,7 @@ class _ConfigSchema:
         return {"type": "object", "properties": properties, "allOf": self._by_target(self.choices)}
 
     def _by_target(self, choices: Sequence[_Choice]) -> list[Schema]:
-        """Return, for each class, the rule that a node which names it has its keys. Other classes take any keys."""
+        """Return a rule for each class: a node with this class takes only its keys. Other classes take any keys."""
         unique = {choice.target: choice for choice in choices}
         return [
             {"if": {"required": [TARGET], "properties": {TARGET: {"const": name}}}, "then": choice.reference}
@@ -295,7 +295,7 @@ def _group_key(name: str) -> Schema:
 
 
 def _or_null(schema: Schema) -> Schema:
-    """Return a schema that also accepts null: the checks accept a default of None, whatever the annotation says."""
+    """Return a schema that also accepts null: the checks accept a default of None, even if the annotation does not."""
     if not schema or {"type": "null"} in schema.get("anyOf", ()):
         return schema
     if schema.get("enum") and None not in schema["enum"]:

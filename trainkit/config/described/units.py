@@ -1,4 +1,4 @@
-"""The unit of a key that holds a quantity: declared, or as its name or its documentation says it."""
+"""The unit of a key that holds a quantity: declared, or derived from its name or its documentation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LEADS: Final = re.compile(
     r"size of|how often|updates?) )*",
     re.IGNORECASE,
 )
-"""What a documentation line may begin with before it names the unit."""
+"""Words with which a documentation line may begin before the unit."""
 _NOUNS: Final[Mapping[str, str]] = {
     "share": "a share, 0 to 1",
     "shares": "a share, 0 to 1",
@@ -113,7 +113,7 @@ _COUNTED: Final = frozenset(
 
 
 def unit_of(name: str, hint: Any, meaning: str) -> str | None:
-    """Return the unit of a key; `NO_UNIT` for a key that holds no quantity, None where nothing says it.
+    """Return the unit of a key; `NO_UNIT` for a key that holds no quantity, None if unknown.
 
     Args:
         name: the last part of the key.

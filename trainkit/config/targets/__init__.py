@@ -1,1 +1,1 @@
-"""What a `_target_` may name, the class behind it, and building objects from it."""
+"""Check the names that a `_target_` may have, find the class, and build objects from it."""

@@ -111,8 +111,8 @@ def refuse_packages(packages: Sequence[str]) -> None:
 def _package_problem(name: str) -> str | None:
     if name in ALLOWED_PACKAGES:
         return (
-            "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use a function of it, "
-            "call it in a class or function of your own, and allow the package of that."
+            "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use one of its "
+            "functions, call it in a class or function of your own, and allow your package."
         )
     root = root_of(name)
     if root != name and root.isidentifier():

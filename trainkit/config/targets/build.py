@@ -69,7 +69,7 @@ class Signature:
 
 
 def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
-    """Import the class or function that a `_target_` names, and refuse one that must not be called at its place.
+    """Import the class or function that a `_target_` names, and refuse one that this place of the config must not call.
 
     Modules of packages that are not allowed are not imported, and the target is not called.
 
@@ -104,7 +104,7 @@ def admitted(node: Mapping[str, Any], expected: Expected = ANY_KIND) -> Any:
     """Return the target of a node once it and its arguments are known to be allowed; call nothing.
 
     Raises:
-        ConfigError: as `resolve_target`; or an argument would make the target run what it downloads or reads.
+        ConfigError: as `resolve_target`; or an argument would make the target run downloaded code or unpickle a file.
     """
     target = resolve_target(node[TARGET], expected)
     refused = argument_problem(node[TARGET], target, node)
@@ -214,7 +214,8 @@ def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any)
 
 
 def hooks_in(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `data` node that name code beside its class: `collate`, `batch_transform`, `sampler`.
+    """Return the keys of a `data` node that name code in addition to its class: `collate`, `batch_transform`,
+    `sampler`.
 
     A key that is a parameter of the class belongs to the class.
     """
@@ -255,7 +256,7 @@ def _build(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...], i
 def _prepared(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """Return the target of a node and its arguments, after the objects inside it were built."""
     if TARGET not in node:
-        rule = f"is missing beside {', '.join(map(str, node)) or 'no keys'}."
+        rule = f"is missing next to {', '.join(map(str, node)) or 'no keys'}."
         raise ConfigError([Problem(key=".".join((*path, TARGET)), rule=rule)])
     try:
         target = admitted(node, expected)

@@ -1,4 +1,4 @@
-"""What kind of class each place of the config accepts, checked before a target is called.
+"""The kinds of classes that each place of the config accepts, checked before a target is called.
 
 A class of the six packages has a kind by its base classes, or by the module that defines it. Classes and functions of a
 package that the user allowed are of any kind: that package is trusted.
@@ -39,7 +39,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What a place of the config accepts."""
+    """The kinds and classes that a place of the config accepts."""
 
     kinds: tuple[Kind, ...]
     """The accepted kinds."""
@@ -48,7 +48,7 @@ class Expected:
     place: str = ""
     """The name of the place in messages."""
     remedy: str = ""
-    """What to write instead."""
+    """Advice on what to write instead."""
 
 
 _MODEL: Final = Kind(name="torch.nn.Module", bases=("torch.nn.modules.module.Module",))
@@ -104,12 +104,12 @@ _REMEDIES: Final = {
     "loader.shuffle=false.",
 }
 ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), *_NESTED))))
-"""What a place without an annotation accepts."""
+"""Expectation of a place without an annotation: any kind."""
 PLACES: Final[Mapping[str, Expected]] = {
     **{group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()},
     **{key: Expected(kinds=kinds, place=key, remedy=_REMEDIES.get(key, "")) for key, kinds in _OF_HOOKS.items()},
 }
-"""Group of the config, or key of `data` that names code -> what its nodes must be."""
+"""Group of the config, or key of `data` that names code -> the kinds that its nodes must have."""
 
 _HOMES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch": (
@@ -120,15 +120,17 @@ _HOMES: Final[Mapping[str, tuple[str, ...]]] = {
         "torch.utils.data.distributed",
     )
 }
-"""Package -> the modules whose classes may be named; torch's data pipes, for example, unpickle what they read."""
+"""Package -> the modules whose classes may be named; torch's data pipes, for example, unpickle the files that they
+read.
+"""
 _UNPICKLES: Final = ("torchvision.datasets.lsun.",)
-"""Classes that unpickle files beside their data, without a checksum."""
+"""Classes that unpickle additional files without a checksum."""
 _AUTO: Final[Mapping[str, Kind]] = {
     "transformers.models.auto.auto_factory._BaseAutoModelClass": _MODEL,
     "transformers.models.auto.configuration_auto.AutoConfig": _CONFIG,
     "transformers.models.auto.tokenization_auto.AutoTokenizer": _TOKENIZER,
 }
-"""Classes of transformers that have no kind themselves -> the kind of what their builders make."""
+"""Classes of transformers that have no kind themselves -> the kind of the objects that their builders make."""
 _BUILDERS: Final[Mapping[str, str]] = {
     "torchvision": " and the builders of torchvision.models.list_models()",
     "timm": " and timm.create_model",
@@ -183,7 +185,7 @@ def _unfit(expected: Expected) -> str:
 
 
 def _made_by(path: str, target: Any) -> Kind | type | None:
-    """Return the kind or class of what a builder of the six packages makes; None for any other function."""
+    """Return the kind or class of the object that a builder of the six packages makes; None for any other function."""
     if path == "timm.create_model":
         return _MODEL
     if _is_builder_of_transformers(target):
@@ -211,10 +213,10 @@ def _is_builder_of_transformers(target: Any) -> bool:
 
 
 def argument_problem(path: str, target: Any, node: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    """Return the argument that would make an allowed target run or unpickle what it downloads or reads.
+    """Return the argument that would make an allowed target run or unpickle a downloaded or local file.
 
     Returns:
-        The key, its value and what is wrong with it.
+        The key, its value and the problem.
     """
     if path == "timm.create_model":
         return next(_of_timm(node), None)
@@ -249,7 +251,7 @@ def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
 def keys_set_as_attributes(target: Any) -> tuple[str, ...]:
     """Return the keys that a config class of transformers takes beyond its signature: properties that can be set.
 
-    `num_labels` is one: the constructor sets what it does not name as an attribute.
+    `num_labels` is one: the constructor sets other arguments as attributes.
     """
     if not isinstance(target, type) or not _CONFIG.holds(target):
         return ()
