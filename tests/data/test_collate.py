@@ -33,7 +33,7 @@ def test_a_sample_of_another_shape_is_named() -> None:
         collate(samples, [11, 4, 8])
 
     assert str(caught.value) == (
-        "sample 8 cannot stand in a batch with sample 11: (float32 (3,), int) beside (float32 (2,), int). "
+        "sample 8 cannot be in a batch with sample 11: (float32 (3,), int) differs from (float32 (2,), int). "
         "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
     )
 
@@ -44,7 +44,7 @@ def test_a_sample_of_a_foreign_type_is_named() -> None:
 
 
 def test_a_sample_with_other_keys_is_named() -> None:
-    with pytest.raises(DataError, match=r"^sample 1 cannot stand in a batch with sample 0: \{b: int\} beside"):
+    with pytest.raises(DataError, match=r"^sample 1 cannot be in a batch with sample 0: \{b: int\} differs from"):
         collate([{"a": 1}, {"b": 1}], [0, 1])
 
 

@@ -128,7 +128,7 @@ def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted() -> Non
     with pytest.raises(ConfigError) as refused:
         loader_of(Numbered(8, 8), micro_size=1).load_state(inside)
     assert str(refused.value.problems[0]) == (
-        "batch.micro_size=1: cuts a step into 4 shards, and the epoch was begun with 2, to which files are dealt: "
+        "batch.micro_size=1: cuts a step into 4 shards, and the epoch was begun with 2, and files are dealt to shards: "
         "samples would be read twice or never. Give batch.micro_size=2."
     )
     numbers(first, 3, (0, 1))
@@ -138,8 +138,8 @@ def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted() -> Non
 @pytest.mark.parametrize(
     ("source", "count", "message"),
     [
-        (Numbered(4, 4, surplus=-1), None, "part-0 ended after 3 samples, but data.source.sizes says 4."),
-        (Numbered(4, 4, surplus=1), None, "part-0 holds more than the 4 samples that data.source.sizes says."),
+        (Numbered(4, 4, surplus=-1), None, "part-0 ended after 3 samples, but data.source.sizes gives 4."),
+        (Numbered(4, 4, surplus=1), None, "part-0 holds more than the 4 samples of data.source.sizes."),
     ],
 )
 def test_a_file_of_another_size_is_an_error(source: Numbered, count: int | None, message: str) -> None:

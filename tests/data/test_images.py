@@ -150,7 +150,7 @@ def test_a_folder_that_does_not_do_is_refused(folder: Path) -> None:
         ImageFolder(path=folder, split="train", image_size=300)
     (folder / "val" / "dog").mkdir()
     (folder / "empty" / "train").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"val has classes that train has not: dog\.$"):
+    with pytest.raises(DataError, match=r"val has classes that train does not have: dog\.$"):
         ImageFolder(path=folder, split="val")
     with pytest.raises(DataError, match=r"holds no class folders: images are expected as"):
         ImageFolder(path=folder / "empty", split="train")

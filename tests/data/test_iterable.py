@@ -105,7 +105,7 @@ def test_a_source_without_a_state_resumes_by_skipping_and_says_so() -> None:
 
     said = second.load_state(first.state())
 
-    assert said == "the stream has no state_dict: its place is found by skipping from the front of the epoch"
+    assert said == "the stream has no state_dict: its position is found by skipping from the start of the epoch"
     assert numbers(second, 1) == [[4, 5], [6, 7]]
     assert source.reads == 8
 

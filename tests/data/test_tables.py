@@ -64,7 +64,7 @@ def test_classes_are_numbered_in_the_order_of_their_texts(tmp_path: Path) -> Non
         ([], {}, "there are no rows below the header"),
         (["1,red"], {}, "has 3 columns: line 2 has 2 cells"),
         (["1,red,2", ",red,2"], {}, "line 3 has an empty cell"),
-        (["1,red,nan", "2,red,1"], {}, "data.target=price: 'nan' is no finite number. Use data.target_kind=class"),
+        (["1,red,nan", "2,red,1"], {}, "data.target=price: 'nan' is not a finite number. Use data.target_kind=class"),
         (ROWS, {"target": "weight"}, "has no column weight. Its columns are size, colour, price."),
         (ROWS, {"columns": ["depth", "size"]}, "has no column depth. Its columns are"),
     ],

@@ -54,7 +54,9 @@ def test_a_line_that_is_too_long_or_has_an_unknown_character_is_refused_by_its_n
     (tmp_path / "known.txt").write_text("abcdef")
     with pytest.raises(DataError, match=r"line 1 of .*new.txt has 3 tokens, more than data.context=2\. Cut it"):
         TextLines(path=tmp_path / "new.txt", context=2)
-    with pytest.raises(DataError, match=r"line 2 of .*new.txt has the character 'z', and .*known.txt has not\."):
+    with pytest.raises(
+        DataError, match=r"line 2 of .*new.txt has the character 'z', which .*known.txt does not have\."
+    ):
         TextLines(path=tmp_path / "new.txt", context=3, reference=tmp_path / "known.txt")
 
 

@@ -66,5 +66,5 @@ def test_every_bad_value_is_told_at_once() -> None:
     assert str(caught.value) == (
         "2 problems in the config\n"
         "  objective.top_k=[1]: every k must be 2 or more (accuracy is k = 1 and always there).\n"
-        "  objective.class_weights=[]: needs one weight a class, none negative."
+        "  objective.class_weights=[]: needs one weight per class, none negative."
     )

@@ -138,7 +138,7 @@ def test_a_model_that_loses_the_loss_of_its_layer_is_named() -> None:
             return torch.zeros(3, 8, 32)
 
     sizes = {"vocab_size": 32, "context": 8, "num_layers": 1, "num_heads": 2, "width": 8}
-    with pytest.raises(TrainingError, match=r"hold 0 times what its output_layer\(\) returns"):
+    with pytest.raises(TrainingError, match=r"contain the result of its output_layer\(\) 0 times"):
         INSIDE.loss(Loses(**sizes), BATCH)  # type: ignore[arg-type]
 
 
@@ -165,7 +165,7 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
         assert (objective.loss(model, given).outputs is None) == (family == "GPT2")
         assert objective.loss(model, given).weight == plain.loss(model, given).weight
         torch.testing.assert_close(grads(objective, model, given), grads(plain, model, given), rtol=1e-4, atol=1e-5)
-    changed = "the loss is computed from all scores: Gemma2ForCausalLM changes what its output layer returns."
+    changed = "the loss is computed from all scores: Gemma2ForCausalLM changes the output of its output layer."
     assert INSIDE.notes(model, (TOKENS, TOKENS)) == ([changed] if family == "Gemma2" else [])
 
 
@@ -196,7 +196,7 @@ def test_the_kernel_of_liger_gets_the_hidden_states_and_is_refused_elsewhere(mon
     (no_gpu,) = liger.validate_model(model, BATCH)
     assert "runs on GPUs, and there is none here" in str(no_gpu)
     (unknown,) = liger.validate_model(nn.Linear(2, 2), BATCH)
-    assert "needs the output layer of the model, and Linear does not offer it" in str(unknown)
+    assert "needs the output layer of the model, and Linear has no output_layer()" in str(unknown)
 
     functional = ModuleType("liger_kernel.transformers.functional")
     functional.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]

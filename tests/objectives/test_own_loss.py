@@ -81,7 +81,7 @@ def test_a_shard_without_a_label_adds_nothing() -> None:
 def test_a_model_with_a_loss_of_its_own_is_recognised() -> None:
     (said,) = Classification().notes(Reporting(), SAMPLE)
     assert said == (
-        "Reporting computes its own loss, and this objective leaves out attention_mask: "
+        "Reporting computes its own loss, and this objective ignores attention_mask: "
         "objective=own_loss passes every field."
     )
     (said,) = ModelComputesLoss().notes(Reporting(), SAMPLE)

@@ -1,7 +1,7 @@
 """Averages of the weights over the steps, kept as slots of the optimizer.
 
-A slot of the optimizer is where its parameter is: on a rank of a sharded model, on a stage, on a server. So an average
-is cut, moved, saved and restored by what does this for the slots of Adam, under every strategy.
+A slot of the optimizer is where its parameter is: on a rank of a sharded model, on a stage, on a server. So every
+strategy shards, moves, saves and restores an average like the slots of Adam.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from trainkit.config.values import at_least, below
 from trainkit.fields import cosmetic, maths
 
 AVERAGE: Final = "average"
-"""Slot with the shape of the parameter: its average."""
+"""Name of the slot that holds the average, in the shape of the parameter."""
 UPDATES: Final = "average_updates"
-"""Slot with one number: updates that the parameter has seen."""
+"""Name of the slot that holds the number of averaged updates of the parameter."""
 
 
 Mix = Callable[[list[Tensor], list[Tensor], int], None]
-"""Adds parameters to their averages, in place: (averages, parameters, how many values each average is made of)."""
+"""Function that adds parameters to their averages in place: (averages, parameters, number of values in each average).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +35,14 @@ class Average(ABC):
     name: ClassVar[str]
     """Suffix of the splits in names of metrics: `val_ema/loss`."""
     counts_statistics: ClassVar[bool] = False
-    """Whether batch statistics are counted anew for the average at the end of the training."""
+    """Whether the batch statistics are computed again for the average at the end of the training."""
 
     start_step: Annotated[int, maths, at_least(0)] = 0
-    """Updates before which nothing is averaged; a parameter's average begins as the parameter itself."""
+    """Number of updates before averaging starts; the average of a parameter starts as the parameter itself."""
     every_steps: Annotated[int, maths, at_least(1)] = 1
-    """Average after every so many updates."""
+    """Updates between two values of the average."""
     export: Annotated[bool, cosmetic] = True
-    """Write the averaged weights beside the trained ones at the end: RUN/model/average."""
+    """Write the averaged weights in addition to the trained ones at the end: RUN/model/average."""
 
     @abstractmethod
     def mix(self) -> Mix:
@@ -128,7 +129,9 @@ class Swa(Average):
 
 
 def swap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Exchange parameters and averages in place; twice gives the same bits again. Return whether there are averages."""
+    """Exchange parameters and averages in place; a second exchange restores the same bits. Return whether there are
+    averages.
+    """
     pairs = [
         (param, slots[AVERAGE])
         for optimizer in optimizers

@@ -17,9 +17,9 @@ from trainkit.extras import install_command
 from trainkit.fields import maths
 
 MULTIPLE: Final = 16
-"""Both dims of a converted layer are multiples of this: the matrix units of a GPU take no others."""
+"""Both dims of a converted layer must be multiples of this: float8 matrix units of a GPU accept no others."""
 CAPABILITY: Final = (8, 9)
-"""The lowest compute capability of a GPU with units for float8."""
+"""Lowest compute capability of a GPU with float8 matrix units."""
 PRECISIONS: Final = ("bf16", "bf16_mixed")
 """The precisions in which the other layers may compute."""
 
@@ -41,18 +41,19 @@ class Float8:
     """
 
     recipe: Annotated[Literal["tensorwise", "rowwise"], maths] = "tensorwise"
-    """What shares a scale: a whole tensor, which is the fastest, or each row, which rounds outliers apart."""
+    """Granularity of the scales: one for a tensor (fastest), or one for each row (rounds outliers separately)."""
     exclude: Annotated[Sequence[str] | Literal["auto"], maths] = "auto"
     """Globs on names of layers that are not converted; `auto`: the output layer."""
     emulate: Annotated[bool, maths] = False
-    """Compute the rounded products in the wider dtype, on any device: to try the numbers, slower than without."""
+    """Compute the rounded products in the wider dtype, on any device; slower than without float8, to try the numbers.
+    """
 
     def layers(self, model: nn.Module, *, output: str | None) -> list[str]:
         """Return the names of the layers to convert: linear ones with dims of multiples of 16 that are not excluded.
 
         Args:
             model: the model, possibly without data.
-            output: name of its output layer; None: it has none.
+            output: name of the output layer; None: the model has none.
         """
         excluded = ([] if output is None else [output]) if self.exclude == "auto" else self.exclude
         return [
@@ -70,7 +71,7 @@ class Float8:
 
         Args:
             model: the model, possibly without data.
-            output: name of its output layer; None: it has none.
+            output: name of the output layer; None: the model has none.
             devices: the devices of the tasks, such as `cuda:0`.
             precision: value of the precision.
         """
@@ -105,7 +106,7 @@ class Float8:
 
         Args:
             model: on any device, or without data.
-            output: name of its output layer; None: it has none.
+            output: name of the output layer; None: the model has none.
 
         Returns:
             The model itself.
@@ -121,7 +122,7 @@ class Float8:
 
 
 def _lacking(device: str) -> str | None:
-    """Return the name of a device that has no units for float8; None where it has them, or is not on this host."""
+    """Return the name of a device that has no units for float8; None if it has them or is not on this host."""
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return f"the {kind.upper()}"

@@ -17,9 +17,9 @@ from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_
 
 @dataclass(frozen=True, kw_only=True)
 class MixUp:
-    """Mix each input and its class with those of another sample of the shard, in the shares m and 1 - m.
+    """Mix each input and its class with those of another sample of the shard, with weights m and 1 - m.
 
-    m is drawn from Beta(alpha, alpha), once a shard. Targets become probabilities of classes, (samples, classes).
+    m is drawn from Beta(alpha, alpha), once per shard. Targets become probabilities of classes, (samples, classes).
 
     Example:
         >>> inputs, targets = MixUp(num_classes=3)((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
@@ -51,7 +51,7 @@ class MixUp:
 class CutMix:
     """Replace a rectangle of each image by that of another sample of the shard, and mix the classes by area.
 
-    The area is drawn from Beta(alpha, alpha), once a shard, and so is its place. An image is (..., height, width).
+    The area is drawn from Beta(alpha, alpha), once per shard, like its position. An image is (..., height, width).
 
     Example:
         >>> images, targets = CutMix(num_classes=2)((torch.ones(4, 1, 8, 8), torch.tensor([0, 1, 1, 0])))
@@ -88,9 +88,9 @@ class CutMix:
 
 @dataclass(frozen=True, kw_only=True)
 class CropAndFlip:
-    """Shift each image by up to `padding` pixels, with zeros where it leaves, and mirror some of them.
+    """Shift each image by up to `padding` pixels, fill with zeros, and mirror some of the images.
 
-    Each image of a shard has a shift of its own. An image is (..., height, width).
+    Each image of a shard has its own shift. An image is (..., height, width).
 
     Example:
         >>> images, _ = CropAndFlip()((torch.ones(4, 3, 8, 8), torch.tensor([0, 1, 1, 0])))
@@ -130,7 +130,7 @@ class CropAndFlip:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """The fields of a batch, and what was drawn for it; on the host, so that every device mixes alike."""
+    """The fields of a batch, and its random numbers; drawn on the host, so that they are the same for every device."""
 
     names: tuple[Field, Field]
     inputs: Tensor
@@ -139,11 +139,11 @@ class _Drawn:
     order: Tensor
     """(samples,) the partner of each sample."""
     kept: float
-    """Share of its own that a sample keeps."""
+    """Weight of the sample itself in the mixture."""
 
     @classmethod
     def of(cls, batch: Any, settings: MixUp | CutMix) -> _Drawn:
-        """Draw for a batch."""
+        """Draw the random numbers of a batch."""
         names, named = chosen_fields(batch, settings.input, settings.target), named_fields(batch)
         inputs, targets = named[names[0]], named[names[1]]
         if not targets.is_floating_point():

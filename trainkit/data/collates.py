@@ -15,7 +15,7 @@ from trainkit.errors import DataError
 from trainkit.objectives.fields import TARGETS, Field
 
 _IGNORED: Final = -100
-"""What cross entropy leaves out by default."""
+"""The target that cross entropy ignores by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PadSequences:
     padding: float = 0
     """The value of padded places, except in the target."""
     target_padding: float = _IGNORED
-    """The value of padded places in the target; -100 counts for no loss of trainkit's over classes or tokens."""
+    """The value of padded places in the target; -100 is ignored by all losses of trainkit over classes or tokens."""
     target: Field | None = None
     """The field of the target; null: the last of a tuple, or target, targets, y, label or labels of a dict."""
     length: Annotated[int | None, at_least(1)] = None
@@ -74,7 +74,8 @@ class PadSequences:
 class PadImages:
     """Pad images of several sizes at their right and bottom to the largest of the shard, and stack them.
 
-    An image is a tensor (..., height, width); a target of the same kind, such as a mask of classes, is padded alike.
+    An image is a tensor (..., height, width); a target of the same kind, such as a mask of classes, is padded in the
+    same way.
 
     Example:
         >>> batch = PadImages()([(torch.ones(3, 4, 2), 0), (torch.ones(3, 1, 5), 1)])
@@ -129,7 +130,7 @@ class Lists:
 
 @dataclass(frozen=True, kw_only=True)
 class Dicts:
-    """Collate each field of dicts or dataclasses in a way of its own; fields without one are stacked.
+    """Collate each field of dicts or dataclasses in its own way; all other fields are stacked.
 
     Example:
         >>> samples = [{"words": torch.tensor([5, 6]), "n": 2}, {"words": torch.tensor([7]), "n": 1}]
@@ -165,7 +166,7 @@ class Dicts:
 
 
 def _columns(samples: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Return field -> its value in each sample; samples that are no containers have one field."""
+    """Return field -> its value in each sample; a sample that is not a container has one field."""
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: [sample[key] for sample in samples] for key in first}
@@ -200,7 +201,7 @@ def _tensors(column: Sequence[Any]) -> list[Tensor] | None:
 
 
 def _padded(tensors: Sequence[Tensor], shape: Sequence[int], value: float) -> Tensor:
-    """Return the tensors in one, each in the corner of places of a value."""
+    """Return one tensor with each tensor in the first corner of its place; the rest is filled with a value."""
     batch = tensors[0].new_full((len(tensors), *shape), value)
     for row, one in zip(batch, tensors, strict=True):
         row[tuple(slice(0, size) for size in one.shape)] = one

@@ -1,4 +1,4 @@
-"""What a class of data declares of a split, so that a run is planned without opening the data.
+"""Declaration of a split by its class, so that a run is planned without opening the data.
 
 A class declares it by a class method `declare(keys, split)`, which returns `Declared`; it reads no file. Without it,
 length and samples are unknown to the plan.
@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """A split that is known without its data.
+    """Facts about a split that are known without its data.
 
     Example:
         >>> one = Declared(num_samples=3, draw=lambda generator: (torch.rand(4, generator=generator), 0))
@@ -25,24 +25,26 @@ class Declared:
     """
 
     num_samples: int | None = None
-    """Its length; None if only the data knows it."""
+    """Length of the split; None if only the data knows it."""
     draw: Callable[[Generator], Any] | None = None
-    """Returns a made sample of the right structure, shapes and dtypes, with targets that are valid; None: unknown."""
+    """Function that returns a made-up sample with the right structure, shapes, dtypes and valid targets; None:
+    unknown.
+    """
     stored_bytes: int | None = None
-    """Bytes of a sample as it is stored and copied to the device; None: those of the made sample."""
+    """Bytes of a sample as it is stored and copied to the device; None: as in the made-up sample."""
 
 
 def image(generator: Generator, *shape: int) -> Tensor:
-    """Return a made image or vector, `shape` float32."""
+    """Return a random image or vector, `shape` float32."""
     return torch.rand(shape, generator=generator)
 
 
 def label(generator: Generator, num_classes: int = 1) -> Tensor:
-    """Return a made class, () int64."""
+    """Return a random class, () int64."""
     return torch.randint(num_classes, (), generator=generator)
 
 
 def window(generator: Generator, context: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-    """Return made inputs and targets of a language model, (context,) int64 each."""
+    """Return random inputs and targets of a language model, (context,) int64 each."""
     tokens = torch.randint(vocab_size or 1, (context + 1,), generator=generator)
     return tokens[:-1], tokens[1:]

@@ -1,4 +1,4 @@
-"""The splits of a run by what their classes declare, for a plan that opens no data."""
+"""The splits of a run as their classes declare them, for a plan that opens no data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trainkit.errors import ConfigError, Problem
 
 
 class DeclaredLength:
-    """A split of which only the length counts: its samples are unknown."""
+    """A split with a length but without samples: they are unknown."""
 
     is_declared = True
-    """Whether a function of the user that reads the data must not be called with it."""
+    """Whether a user's function that reads the data must not be called with this split."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -33,16 +33,16 @@ class DeclaredLength:
 
 
 class DeclaredSplit(DeclaredLength):
-    """A split of made samples, each the same whenever it is read."""
+    """A split of made-up samples; the same index always gives the same sample."""
 
     def __init__(self, declared: Declared, count: int | None = None) -> None:
         super().__init__(declared.num_samples or count or 1)
         self._draw = declared.draw
         self.stored_bytes = declared.stored_bytes
-        """Bytes of a sample as it travels; None: those of a made one."""
+        """Bytes of a sample as copied to the device; None: as in a made-up one."""
 
     def __getitem__(self, index: int) -> Any:
-        """Return a made sample."""
+        """Return a made-up sample."""
         assert self._draw is not None
         return self._draw(Generator().manual_seed(index))
 
@@ -52,11 +52,11 @@ class DeclaredData:
     """The splits of a `data` node without their data."""
 
     splits: Mapping[str, Any]
-    """Split -> a dataset with made samples, or with a length alone."""
+    """Split -> a dataset with made-up samples, or only with a length."""
     knows_length: bool
-    """Whether the length of the training split is known; otherwise the plan stands on an arbitrary one."""
+    """Whether the length of the training split is known; otherwise the plan assumes an arbitrary one."""
     notes: tuple[str, ...] = field(default=())
-    """What is not known, and how to give it."""
+    """Unknown facts, and the flags that supply them."""
 
 
 def declared_data(
@@ -72,8 +72,8 @@ def declared_data(
     Args:
         node: the `data` group.
         cv: the folds.
-        num_samples: length of the training split, where its class declares none.
-        unknown_length: the length to plan with where neither is known.
+        num_samples: length of the training split, if its class declares none.
+        unknown_length: the length to plan with if neither is known.
         ends: whether the number of steps is known without the length.
 
     Raises:
@@ -123,7 +123,7 @@ def _folded(splits: dict[str, Any], cv: CvConfig) -> dict[str, Any]:
 
 
 def _declared(node: Mapping[str, Any], split: str) -> Declared:
-    """Return what the class of a node declares, with the keys that are set."""
+    """Return the declaration of the class of a node with the given keys."""
     target = resolve_target(node[TARGET], PLACES["data"])
     if (of_split := getattr(target, "node_of", None)) is not None:
         return _declared(of_split(node, split), split)

@@ -1,4 +1,4 @@
-"""The code that `data` names beside its class: how samples form a batch."""
+"""The code that `data` names in addition to its class: how samples form a batch."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class UserCollate:
 
 
 def _holds(batch: Any, count: int) -> bool:
-    """Return whether the sizes in a batch allow that it holds so many samples.
+    """Return whether the sizes in a batch allow that it holds `count` samples.
 
-    Vectors and lists have an element a sample; without any, the first or second dim of a tensor is the sample.
+    Vectors and lists have one element per sample; without them, the first or second dim of a tensor is the sample.
     """
     if isinstance(batch, tuple) and batch and isinstance(last := batch[-1], Tensor) and last.shape == (count,):
         return True  # inputs and a vector of targets, without a walk over the structure
@@ -105,7 +105,7 @@ class UserTransform:
 
         Args:
             batch: the batch of a shard.
-            key: the run's seed, the step and the shard, which decide what is drawn.
+            key: the run's seed, the step and the shard, which determine the random numbers.
             size: number of samples of the shard.
             device: the device of the batch.
 
@@ -144,7 +144,8 @@ class UserSampler:
     _known: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
 
     def cumulative(self, dataset: Any) -> NDArray[np.float64]:
-        """Return (samples,) float64, the sums of the weights up to each sample; the function is called once a dataset.
+        """Return (samples,) float64, the sums of the weights up to each sample; the function is called once per
+        dataset.
 
         Raises:
             DataError: the function fails, or does not give one finite weight of at least 0 for each sample.
@@ -155,7 +156,7 @@ class UserSampler:
 
     def _weights(self, dataset: Any) -> NDArray[np.float64]:
         try:
-            with Untouched(seed=0):  # what it draws is the same on every rank
+            with Untouched(seed=0):  # its random numbers are the same on every rank
                 found = np.asarray(self.function(dataset), dtype=np.float64)
         except TrainkitError:
             raise
@@ -178,7 +179,7 @@ class UserSampler:
 class WeightedOrder:
     """Draw the sample at each position of an epoch by weight, with replacement.
 
-    What is drawn at a position depends on (seed, epoch, position) alone, so that any range is computed alone.
+    The sample at a position depends on (seed, epoch, position) alone, so any range can be computed by itself.
 
     Example:
         >>> order = WeightedOrder(cumulative=np.cumsum([0.0, 1.0, 3.0]), seed=0)
@@ -205,18 +206,18 @@ class WeightedOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class DataHooks:
-    """What the keys of `data` beside those of its class name."""
+    """The functions that keys of `data` name, other than the keys of its class."""
 
     collate: UserCollate | None = None
     """Makes a batch of the samples of a shard; None: they are stacked."""
     transform: UserTransform | None = None
-    """Changes the batch of a shard in training; None: nothing does."""
+    """Changes the batch of a shard in training; None: no transform."""
     sampler: UserSampler | None = None
-    """Weighs the training samples, which are then drawn; None: each is used once an epoch."""
+    """Gives the weights by which training samples are drawn; None: each is used once per epoch."""
 
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> DataHooks:
-        """Build what a `data` node names.
+        """Build the functions that a `data` node names.
 
         Raises:
             ConfigError: something cannot be imported or built.
@@ -231,7 +232,7 @@ class DataHooks:
         )
 
     def refuse_misfits(self, dataset: Any, *, cache: object) -> None:
-        """Refuse what does not go together with the training split; the weights of a sampler are computed.
+        """Refuse functions that do not fit the training split; computes the weights of a sampler.
 
         Args:
             dataset: the training split.
@@ -249,7 +250,7 @@ class DataHooks:
         if isinstance(dataset, Stream):
             rule = "an iterable dataset has an order of its own. Use a map-style dataset, or leave it out."
             raise ConfigError([Problem(key="data.sampler", value=self.sampler.name, rule=rule)])
-        if not getattr(dataset, "is_declared", False):  # made samples have no weights
+        if not getattr(dataset, "is_declared", False):  # made-up samples have no weights
             self.sampler.cumulative(dataset)
 
     def order(self, dataset: Any, *, seed: int, shuffle: bool) -> Order:
@@ -260,20 +261,20 @@ class DataHooks:
 
     @property
     def collate_function(self) -> CollateFunction:
-        """Makes a batch of samples: the function of the config, or the one that stacks."""
+        """The function that makes a batch of samples: that of the config, or the one that stacks."""
         return collate if self.collate is None else self.collate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the samples of a split are read, and where their batches go."""
+    """Settings for reading the samples of a split, and the device of their batches."""
 
     device: torch.device
     """The device of the batches."""
     settings: LoaderConfig
     """The `loader` keys of the config."""
     hooks: DataHooks = field(default_factory=DataHooks)
-    """The code that the keys of `data` name."""
+    """Code that the keys of `data` name."""
     seed: int = 0
     """Keys the order and the random numbers of samples: the run's for training, 0 for an evaluation."""
 

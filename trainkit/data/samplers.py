@@ -17,7 +17,7 @@ from trainkit.errors import DataError
 class BalancedClasses:
     """Draw every class equally often: the weight of a sample is one over the size of its class.
 
-    The dataset gives the classes by `labels` or `targets`, as those of torchvision do, or by `tensors()`.
+    The dataset provides the classes as `labels` or `targets`, as those of torchvision do, or by `tensors()`.
 
     Example:
         >>> class Three:

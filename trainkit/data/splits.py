@@ -30,7 +30,7 @@ from trainkit.numerics.batch import SampleOrder
 from trainkit.numerics.generators import Untouched, hash64, key32, name_id
 
 _KEPT: Final[dict[str, dict[str, Any]]] = {}
-"""Data node -> its splits, if this process keeps them for jobs that are forked from it."""
+"""Data node -> its splits, cached in this process for the jobs that are forked from it."""
 
 
 def validation_splits(names: Iterable[str]) -> list[str]:
@@ -55,8 +55,8 @@ def _named(kind: str, names: Iterable[str]) -> list[str]:
 def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
     """Return which splits a data node has, without building any.
 
-    A class declares them by `splits`: a tuple of names, or a class method from the node's keys to one. Without it, a
-    class that takes `split` has `train` and `val`, and any other class only `train`.
+    A class declares them by `splits`: a tuple of names, or a class method that computes them from the node's keys.
+    Without it, a class that takes `split` has `train` and `val`, and any other class only `train`.
 
     Example:
         >>> splits_of({"_target_": "trainkit.data.sets.digits.Digits"})
@@ -121,8 +121,8 @@ def _by_position(dataset: Any) -> Any:
 
 
 def keep_splits(node: Mapping[str, Any]) -> bool:
-    """Build the splits once for this process and its forks, which then share their memory; return
-    whether they were kept.
+    """Build and cache the splits for this process and its forks, which share their memory; return whether they were
+    cached.
 
     Only trainkit's own datasets of tensors in memory are kept: these contain no open file and no generator.
 
@@ -197,7 +197,7 @@ def _takes_split(target: Any) -> bool:
 
 
 _DEALING: Final = 0x666F6C64
-"""Separates the order in which samples are assigned to folds from the order of an epoch."""
+"""Separates the random order of the assignment to folds from the order of an epoch."""
 
 
 def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
@@ -233,7 +233,7 @@ def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
 def _refuse(train: Any, folds: int) -> None:
     name = type(train).__name__
     if isinstance(train, Stream) or not hasattr(train, "__getitem__"):
-        rule = f"{name} is read from front to back: a fold needs samples by their place. Use a map-style dataset."
+        rule = f"{name} is read from front to back: a fold needs samples by their index. Use a map-style dataset."
     elif folds > size_of(train):
         rule = f"more than the {size_of(train)} samples of train. Use {size_of(train)} or fewer."
     else:
@@ -246,7 +246,7 @@ def fold_of_each(
 ) -> NDArray[np.int64]:
     """Return the fold of each sample: samples are assigned round-robin, class after class if there are classes.
 
-    So folds differ by at most one in size, and by at most one in the number of samples of each class.
+    Folds differ by at most one in size, and by at most one in the number of samples of each class.
 
     Args:
         num_samples: number of samples.
@@ -320,7 +320,7 @@ class _Subset:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The class of each sample, where the dataset gives them."""
+        """The class of each sample, if the dataset has them."""
         labels = labels_of(self._dataset)
         if labels is None:
             raise AttributeError("labels")
@@ -328,14 +328,14 @@ class _Subset:
 
     @property
     def ids(self) -> list[Any]:
-        """The id of each sample, where the dataset gives them."""
+        """The id of each sample, if the dataset has them."""
         ids = getattr(self._dataset, "ids", None)
         if ids is None:
             raise AttributeError("ids")
         return [ids[int(index)] for index in self._indices]
 
     def as_stored(self) -> Stored | None:
-        """Return the samples of the subset as the dataset stores them, where it does."""
+        """Return the samples of the subset in the stored form, if the dataset has one."""
         stored = stored_of(self._dataset)
         return None if stored is None else replace(stored, samples=part_of(stored.samples, self._indices))
 
@@ -347,7 +347,7 @@ class _Subset:
 
 
 class _SubsetInMemory(_Subset):
-    """A subset of a dataset in memory, copied once it is asked for."""
+    """A subset of a dataset in memory, copied at the first access."""
 
     as_stored = _Subset.as_stored
 

@@ -1,8 +1,8 @@
-"""Samples as a dataset stores them: what travels to the device in the place of wider samples.
+"""Samples in the compact form of their dataset, which is copied to the device instead of wider samples.
 
-Tokens are stored in two bytes and images in one byte a number, and a model takes eight and four. A class with the
-method `as_stored` gives its samples in the stored form; a loader reads, collates and copies these, and makes the batch
-that the class documents where the batch is used.
+Tokens are stored in two bytes and images in one byte per number; a model takes eight and four. A class with the method
+`as_stored` gives its samples in the stored form; a loader reads, collates and copies these, and converts them to the
+documented batch on the device that uses it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Samples:
     count: int
     """Number of samples."""
     read: Callable[[int], Any]
-    """Returns the sample of an index."""
+    """Function that returns the sample at an index."""
     gather: Callable[[Tensor], Any] | None = None
-    """Returns the batch of (n,) int64 indices; None: samples are read one by one."""
+    """Function that returns the batch at (n,) int64 indices; None: samples are read one by one."""
     tensors: Callable[[], Any] | None = None
-    """Returns all samples as tensors, the sample first; None: they are not in memory."""
+    """Function that returns all samples as tensors, the first dim being the sample; None: they are not in memory."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -60,13 +60,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Stored:
-    """The samples of a split as they are stored: what the method `as_stored` of a dataset returns."""
+    """The samples of a split in stored form, as returned by `as_stored` of a dataset."""
 
     samples: Any
-    """A dataset of equal length with `__getitem__`, and `gather` or `tensors` where the class has them; what it draws
-    is what `__getitem__` of the class draws."""
+    """A dataset of equal length with `__getitem__`, and `gather` or `tensors` if the class has them; it draws the same
+    random numbers as `__getitem__` of the class.
+    """
     widened: Callable[[Any], Any]
-    """Returns the batch of the class for a batch of `samples`, on its device; it draws nothing."""
+    """Function that converts a batch of `samples` to the batch of the class, on its device; it draws no random
+    numbers.
+    """
 
 
 def stored_of(dataset: Any) -> Stored | None:
@@ -89,7 +92,7 @@ def stored_of(dataset: Any) -> Stored | None:
 
 
 def refuse_other_samples(dataset: Any, stored: Stored) -> None:
-    """Refuse a dataset whose first sample is another one in its stored form.
+    """Refuse a dataset whose first sample differs in its stored form.
 
     Raises:
         DataError: they differ, or one cannot be read.
@@ -129,12 +132,12 @@ def batch_mover(device: torch.device, settings: LoaderSettings) -> MoveBatch:
 
 
 def widening(move: Callable[[Any], Any], stored: Stored | None, device: torch.device) -> Callable[[Any], Any]:
-    """Return the function that moves a batch to a device and makes it the batch of its class.
+    """Return the function that moves a batch to a device and converts it to the batch of its class.
 
     Args:
         move: returns a batch, of any structure, on the device.
-        stored: the form of the batches; None: they are those of the class.
-        device: where they go.
+        stored: the form of the batches; None: that of the class.
+        device: the target device.
     """
     if stored is None:
         return move
@@ -148,7 +151,7 @@ def travelling_bytes(dataset: Any, sample: Any, *, collates: bool) -> int:
     """Return the bytes of a sample as a loader reads it and copies it to the device.
 
     Args:
-        dataset: the training split, or what is declared of it.
+        dataset: the training split, or its declaration.
         sample: one of its samples.
         collates: whether `data.collate` is set, which is called with the samples of the class.
     """
@@ -167,7 +170,7 @@ class Normalisation:
     """Convert images from bytes to float32 on their device: (byte / 255 - mean) / deviation, channel by channel.
 
     The divisors are tensors of the device: torch multiplies a CUDA tensor by the reciprocal of a number, which rounds
-    otherwise than the division of a CPU.
+    differently from a division on the CPU.
 
     Example:
         >>> Normalisation((0.5,), (0.25,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
@@ -188,7 +191,9 @@ class Normalisation:
 
 
 def _on(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return (channels, 1, 1) float32 on a device; a copy to an accelerator is made once, because it waits there."""
+    """Return (channels, 1, 1) float32 on a device; copied to an accelerator only once, because the copy
+    synchronises.
+    """
     if device.type == "cpu":
         return torch.tensor(values).view(-1, 1, 1)
     if (values, device) not in _CONSTANTS:
@@ -201,7 +206,7 @@ _CONSTANTS: Final[dict[tuple[tuple[float, ...], torch.device], Tensor]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class InMemory:
-    """Tensors of one length, of which each sample has one row; a derived class says their shapes and dtypes."""
+    """Tensors of one length with one row per sample; a derived class documents their shapes and dtypes."""
 
     _arrays: tuple[Tensor, ...] = field(init=False, repr=False, compare=False)
 

@@ -1,1 +1,1 @@
-"""Models of the recipes, and sampling from a language model; a model of the user's own is any `torch.nn.Module`."""
+"""Models of the recipes, and sampling from a language model; the user's own model is any `torch.nn.Module`."""

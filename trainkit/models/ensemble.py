@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 
 class Ensemble(nn.Module):
-    """Predicts the average of its members; a member may be on a device of its own.
+    """Predicts the average of its members; members may be on different devices.
 
     `probabilities`: members return scores, whose softmax over the last dim gives probabilities; the ensemble returns
     the logarithm of their mean. This is again a score: its softmax is the mixture, its cross entropy the mixture's. A

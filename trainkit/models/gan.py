@@ -12,7 +12,7 @@ from trainkit.errors import ConfigError, Problem
 
 
 class Gan(nn.Module):
-    """Two MLPs, called through one `forward`: `generator` makes images of noise, `discriminator` scores images.
+    """Two MLPs, called through one `forward`: `generator` makes images from noise, `discriminator` scores images.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ class Gan(nn.Module):
         """Build both networks.
 
         Args:
-            latent: numbers of noise an image.
+            latent: dimension of the noise vector.
             channels: 1 for grey images, 3 for colour.
             image_size: pixels per side.
             hidden: widths of the hidden layers of the generator; the discriminator has them in reverse.
@@ -59,7 +59,8 @@ class Gan(nn.Module):
             part: the network.
 
         Returns:
-            generator: images with pixels from 0 to 1; discriminator: (samples,) the logit of being of the data.
+            generator: images with pixels from 0 to 1; discriminator: (samples,) the logit that an image comes from the
+                data.
         """
         if part == "generator":
             images: Tensor = self.generator(inputs).sigmoid().reshape(-1, *self._shape)

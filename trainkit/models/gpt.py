@@ -73,7 +73,7 @@ class Gpt(nn.Module):
         return self.head.output
 
     def tensor_plan(self, degree: int) -> dict[str, str]:
-        """Return how its layers are cut over ranks: attention by heads, the rest by rows and columns.
+        """Return how the layers are sharded over ranks: attention by heads, the rest by rows and columns.
 
         The vocabulary is cut if `degree` divides it; otherwise embedding and output layer stay whole.
 
@@ -123,13 +123,13 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
-        """Compute the scores of texts of which the cache has the beginning, and append the new tokens to it.
+        """Compute the scores of texts whose first tokens are cached, and append the new tokens to the cache.
 
         The scores are those of `forward` over the whole texts, to rounding; only the new tokens are computed.
 
         Args:
             tokens: (samples, length) int64, the new tokens; with the cached ones at most `context`.
-            cache: of the same samples.
+            cache: the cache of the same samples.
 
         Returns:
             (samples, length, vocab_size) scores of the next token.
@@ -155,9 +155,10 @@ class Gpt(nn.Module):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a `Gpt` has read, so that the next token costs the work of one.
+    """Keys and values of the tokens that a `Gpt` has read, so that the next token needs the computation of one token
+    only.
 
-    It takes 2 x layers x width numbers a token and sample, for `context` tokens from the start.
+    It stores 2 x layers x width numbers per token and sample, for `context` tokens from the start.
     """
 
     def __init__(self, context: int) -> None:

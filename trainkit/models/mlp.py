@@ -22,7 +22,7 @@ class Mlp(nn.Module):
     """
 
     draws_nothing: ClassVar[bool] = True
-    """Its own code draws no random number; a dropout module in it does."""
+    """The model's own code draws no random number; a dropout module in it does."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Mlp(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def tensor_plan(self, degree: int) -> dict[str, str]:  # noqa: ARG002 - every plan takes the degree
-        """Return how its layers are cut over ranks: in pairs, by rows and by columns; a batch norm needs whole
+        """Return how the layers are sharded over ranks: in pairs, by rows and by columns; a batch norm needs whole
         activations.
 
         Example:

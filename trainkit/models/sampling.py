@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: the most likely one, or a random one of the likely ones.
+    """The rule that chooses the next token: the most likely one, or a random one of the likely ones.
 
     Top-k sampling is that of Fan et al. 2018 (arXiv:1805.04833), top-p that of Holtzman et al. 2020
     (arXiv:1904.09751).
     """
 
     temperature: float = 0.0
-    """The scores are divided by it; 0 chooses the most likely token, without random numbers."""
+    """Divisor of the scores; 0 chooses the most likely token, without random numbers."""
     top_k: int | None = None
     """Draw only from the k most likely tokens; None: from all."""
     top_p: float | None = None
@@ -31,7 +31,7 @@ class Sampling:
 
         Args:
             scores: unnormalized logarithms of probabilities.
-            generator: on the device of the scores; None: torch's own.
+            generator: a generator on the device of the scores; None: the default one of torch.
 
         Example:
             >>> Sampling().choose(torch.tensor([[0.1, 0.7, 0.2]]))

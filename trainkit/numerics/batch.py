@@ -17,9 +17,9 @@ from trainkit.errors import Problem
 from trainkit.numerics.generators import hash64, mix64_array
 
 AT_EQUAL_CUT: Final = "only at an equal batch.micro_size"
-"""Words of the note of a run that is the same training on another number of replicas at an equal cut only."""
+"""Part of the note of a run that is the same training on another number of replicas only with equal microbatches."""
 CUT_UNKNOWN: Final = "coupling: not probed"
-"""Words of the note of a run of which that is not known. The page of a run looks for these notes."""
+"""Part of the note of a run for which this is unknown. The page of a run searches for these notes."""
 _ROUNDS: Final = 6
 """Separates draws by weight from the permutation of an epoch."""
 
@@ -80,7 +80,7 @@ class SampleOrder:
 
 
 class _Round:
-    """The round function of the half that it reads. The two halves swap widths every round."""
+    """The round function applied to one half. The two halves swap widths every round."""
 
     def __init__(self, key: int, bits: int, number: int) -> None:
         high, low = bits // 2, bits - bits // 2
@@ -130,7 +130,7 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How a dataset of `num_samples` is cut into steps and shards.
+    """The division of a dataset of `num_samples` into steps and shards.
 
     A step consists of the next `global_size` positions of the epoch's order; the last step of an epoch consists of the
     rest. A batch of b samples is cut into ceil(b / micro_size) contiguous shards whose sizes differ by at most one.
@@ -309,7 +309,7 @@ def _largest_micro(global_size: int, num_replicas: int) -> int:
 
 
 Request = tuple[int, list[int], list[int], list[int] | None]
-"""An epoch, samples of it, the sizes of the shards that they form, and their positions where samples repeat."""
+"""An epoch, samples of it, the sizes of the shards that they form, and their positions if samples repeat."""
 
 _BLOCK: Final = 1 << 16
 """Number of positions of the order computed at a time: 6 ms and half a megabyte."""
@@ -333,7 +333,7 @@ class Positions:
         self.block: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         """The samples at the positions from the block's start on."""
         self.version = 0
-        """Counts the blocks, so that a copy on a device can be recognized as outdated."""
+        """Number of computed blocks, by which a copy on a device is recognised as outdated."""
 
     def spans(self, ticket: Ticket) -> list[tuple[int, int]]:
         """Return the ranges of `block` that the shards take, in the ticket's order, adjacent ones joined."""
@@ -370,7 +370,7 @@ class Positions:
         return [self.plan.shard_size(ticket.step, shard) for shard in ticket.shards]
 
     def request(self, ticket: Ticket) -> Request:
-        """Return what a reader reads for a ticket."""
+        """Return the request to a reader for a ticket."""
         indices = self.indices(ticket).tolist()
         repeats = not isinstance(self.order, SampleOrder)
         return self.epoch(ticket), indices, self.sizes(ticket), self._places(ticket) if repeats else None

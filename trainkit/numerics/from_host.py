@@ -1,4 +1,4 @@
-"""Copy a few numbers of the host to a device without a wait for it."""
+"""Copy a few numbers from the host to a device without synchronisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The precision that scales its loss, and the keys that it alone reads; imports no torch, for the check of a config."""
+"""Name the precision with loss scaling, and the keys that only it reads; imports no torch, for the check of a
+config.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Final
 from trainkit.fields import OnlyWith
 
 SCALED: Final = "fp16_mixed"
-"""The value of `Precision` whose loss is scaled."""
+"""Value of `Precision` with loss scaling."""
 KEYS: Final = OnlyWith(
     keys=("initial_scale", "growth_interval", "min_scale", "max_overflows"),
     key="value",

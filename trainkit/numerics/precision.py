@@ -27,7 +27,7 @@ class Narrower:
 
     value: Value
     saves: str
-    """What it saves."""
+    """Saved memory, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Precision:
 
     @property
     def narrower(self) -> Narrower | None:
-        """The next precision that needs less memory; None where there is none, or where it saves little."""
+        """The next precision that needs less memory; None if there is none, or if it saves little."""
         if self.value == "fp64":
             return Narrower("fp32", "half of everything")
         if self.compute_dtype is torch.float32:
@@ -86,9 +86,7 @@ class Precision:
         return None
 
     def rule_without_cuda(self) -> str | None:
-        """Return what a config should say instead on a machine without CUDA GPUs; None where this precision has an
-        effect there.
-        """
+        """Return the alternative for a machine without CUDA GPUs; None if this precision has an effect there."""
         if self.value != "tf32":
             return None
         return "is a mode of CUDA GPUs, and there is none here. Use precision=fp32."
@@ -123,8 +121,8 @@ class Precision:
     def apply_globally(self, device_type: str, *, reproducible: bool = False) -> None:
         """Set the process-wide switches of CUDA: float32 matrix products, and the choice of convolution kernels.
 
-        cuDNN times its kernels for each shape of a convolution and takes the fastest, which rounds otherwise from one
-        process to the next; a reproducible run takes the kernel that cuDNN's heuristic names.
+        cuDNN times its kernels for each shape of a convolution and takes the fastest, which may round differently in
+        each process; a reproducible run takes the kernel that cuDNN's heuristic selects.
         """
         if device_type == "cuda":
             torch.backends.cudnn.benchmark = not reproducible

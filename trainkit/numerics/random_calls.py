@@ -1,8 +1,8 @@
 """Find code that may draw random numbers, by the names that its functions use.
 
 The compiled code of a function lists every name that the function looks up. A name such as `rand` or `bernoulli_` among
-them counts as a draw, also where it is something else. A draw behind a name that is found only while the code runs is
-not found: what relies on the answer must watch the generators as well.
+them counts as a draw, even if it means something else. A draw behind a name that is resolved at run time is not found:
+callers must watch the generators as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _BEGINS: Final = ("forward", "loss")
 
 
 def random_call(model: nn.Module, objective: object) -> str | None:
-    """Return what may draw random numbers in a step, such as `Net.forward calls randn`; None where nothing is found.
+    """Describe the first call in a step that may draw random numbers, such as `Net.forward calls randn`; None if none
+    is found.
 
     That is a random module of torch, or a function that uses the name of a random function. The methods `forward` of
     the model's modules and `loss` of the objective are read, and every method and function that is called by name from
@@ -62,7 +63,7 @@ def random_call(model: nn.Module, objective: object) -> str | None:
 
 
 def _first_call(methods: dict[str, list[FunctionType]]) -> str | None:
-    """Return the first use of a random function in what is reachable from the methods that a step calls."""
+    """Return the first use of a random function that is reachable from the methods that a step calls."""
     pending = [function for name in _BEGINS for function in methods.get(name, ())]
     seen = {function.__code__ for function in pending}
     while pending:
@@ -86,13 +87,13 @@ def _first_call(methods: dict[str, list[FunctionType]]) -> str | None:
 
 
 def _is_random(value: object) -> bool:
-    """Return whether a value is a module or generator of random numbers, or a method of one under any name."""
+    """Return whether a value is a module or generator of random numbers, or a method of such an object."""
     of_module = any(value is module for module in _MODULES)
     return of_module or isinstance(value, _GENERATORS) or isinstance(getattr(value, "__self__", None), _GENERATORS)
 
 
 def _methods(kinds: Iterable[type]) -> dict[str, list[FunctionType]]:
-    """Return the methods of classes and of those they inherit from, by name."""
+    """Return the methods of classes and their base classes, by name."""
     found: dict[str, list[FunctionType]] = {}
     for one in dict.fromkeys(parent for kind in kinds for parent in kind.__mro__):
         if one is not object and draws_of(one) is not Draws.nothing:
@@ -102,7 +103,7 @@ def _methods(kinds: Iterable[type]) -> dict[str, list[FunctionType]]:
 
 
 def _own(value: object) -> Iterator[FunctionType]:
-    """Yield the function behind a value, unless it is of a library."""
+    """Yield the function behind a value, unless it belongs to a library."""
     value = getattr(value, "__func__", value)
     value = getattr(value, "__wrapped__", value)
     if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in _LIBRARIES:

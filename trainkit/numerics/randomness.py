@@ -32,12 +32,12 @@ _EVALUATION: Final = name_id("evaluation()")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A position within the computation of a step."""
+    """A position in the computation of a step."""
 
     state: int
     """Hash of seed, step and shard."""
     counts: dict[int, int]
-    """How often each part was keyed in this shard."""
+    """Number of times each part was keyed in this shard."""
 
 
 class BlockKeys:
@@ -47,7 +47,7 @@ class BlockKeys:
 
     Args:
         devices: devices whose generators the model draws from (the CPU's is keyed as well).
-        drawing: which parts of the model may draw; None: determine it from the current classes.
+        drawing: the parts of the model that may draw; None: determine it from the current classes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
@@ -64,7 +64,7 @@ class BlockKeys:
     ) -> None:
         self._model, self._seed = ref(model), seed
         self.drawing = Drawing.of(model) if drawing is None else drawing
-        """Which parts of the model may draw."""
+        """Parts of the model that may draw."""
         self._state = 0
         self._counts: dict[int, int] = {}
         self._objective = Draws.nothing
@@ -72,7 +72,7 @@ class BlockKeys:
         self._generators = generators_of(devices)
         self._on_host = all(device.type == "cpu" for device in devices)
         self.silent = False
-        """Whether no key is set: nothing draws, and a graph that contains the hooks does without them."""
+        """Whether no key is set: nothing draws random numbers, or a captured graph contains the hooks."""
         self.names = tuple(name for name, _ in blocks_of(model) if name in self.drawing.keyed)
         self._register(model, lambda hook: hook)
         for module in model.modules():
@@ -86,7 +86,7 @@ class BlockKeys:
                 block.register_forward_hook(adapted(_hook(self, self._key_setter(name_id(f"{name}()")))))
 
     def retire(self) -> None:
-        """Remove the hooks: the model draws nothing, and compiled code checks each hook in each call."""
+        """Remove the hooks if the model draws nothing, because compiled code checks each hook in each call."""
         if (model := self._model()) is not None:
             forget_keys(model)
             self._watches_model = False
@@ -154,7 +154,7 @@ class BlockKeys:
             self._watch_model()
 
     def _watch_model(self) -> None:
-        """Key the objective again whenever the model has returned to it."""
+        """Key the objective again whenever a call of the model returns to the objective."""
         if self._watches_model:
             return
         self._watches_model = True
@@ -206,7 +206,7 @@ def noting_keys(note: Callable[[Callable[[], None]], None]) -> Iterator[None]:
 
 
 def forget_keys(model: nn.Module) -> None:
-    """Remove the key hooks from a copy of a model, which gets its own."""
+    """Remove the key hooks from a copy of a model, which gets its own hooks."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
             for number in [number for number, hook in hooks.items() if sets_key(hook)]:
@@ -232,12 +232,12 @@ def sample_key(seed: int, epoch: int, sample: int) -> int:
 
 
 def shard_key(seed: int, epoch: int, first: int) -> int:
-    """Return the key of what a collate draws for the shard that begins with a sample."""
+    """Return the key of the random numbers of a collate, for the shard whose first sample is `first`."""
     return key32(seed, epoch, first, 0x636F6C6C)
 
 
 def transform_key(seed: int, step: int, shard: int) -> int:
-    """Return the key of what a transform of batches draws for a shard of a step."""
+    """Return the key of the random numbers of a batch transform, for a shard of a step."""
     return key32(seed, step, shard, 0x62617463)
 
 
@@ -255,7 +255,7 @@ _RANDOM = (
 
 
 class Draws(IntEnum):
-    """Which generators some code may draw from."""
+    """Generators from which some code may draw."""
 
     nothing = 0
     torch = 1
@@ -265,14 +265,14 @@ class Draws(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Which parts of a model may draw random numbers; computed before a strategy changes the classes of its modules."""
+    """The parts of a model that may draw random numbers, computed before a strategy changes the classes of modules."""
 
     keyed: frozenset[str]
     """Blocks that are keyed on entry."""
     returned: frozenset[str]
     """Blocks after which the calling code is keyed again."""
     most: Draws
-    """The generators that the model's code may draw from at most."""
+    """Upper bound of the generators from which the model's code draws."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -328,9 +328,10 @@ def _inner_blocks(module: nn.Module, prefix: str, *, top: bool) -> Iterator[tupl
 
 
 def draws_nothing(block: nn.Module) -> bool:
-    """Return whether a block surely draws no random number in training: all its modules are torch's, none random.
+    """Return whether a block certainly draws no random numbers in training: all its modules are non-random ones of
+    torch.
 
-    A class of the user may call anything in its forward, so it counts as drawing unless it declares otherwise: a class
+    A user's class may call anything in its forward, so it counts as drawing unless it declares otherwise: the class
     attribute `draws_nothing = True` covers its own code, not the modules below it. Call this before a strategy changes
     the model: FSDP changes the classes of modules.
     """
@@ -338,12 +339,14 @@ def draws_nothing(block: nn.Module) -> bool:
 
 
 def _own_draws(module: nn.Module) -> Draws:
-    """Return what the code of this module itself may draw from."""
+    """Return the generators from which the code of this module itself may draw."""
     return Draws.torch if draws_at_random(module) else draws_of(type(module))
 
 
 def draws_of(kind: type) -> Draws:
-    """Return what the code of a class may draw from; a parent's `draws_nothing` does not cover overridden code."""
+    """Return the generators from which the code of a class may draw; a parent's `draws_nothing` does not cover
+    overridden code.
+    """
     found = _FOUND.get(kind)
     if found is None:
         found = _FOUND[kind] = _draws_of(kind)
@@ -362,7 +365,7 @@ def _draws_of(kind: type) -> Draws:
 
 
 _FOUND: Final[dict[type, Draws]] = {}
-"""Cache by class, because every step needs it."""
+"""Cache by class, because every step uses it."""
 
 
 def draws_at_random(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """The peak, throughout.
+    """The peak in every step.
 
     Example:
         >>> Constant()(7, 10)
@@ -125,7 +125,7 @@ class WarmupStableDecay:
     decay: float = 0.1
     """Share of the steps after warmup that decay, between 0 and 1."""
     shape: Literal["linear", "sqrt"] = "linear"
-    """linear: 1 - x; sqrt: 1 - sqrt(x), x the share of the decay that is behind."""
+    """linear: 1 - x; sqrt: 1 - sqrt(x), x the completed share of the decay."""
     end: float = 0.0
     """Factor where the decay would arrive after the last step."""
 
@@ -142,7 +142,7 @@ class WarmupStableDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class RateRange:
-    """Grow by the same ratio each step: first^(1 - x) last^x, x the share of the steps that is behind.
+    """Grow by the same ratio each step: first^(1 - x) last^x, x the completed share of the steps.
 
     The schedule of `trainkit find lr`.
 
@@ -172,7 +172,7 @@ Rule = Literal["linear", "sqrt", "none"]
 def scale_lr(base_lr: float, *, global_size: int, reference_size: int | None, rule: Rule) -> float:
     """Scale a learning rate tuned at one batch size to another.
 
-    linear: lr = base_lr * global_size / reference_size; sqrt: the square root of that ratio; none: as it is.
+    linear: lr = base_lr * global_size / reference_size; sqrt: the square root of that ratio; none: unchanged.
 
     Args:
         base_lr: peak learning rate tuned at `reference_size`.
@@ -241,7 +241,7 @@ class LearningRate:
         return self.peak * self.schedule(step - self.warmup_steps, self.num_steps - self.warmup_steps)
 
     def factor(self, step: int) -> float:
-        """Return the rate of update `step` over the base rate: the factor on every parameter group's own rate."""
+        """Return the rate of update `step` divided by the base rate: the factor on every parameter group's own rate."""
         return self(step) / self.base if self.base else 0.0
 
 

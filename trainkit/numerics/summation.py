@@ -28,7 +28,7 @@ class LaneNode:
         return range(self.first, num_lanes, self.stride)
 
     def children(self) -> tuple[LaneNode, LaneNode]:
-        """Return the two nodes of which this one is the sum, the lower lane first."""
+        """Return the two nodes whose sum is this node, the lower lane first."""
         return LaneNode(self.first, self.stride * 2), LaneNode(self.first + self.stride, self.stride * 2)
 
 

@@ -1,4 +1,4 @@
-"""Objectives: the loss of a shard, a sum with its weight, and the metrics that belong to a task.
+"""Objectives: the loss of a shard, as a sum with its weight, and the metrics of a task.
 
 They know no strategy: they get a model and a batch, and say in `needs` what else of the model they use.
 """

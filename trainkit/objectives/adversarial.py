@@ -1,4 +1,6 @@
-"""Generative adversarial training: a discriminator learns to recognise made images, and a generator to deceive it."""
+"""Generative adversarial training: a discriminator learns to recognise generated images, and a generator to deceive
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from trainkit.objectives.base import Collective, Loss, Metric, Model, Objective,
 
 @dataclass(frozen=True, kw_only=True)
 class Adversarial(Objective):
-    """The losses of a generative adversarial network, one a phase of a step; the generator's is the non-saturating one.
+    """The losses of a generative adversarial network, one per phase of a step; the generator has the non-saturating
+    loss.
 
     The model is called as `model(noise, "generator")` and `model(images, "discriminator")`, which gives logits; its
     parameters are `generator.*` and `discriminator.*`. Evaluation reports the discriminator's loss, and the
@@ -34,7 +37,7 @@ class Adversarial(Objective):
     phases: ClassVar[tuple[str, ...]] = ("discriminator", "generator")
 
     latent: Annotated[int, at_least(1)] = 16
-    """Numbers of noise an image: `latent` of the model."""
+    """Dimension of the noise vector: `latent` of the model."""
 
     def loss(self, model: Model, batch: Any) -> Loss:
         """Return the discriminator's loss."""
@@ -73,7 +76,7 @@ class _Probability(Metric):
 
 
 def _images(batch: Any) -> Tensor:
-    """Return the images of a batch, which may have labels beside them."""
+    """Return the images of a batch, which may also have labels."""
     first: Tensor = batch
     if isinstance(batch, Mapping):
         first = batch["input"]

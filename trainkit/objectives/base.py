@@ -1,4 +1,4 @@
-"""What a task computes on a batch: the loss to train on, and the metrics to monitor.
+"""Interface of objectives: the loss to train on, and the metrics to monitor.
 
 An objective returns the loss as a *sum* together with its weight, never as a mean: means of unequal shards cannot be
 combined, sums can. The trainer divides by the weight of the whole global batch.
@@ -48,14 +48,16 @@ Model = Callable[..., Any]
 
 
 class Access(Enum):
-    """What an objective may need of the model besides its outputs for one input; the values are parts of sentences."""
+    """Access to the model that an objective may need besides outputs for one input; the values are parts of
+    sentences.
+    """
 
     calls = "runs the model itself"
-    """`loss` calls the model: several times, with other inputs, or with what a pipeline's last stage does not have."""
+    """`loss` calls the model itself (repeatedly, or with other inputs), which a pipeline's last stage cannot do."""
     methods = "calls methods or parts of the model"
-    """`model.encode(x)`, `model.layers[0](x)`: not through the model's own `forward`."""
+    """`model.encode(x)`, `model.layers[0](x)`: not through `forward` of the model."""
     parameters = "reads the parameters of the model"
-    """`model.parameters()`, for a penalty on weights: whole, and with their gradients."""
+    """`model.parameters()`, unsharded and with their gradients, for example for a penalty on weights."""
     derivatives = "differentiates the model by its inputs"
     """`torch.autograd.grad(outputs, inputs, create_graph=True)`, for a gradient penalty; gradients are then on in
     evaluation, too.
@@ -88,7 +90,7 @@ class Metric(ABC):
 
     @abstractmethod
     def update(self, loss: Loss, batch: Any) -> None:
-        """Count one batch. It calls no collective and does not synchronize with the device."""
+        """Count one batch. Must not call a collective or synchronize with the device."""
 
     @abstractmethod
     def compute(self, collective: Collective) -> Result:
@@ -101,12 +103,12 @@ class Metric(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What an evaluation after the training reports besides the metrics of the objective."""
+    """Additional metrics that an evaluation after the training reports."""
 
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """New metrics, by name."""
     notes: tuple[str, ...] = ()
-    """What is not reported, and why."""
+    """Notes about metrics that are not reported, with the reason."""
 
 
 class Objective(ABC):
@@ -118,9 +120,9 @@ class Objective(ABC):
     """The names in `Loss.terms` of every shard; the mean of each over all targets is logged: `train/NAME`, `val/NAME`.
     """
     needs: ClassVar[frozenset[Access]] = frozenset()
-    """What `loss` needs of the model besides its outputs; a strategy that cannot give it refuses the objective.
+    """Access to the model that `loss` needs besides outputs; a strategy that cannot provide it refuses the objective.
 
-    `Access.calls` need not be named: whatever has a `loss` of its own runs the model itself.
+    Every class that overrides `loss` needs `Access.calls`; it need not list it.
     """
     log_scores: ClassVar[bool] = False
     """Whether outputs are scores whose softmax over the last dim gives probabilities, which an ensemble averages."""
@@ -131,8 +133,8 @@ class Objective(ABC):
     """
 
     phases: ClassVar[tuple[str, ...]] = ()
-    """Names of the phases of a step, in order: each has a loss of its own (`phase_loss`) and the optimizer of its name
-    in `optimizers`. Empty: a step is one pass with `loss`.
+    """Names of the phases of a step, in order: each has its own loss (`phase_loss`) and the optimizer with its name in
+    `optimizers`. Empty: a step is one pass with `loss`.
     """
 
     @abstractmethod
@@ -144,7 +146,7 @@ class Objective(ABC):
 
     @property
     def takes_hidden(self) -> bool:
-        """Whether `loss` may be computed inside the output layer of a model that offers it."""
+        """Whether `loss` may be computed inside the output layer of a model that supports this."""
         return True
 
     def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
@@ -167,8 +169,8 @@ class Objective(ABC):
         """Return the weight of a sample if it is the same for all and does not depend on its targets.
 
         Args:
-            sample: any one sample of the dataset, not collated; None if `data.collate` makes the batches, so that only
-                a weight that no sample decides is known.
+            sample: any one sample of the dataset, not collated; None if `data.collate` makes the batches; then only a
+                weight independent of the sample is known.
 
         Returns:
             The weight; None if it must be counted batch by batch; the loss is then divided by a planned power of two.
@@ -177,7 +179,7 @@ class Objective(ABC):
         return 1.0
 
     def planned_weight_per_sample(self, sample: Any) -> float:
-        """Return the approximate weight of a sample; where weights are counted, the divisor of the loss is planned from
+        """Return the approximate weight of a sample; if weights are counted, the divisor of the loss is derived from
         it.
         """
         known = self.weight_per_sample(sample)
@@ -188,7 +190,7 @@ class Objective(ABC):
         return {}
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
-        """Return what an evaluation after the training reports besides `metrics`.
+        """Return the additional metrics of an evaluation after the training.
 
         Args:
             dataset: the split, which may have the names of its classes or the bytes of its tokens.
@@ -198,11 +200,11 @@ class Objective(ABC):
         return Details()
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
-        """Return what is wrong with this objective for a model and its samples, before anything starts.
+        """Return the problems of this objective for a model and its samples, before anything starts.
 
         Args:
-            model: possibly without data, on the meta device.
-            sample: any one sample of the dataset, not collated; None where none can be read beforehand.
+            model: the model, possibly without data, on the meta device.
+            sample: any one sample of the dataset, not collated; None if no sample can be read beforehand.
         """
         del model, sample
         return []
@@ -224,10 +226,10 @@ class Supervised(Objective):
     target: Fields = None
     """The field of the targets; None: the common names."""
     _has_hidden_loss: ClassVar[bool] = False
-    """The value of `takes_hidden`, found where a class is defined."""
+    """The value of `takes_hidden`, computed when a class is defined."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Compare which classes define the loss, and the two ways to compute it."""
+        """Record whether `loss_from_hidden` is as specific as `score`, so that it may replace it."""
         super().__init_subclass__(**settings)
         order = cls.__mro__
         is_newer = order.index(_definer(order, "loss_from_hidden")) <= order.index(_definer(order, "score"))
@@ -238,7 +240,7 @@ class Supervised(Objective):
 
         Raises:
             ConfigError: there is no field of a given name.
-            DataError: no name is given, and the structure of the batch leaves open which fields are meant.
+            DataError: no name is given, and the fields are ambiguous.
         """
         return split_batch(batch, self.input, self.target)
 
@@ -247,7 +249,7 @@ class Supervised(Objective):
         inputs, targets = self.split_batch(batch)
         given = inputs if isinstance(self.input, list | tuple) else (inputs,)
         offered = None
-        if self.takes_hidden and not torch.compiler.is_compiling():  # one graph of a whole step has the loss in it
+        if self.takes_hidden and not torch.compiler.is_compiling():  # a graph of a whole step contains the loss
             offered = output_layer_of(model)
         if offered is None:
             return self.score(model(*given), targets)
@@ -263,8 +265,8 @@ class Supervised(Objective):
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Any) -> Loss:
         """Sum the loss of the scores of an output layer, given its inputs, without holding all scores.
 
-        Called in training for a model that offers its output layer; the loss has no outputs. It is the loss of `score`,
-        to rounding: a class that replaces `score` replaces this too, or its scores are used.
+        Called in training for a model with `output_layer`; the loss has no outputs. It must equal the loss of `score`
+        up to rounding. Override this together with `score`; otherwise `score` is used.
 
         Args:
             hidden: (samples, ..., features), on the device of the layer.
@@ -283,7 +285,9 @@ class Supervised(Objective):
         return scores_of(outputs, getattr(self, "output", None))
 
     def notes(self, model: nn.Module, sample: Any) -> list[str]:
-        """Return whether the model would compute its own loss, with more of a sample than this objective uses."""
+        """Return whether the model would compute its own loss, from more fields of a sample than this objective
+        uses.
+        """
         why = reason_for_scores(model) if self.takes_hidden else None
         kept = [] if why is None else [f"the loss is computed from all scores: {why}."]
         taken, _ = parameters_of(model)
@@ -295,7 +299,7 @@ class Supervised(Objective):
         named = f"{type(model).__name__} computes its own loss"
         return [
             *kept,
-            f"{named}, and this objective leaves out {', '.join(rest)}: objective=own_loss passes every field.",
+            f"{named}, and this objective ignores {', '.join(rest)}: objective=own_loss passes every field.",
         ]
 
     @abstractmethod
@@ -309,7 +313,7 @@ def _definer(order: tuple[type, ...], name: str) -> type:
 
 
 def parameters_of(model: nn.Module) -> tuple[tuple[str, ...], bool]:
-    """Return the names of the arguments of a model's `forward`, and whether it takes others by name, too.
+    """Return the names of the arguments of a model's `forward`, and whether it takes further ones by keyword.
 
     Example:
         >>> parameters_of(nn.Linear(2, 2))
@@ -321,7 +325,7 @@ def parameters_of(model: nn.Module) -> tuple[tuple[str, ...], bool]:
 
 
 def needs_of(objective: Objective) -> frozenset[Access]:
-    """Return what the loss of an objective needs of the model, `Access.calls` included.
+    """Return the access to the model that the loss of an objective needs, including `Access.calls`.
 
     Example:
         >>> from trainkit.objectives.classification import Classification

@@ -46,7 +46,7 @@ class TopK(Metric):
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Supervised):
-    """Cross entropy over classes, summed over samples; accuracy, and top-k beside it.
+    """Cross entropy over classes, summed over samples; metrics: accuracy and top-k.
 
     With class weights, the weight of a sample is that of its class, and the loss is the weighted mean, as in torch.
 
@@ -65,7 +65,7 @@ class Classification(Supervised):
     label_smoothing: Annotated[float, below(0, 1)] = 0.0
     """Share of each target spread evenly over all classes, in [0, 1)."""
     class_weights: list[float] | None = None
-    """A weight a class; null weighs all alike."""
+    """One weight per class; null weighs all classes equally."""
     top_k: Annotated[list[int], cosmetic, unit("classes")] = field(default_factory=list)
     """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
     input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
@@ -73,7 +73,7 @@ class Classification(Supervised):
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
+    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -88,7 +88,7 @@ class Classification(Supervised):
             rule = "every k must be 2 or more (accuracy is k = 1 and always there)."
             found.append(Problem(key="objective.top_k", value=self.top_k, rule=rule))
         if self.class_weights is not None and (not self.class_weights or min(self.class_weights) < 0):
-            rule = "needs one weight a class, none negative."
+            rule = "needs one weight per class, none negative."
             found.append(Problem(key="objective.class_weights", value=self.class_weights, rule=rule))
         return found
 

@@ -1,4 +1,4 @@
-"""Which classes are mistaken for which, and what each class comes to."""
+"""The confusion matrix of classes, and precision and recall of each class."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trainkit.objectives.tables import Table
 
 
 class ConfusionMatrix(Metric):
-    """A row a true class: how many of its samples were given to each class. Counts are exact on any number of ranks.
+    """One row per true class: the number of its samples predicted as each class. Counts are exact on any number of
+    ranks.
 
     Outputs are scores with the classes in the last dim, targets class numbers of the other dims.
 
     Args:
-        num_classes: classes.
-        names: of the classes; their numbers by default.
+        num_classes: number of classes.
+        names: names of the classes; their numbers by default.
         ignore_index: the target of a padded place, which does not count.
     """
 
@@ -30,7 +31,7 @@ class ConfusionMatrix(Metric):
         if num_classes < 2:
             raise ConfigError([Problem(key="num_classes", value=num_classes, rule="must be 2 or more.")])
         if names is not None and len(names) != num_classes:
-            raise ConfigError([Problem(key="names", value=list(names), rule=f"must be {num_classes}, one a class.")])
+            raise ConfigError([Problem(key="names", value=list(names), rule=f"must be {num_classes}, one per class.")])
         self._size, self._ignored = num_classes, ignore_index
         self._names = list(map(str, range(num_classes))) if names is None else list(names)
         self._counts = torch.zeros(num_classes * num_classes + 1, dtype=torch.float64)
@@ -43,7 +44,7 @@ class ConfusionMatrix(Metric):
             raise TrainingError(f"a confusion matrix of {self._size} classes got scores of {scores.shape[-1]}.")
         guesses = scores.argmax(dim=-1).flatten()
         counted = labels != self._ignored
-        # What does not count is added to the last place.
+        # Ignored targets are added to the last place.
         places = torch.where(counted, labels * self._size + guesses, self._size * self._size)
         self._counts = self._counts.to(scores.device)
         self._counts.index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
@@ -62,7 +63,7 @@ class PerClass(ConfusionMatrix):
     """Precision, recall, F1 and number of samples of each class; NaN where a share is 0 / 0."""
 
     def compute(self, collective: Collective) -> Table:
-        """Return a row a class."""
+        """Return one row per class."""
         matrix = self._matrix(collective).cpu()
         hits, true, guessed = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
         columns = (hits / guessed, hits / true, 2 * hits / (true + guessed), true)

@@ -46,7 +46,9 @@ def class_details(dataset: Any, *, batch_size: int) -> Details:
 
 
 def token_details(dataset: Any, *, batch_size: int, ignore_index: int) -> Details:
-    """Return the details of a language model: bits a byte where the data tells the bytes of a token, worst windows."""
+    """Return the details of a language model: bits per byte if the data has the bytes of each token, and the worst
+    windows.
+    """
     metrics: dict[str, Metric] = {}
     notes: tuple[str, ...] = ()
     sizes = getattr(dataset, "token_bytes", None)
@@ -63,9 +65,9 @@ def _named(metric: type[ConfusionMatrix], names: Sequence[str] | None, num_class
 
 
 class OfClasses(Metric):
-    """A metric that must know the number of classes, which is read from the first outputs.
+    """A metric whose number of classes is read from the first outputs.
 
-    Outputs that are not (samples, classes) with one class number a sample are not counted.
+    Outputs that are not (samples, classes) with one class number per sample are not counted.
     """
 
     gives_table = True
@@ -95,7 +97,8 @@ class OfClasses(Metric):
 
 
 class Calibration(OfClasses):
-    """Expected calibration error, 15 bins: the mean distance of the confidence in a guess from its accuracy.
+    """Expected calibration error, 15 bins: the mean difference between the confidence of predictions and their
+    accuracy.
 
     Source: Guo et al. 2017, arXiv:1706.04599, section 2.
     """
@@ -141,7 +144,7 @@ class Worst(Metric):
         self._kept = torch.zeros(0, 6, dtype=torch.float64)  # loss, batch, offset, target, guess, probability
 
     def update(self, loss: Loss, batch: Any) -> None:
-        """Keep the highest losses of this batch and of those before."""
+        """Keep the highest losses of this batch and of the previous ones."""
         del batch
         place, self._place = self._place, self._place + 1
         found = self._losses_of(loss)
@@ -156,7 +159,7 @@ class Worst(Metric):
         self._kept = rows[order]
 
     def compute(self, collective: Collective) -> Table:
-        """Return a row a sample: its place in the split, loss, target, guess and the probability of the guess."""
+        """Return one row per sample: its index in the split, loss, target, guess and the probability of the guess."""
         rows = torch.full((self._count, 6), -math.inf, dtype=torch.float64)
         rows[: len(self._kept)] = self._kept.cpu()
         found = []
@@ -191,7 +194,7 @@ class BitsPerByte(Metric):
         self._tally.add(loss.loss_sum, torch.where(counted, sizes, 0.0).sum())
 
     def compute(self, collective: Collective) -> float:
-        """Return the bits a byte over all ranks."""
+        """Return the bits per byte over all ranks."""
         return self._tally.mean(collective) / math.log(2)
 
 

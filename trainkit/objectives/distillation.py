@@ -42,17 +42,17 @@ class Distillation(Objective):
     teacher: Any
     """The folder of a run that trained it, or a node with `_target_` that builds a model with its weights."""
     teacher_checkpoint: Literal["best", "last"] = "best"
-    """Which checkpoint of the teacher's run."""
+    """The checkpoint of the teacher's run."""
     temperature: Annotated[float, above(0)] = 2.0
-    """Both models' scores are divided by it: the higher, the more the less likely classes count."""
+    """Divisor of the scores of both models; a higher value gives unlikely classes more weight."""
     share: Annotated[float, within(0, 1)] = 0.5
-    """The part of the loss that is the teacher's; the rest is that of the targets."""
+    """The share of the teacher in the loss; the rest is the share of the targets."""
     input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
     """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
+    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
     _teacher: FrozenModel = field(init=False, repr=False, compare=False)
@@ -89,5 +89,5 @@ class Distillation(Objective):
 
 
 def _exact(scores: Tensor) -> Tensor:
-    """Return scores in float32, or in float64 if they are: a sum of logarithms in bf16 keeps two digits."""
+    """Return scores in float32, or float64 if they already are: a sum of logarithms in bf16 keeps two digits."""
     return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()

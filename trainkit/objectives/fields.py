@@ -11,14 +11,14 @@ from torch import Tensor
 from trainkit.errors import ConfigError, DataError, Problem, TrainingError
 
 Field = str | int
-"""The key of a field in a dict or dataclass, or its place in a tuple."""
+"""The key of a field in a dict or dataclass, or its index in a tuple."""
 Fields = Field | Sequence[Field] | None
 """One field, several fields, or None for the common names."""
 
 INPUTS: Final = ("input", "inputs", "x", "image", "images", "pixel_values", "input_ids", "features")
-"""Keys of the input, where `objective.input` names none."""
+"""Keys of the input, if `objective.input` names none."""
 TARGETS: Final = ("target", "targets", "y", "label", "labels")
-"""Keys of the target, where `objective.target` names none."""
+"""Keys of the target, if `objective.target` names none."""
 
 
 def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tuple[Any, Any]:  # noqa: A002 - the key's name
@@ -32,7 +32,7 @@ def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tupl
 
     Raises:
         ConfigError: a field that `objective.input` or `objective.target` names does not exist.
-        DataError: nothing names the fields, and the structure leaves them open.
+        DataError: the fields are not named, and ambiguous.
 
     Example:
         >>> split_batch({"input": 1, "target": 2}), split_batch(("a", "b", "c"), 0, 2)
@@ -52,7 +52,7 @@ def input_of(batch: Any, input: Fields = None) -> Any:  # noqa: A002 - the key's
 
     Raises:
         ConfigError: there is no field of a given name.
-        DataError: no name is given, and the structure of the batch leaves open which field is meant.
+        DataError: no name is given, and the field is ambiguous.
 
     Example:
         >>> input_of({"image": 1}), input_of((2, 3)), input_of("text")
@@ -72,7 +72,7 @@ def input_of(batch: Any, input: Fields = None) -> Any:  # noqa: A002 - the key's
 
 
 def named_fields(batch: Any) -> Mapping[Field, Any]:
-    """Return the fields of a sample or batch: key -> value, or place -> value; empty where it has no fields.
+    """Return the fields of a sample or batch: key -> value, or index -> value; empty if it has no fields.
 
     Example:
         >>> named_fields((3, 4))
@@ -162,7 +162,7 @@ def _chosen(
 
 
 def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: str, batch: Any) -> Field:
-    """Return the only field of a common name, or the place in a pair."""
+    """Return the only field of a common name, or the index in a pair."""
     found = [name for name in names if name in named]
     if len(found) == 1:
         return found[0]
@@ -172,8 +172,8 @@ def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: 
     got = f"has the fields {held}" if held else f"is one {type(batch).__name__}"
     why = f"{' and '.join(found)} may both be the {what}" if found else f"none is known as the {what}"
     raise DataError(
-        f"a sample {got}, and {why}. Name the fields: objective.input=NAME objective.target=NAME, where NAME is a key, "
-        "or a place in a tuple, from 0."
+        f"a sample {got}, and {why}. Name the fields: objective.input=NAME objective.target=NAME, where NAME is a "
+        f"key, or an index in a tuple, from 0."
     )
 
 
@@ -186,12 +186,12 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
 
     Args:
         outputs: a tensor, or several in a tuple, a dict or a dataclass.
-        output: the key or place of the scores; None: the tensor itself, or the `logits` of an output like those of
+        output: the key or index of the scores; None: the tensor itself, or the `logits` of an output like those of
             Hugging Face.
 
     Raises:
         ConfigError: there is no such output.
-        TrainingError: nothing names the output, and the model returns several.
+        TrainingError: the output is not named, and the model returns several.
 
     Example:
         >>> import torch
@@ -216,7 +216,7 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
     name = f"a {type(outputs).__name__}" if not named else _described(outputs)
     raise TrainingError(
         f"the model returns {name}, and this objective scores a tensor, or an output with `logits`. Name the output: "
-        "objective.output=NAME, a key, or a place in a tuple, from 0."
+        "objective.output=NAME, a key, or an index in a tuple, from 0."
     )
 
 

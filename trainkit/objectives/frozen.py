@@ -1,4 +1,4 @@
-"""Models that an objective reads and does not train, such as the teacher of a distillation."""
+"""Models that an objective runs but does not train, such as the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LoadRun = Callable[[str, Literal["best", "last"]], nn.Module]
 class FrozenModel:
     """A model in evaluation mode, without gradients, on the device of its inputs.
 
-    It is an attribute of an objective, so that it is no part of the trained model, of the optimizer or of a checkpoint.
-    Each process that computes a loss has one copy a device, in the dtype that the run's precision gives parameters.
+    It is an attribute of an objective, so it is not part of the trained model, the optimizer or a checkpoint. Each
+    process that computes a loss has one copy per device, in the dtype of the run's parameters.
 
     Args:
         source: the model, or the folder of a run that trained it.
-        checkpoint: which checkpoint of a run folder.
+        checkpoint: the checkpoint of a run folder to load.
 
     Example:
         >>> teacher = FrozenModel(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)))
@@ -42,7 +42,9 @@ class FrozenModel:
         self._lock = Lock()  # replicas of one process share the objective
 
     def bind(self, *, dtype: torch.dtype, load: LoadRun) -> None:
-        """Set the dtype of its parameters and what loads a run folder; the model is loaded when it is first called."""
+        """Set the dtype of its parameters and the function that loads a run folder; the model is loaded when it is
+        first called.
+        """
         self._dtype, self._load = dtype, load
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,5 +75,5 @@ class FrozenModel:
         if isinstance(self.source, nn.Module):
             return self.source
         if self._load is None:
-            raise TrainingError(f"nothing has been set that loads {self.source}: call bind before the first batch.")
+            raise TrainingError(f"no function was set to load {self.source}: call bind before the first batch.")
         return self._load(self.source, self.checkpoint)

@@ -37,7 +37,7 @@ class LanguageModelling(Supervised):
     log_scores: ClassVar[bool] = True
 
     padding: bool = True
-    """Whether training samples may hold padding; false saves counting, and divides the loss before backward."""
+    """Whether training samples may hold padding; false skips counting and divides the loss before backward."""
     ignore_index: int = -100
     """The target of a padded place."""
     input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
@@ -45,9 +45,9 @@ class LanguageModelling(Supervised):
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
+    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
     cross_entropy: Annotated[Literal["chunked", "plain", "liger"], speed] = "chunked"
-    """How the loss is computed in training: in the output layer of a model that offers it, `chunked` or by `liger`, a
+    """Computation of the loss in training: in the output layer of a model that declares one, `chunked` or by `liger`, a
     kernel for GPUs; or `plain`, from all scores, as for other models.
     """
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class LanguageModelling(Supervised):
 
     @property
     def takes_hidden(self) -> bool:
-        """Whether `loss_from_hidden` is used, if the model offers its output layer."""
+        """Whether `loss_from_hidden` is used, if the model declares its output layer."""
         return self.cross_entropy != "plain" and self.output is None and super().takes_hidden
 
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
@@ -106,12 +106,12 @@ class LanguageModelling(Supervised):
         return {"perplexity": Perplexity(), **fresh_metrics(self.extra_metrics)}
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
-        """Return the bits a byte, where the data tells the bytes of a token, and the worst windows."""
+        """Return the bits per byte, if the data has the bytes of each token, and the worst windows."""
         return token_details(dataset, batch_size=batch_size, ignore_index=self.ignore_index)
 
 
 class Perplexity(Metric):
-    """e to the mean loss of a token: the number of equally likely tokens with the same loss."""
+    """exp(mean loss of a token): the number of equally likely tokens with the same loss."""
 
     def __init__(self) -> None:
         self._tally = RunningMean()

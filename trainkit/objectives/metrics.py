@@ -59,12 +59,12 @@ class TorchMetric(Metric):
         self._metric.distributed_available_fn = lambda: collective.num_ranks > 1
         self._metric.dist_sync_fn = lambda state, **_group: gather_ragged(state, collective)
         with warnings.catch_warnings():
-            # A rank without samples computes too: its states come from the others.
+            # A rank without samples computes the metric too, from the states of the other ranks.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value: Any = self._metric.compute()
         if isinstance(value, Tensor) and value.numel() == 1:
             return float(value)
-        if isinstance(value, tuple | list):  # a curve: its axes by number
+        if isinstance(value, tuple | list):  # the axes of a curve, by number
             return {str(place): axis for place, axis in enumerate(value)}
         found: Result = value
         return found
@@ -93,7 +93,7 @@ _DTYPES: Final = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, t
 
 
 def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:
-    """Return empty copies of the metrics in a config: trainkit's as they are, others through `TorchMetric`."""
+    """Return empty copies of the metrics in a config: those of trainkit directly, others through `TorchMetric`."""
     return {
         name: copy.deepcopy(metric) if isinstance(metric, Metric) else TorchMetric(metric)
         for name, metric in configured.items()
@@ -101,4 +101,4 @@ def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:
 
 
 __getattr__ = partial(moved_attribute, __name__)
-"""Returns a class that was once here."""
+"""Function that returns a class that has moved from this module."""

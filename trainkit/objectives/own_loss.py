@@ -48,12 +48,12 @@ class ModelComputesLoss(Objective):
     labels: str = "labels"
     """The key of the targets in a batch; in a tuple they are its last element."""
     ignore_index: int = -100
-    """Targets that the model leaves out of its mean."""
+    """Targets that the model ignores in its mean."""
     shifted: bool = False
-    """Whether the model predicts each next label itself, so that the first of a row is no target (causal models)."""
+    """Whether the model shifts the labels itself, so that the first of a row is not a target (causal models)."""
     cross_entropy: Annotated[Literal["chunked", "plain"], speed] = "chunked"
-    """How the loss of a causal model of transformers is computed in training, with `shifted`: `chunked`, in its output
-    layer, without all scores; or as the model does.
+    """Computation of the loss of a causal model of transformers in training, with `shifted`: `chunked`, in its output
+    layer, without all scores; or by the model's own code.
     """
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """Metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
@@ -84,12 +84,12 @@ class ModelComputesLoss(Objective):
             raise TrainingError(
                 "the model reports no loss: objective=own_loss needs `loss`, one number, in its output."
             )
-        # The mean over no target is NaN, and so would be the step.
+        # The mean over no targets is NaN, which would make the step NaN.
         loss_sum = torch.where(weight > 0, mean.reshape(()) * weight, 0.0)
         return Loss(loss_sum, weight, None, _part(output, "logits", 1), labels)
 
     def _is_plain(self, model: Model, batch: Any) -> bool:
-        """Return whether the model's own loss is the cross entropy of each next label."""
+        """Return whether the loss of the model is the plain cross entropy of each next label."""
         if torch.compiler.is_compiling() or self.cross_entropy == "plain":
             return False
         if not self.shifted or self.ignore_index != -100:
@@ -111,7 +111,7 @@ class ModelComputesLoss(Objective):
         return Loss(loss_sum, (following != self.ignore_index).sum(), None, None, labels)
 
     def predict(self, model: Model, batch: Any) -> Any:
-        """Run the model on a batch, whose labels are left out, and return the scores."""
+        """Run the model on a batch without its labels, and return the scores."""
         if isinstance(batch, Mapping):
             output = model(**{name: value for name, value in batch.items() if name != self.labels})
         else:
@@ -168,5 +168,5 @@ def _part(output: Any, name: str, position: int) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a class by the name that it once had."""
+    """Return a class by its old name."""
     return moved_attribute(__name__, name)

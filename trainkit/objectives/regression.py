@@ -30,15 +30,15 @@ class Regression(Supervised):
     draws_nothing: ClassVar[bool] = True
 
     error: Literal["mse", "l1", "huber"] = "mse"
-    """What is summed: squared, absolute, or absolute beyond `delta` and squared within."""
+    """Error to sum: squared, absolute, or absolute beyond `delta` and squared within."""
     delta: Annotated[float, above(0)] = 1.0
-    """Where Huber's error turns from squared to absolute; only `huber` reads it."""
+    """Threshold at which Huber's error changes from squared to absolute; only used by `huber`."""
     input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
     """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
     target: Annotated[Field | None, maths(neutral=None)] = None
     """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or place; null: the only one, or `logits`."""
+    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 

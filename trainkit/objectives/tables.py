@@ -21,7 +21,7 @@ MAX_CELLS: Final = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of text and numbers, such as a line a class.
+    """Rows of text and numbers, such as one line per class.
 
     Example:
         >>> Table(columns=("class", "recall"), rows=(("cat", 0.5), ("dog", 1.0))).markdown().splitlines()[2]
@@ -30,19 +30,20 @@ class Table:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    """Each has a cell a column."""
+    """The rows, with one cell per column."""
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
-            raise TrainingError(f"every row of a table needs {len(self.columns)} cells, one a column.")
+            raise TrainingError(f"every row of a table needs {len(self.columns)} cells, one per column.")
 
     @classmethod
     def of(cls, values: Tensor, names: Sequence[str] | None = None) -> Table:
-        """Return the table of a tensor: a vector as a row an element, a matrix as it is, more dims by their indices.
+        """Return the table of a tensor: a vector has one row per element, a matrix its own rows, and more dims are
+        flattened with their indices.
 
         Args:
-            values: of any device and dtype.
-            names: of the rows, and of the columns of a square matrix; their numbers by default.
+            values: a tensor on any device, of any dtype.
+            names: names of the rows, and of the columns of a square matrix; their numbers by default.
 
         Example:
             >>> import torch
@@ -75,21 +76,21 @@ class Table:
         return len(self.columns) * len(self.rows)
 
     def markdown(self, most: int = 200) -> str:
-        """Return the table as Markdown; of more than `most` rows the first."""
+        """Return the table as Markdown; if there are more than `most` rows, only the first ones."""
         lines = [self.columns, ["---"] * len(self.columns), *self.rows[:most]]
         text = "\n".join("| " + " | ".join(map(_text, line)) + " |" for line in lines)
         return text if len(self.rows) <= most else f"{text}\n\n{len(self.rows) - most:,} more rows"
 
 
 Result = float | Tensor | Table | Mapping[str, Any]
-"""What a metric may give: a number, a tensor, a table, or several of these by name."""
+"""Result of a metric: a number, a tensor, a table, or several of these by name."""
 
 
 def results_of(name: str, value: Result | object) -> tuple[dict[str, float], dict[str, Table]]:
-    """Sort what a metric gives into numbers and tables, by name; those of a mapping are `name/key`.
+    """Sort the result of a metric into numbers and tables, by name; entries of a mapping are named `name/key`.
 
     Raises:
-        TrainingError: it is something else.
+        TrainingError: the result is something else.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The terms of a loss, which are logged by their names beside it."""
+"""The terms of a loss, which are logged by their names in addition to the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.objectives.base import Loss, Objective
 def add_terms(sums: dict[str, Tensor], objective: Objective, loss: Loss) -> None:
     """Add the terms of a shard's loss to sums by name, detached; nothing is read from the device.
 
-    It runs for every shard: `terms_of` words the error where a quick look finds one.
+    It runs for every shard, so it only makes a quick check; `terms_of` builds the error message.
     """
     names, terms = objective.term_names, loss.terms
     if terms is None:
@@ -31,7 +31,7 @@ def add_terms(sums: dict[str, Tensor], objective: Objective, loss: Loss) -> None
 
 
 def terms_of(objective: Objective, loss: Loss) -> Mapping[str, Tensor]:
-    """Return the terms of a shard's loss; empty where the objective names none.
+    """Return the terms of a shard's loss; empty if the objective names none.
 
     Raises:
         TrainingError: the terms are not those of `Objective.term_names`, or one is not a single number.

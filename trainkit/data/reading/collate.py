@@ -14,18 +14,18 @@ from trainkit.errors import DataError
 
 
 class CollateFunction(Protocol):
-    """Makes a batch of samples."""
+    """Function that makes a batch of samples."""
 
     def __call__(self, samples: Sequence[Any], indices: Sequence[int], /) -> Any:
         """Return the batch; `indices` are the indices of the samples in the dataset, for messages."""
 
 
 MoveBatch = Callable[[Any], Any]
-"""Returns a batch, of any structure, on the device of a loader."""
+"""Function that returns a batch of any structure on the device of a loader."""
 
 
 REMEDY: Final = "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
-"""What to do about samples that cannot be stacked."""
+"""Advice about samples that cannot be stacked."""
 
 
 def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
@@ -86,7 +86,7 @@ def _require_same_keys(sample: Mapping[str, Any], first: Mapping[str, Any]) -> M
 
 
 def _first_odd_one(samples: Sequence[Any], indices: Sequence[int], error: Exception) -> str:
-    """Find the sample that causes the error: the first that cannot be collated alone, or with the first."""
+    """Find the sample that causes the error: the first one that cannot be collated alone, or together with sample 0."""
     for sample, index in zip(samples, indices, strict=True):
         try:
             stack([sample])
@@ -97,8 +97,8 @@ def _first_odd_one(samples: Sequence[Any], indices: Sequence[int], error: Except
             stack([samples[0], sample])
         except (TypeError, ValueError, RuntimeError, KeyError):
             return (
-                f"sample {index} cannot stand in a batch with sample {indices[0]}: "
-                f"{shape_text(sample)} beside {shape_text(samples[0])}. {REMEDY}"
+                f"sample {index} cannot be in a batch with sample {indices[0]}: "
+                f"{shape_text(sample)} differs from {shape_text(samples[0])}. {REMEDY}"
             )
     return f"samples {indices[0]} to {indices[-1]} cannot be stacked: {error}"
 
@@ -147,7 +147,7 @@ def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors that `to_device` moves, in its order; objects with a method `to` move what they hold."""
+    """Yield the tensors that `to_device` moves, in its order; objects with a method `to` move their own content."""
     if isinstance(batch, Tensor):
         yield batch
     elif not callable(getattr(batch, "to", None)) and isinstance(batch, tuple | dict | list):
@@ -162,7 +162,7 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
 
     Args:
         batch: of any structure.
-        device: where it goes.
+        device: the target device.
         move: moves each tensor of `tensors_in`; None: torch does.
     """
     if isinstance(batch, Tensor):

@@ -1,8 +1,8 @@
 """Streams whose files are dealt to the shards of a step, so that a rank reads the files of its own shards only.
 
-The files, one after the other, are one sequence of samples. It is cut into as many parts as a step has shards, and
-shard s of every step takes the next samples of part s. What a rank reads follows from the step and the shard alone: no
-rank needs to know what another has read, and a run resumes on any number of ranks as long as a step is cut alike.
+The concatenated files are one sequence of samples. It is cut into as many parts as a step has shards, and shard s of
+every step takes the next samples of part s. The samples that a rank reads depend only on the step and the shard: ranks
+need no communication, and a run resumes on any number of ranks as long as the cut of a step is the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _END: Final = object()
 
 
 class FileSource(Protocol):
-    """A source of a stream that knows its files: what `data.distribute=files` needs."""
+    """A source of a stream that knows its files: required by `data.distribute=files`."""
 
     @property
     def files(self) -> Sequence[str]:
@@ -50,7 +50,7 @@ def has_files(source: object) -> TypeGuard[FileSource]:
 
 @dataclass(frozen=True, kw_only=True)
 class DealtOrder:
-    """Which sample of the sequence of all files stands at each position of a step.
+    """Maps each position of a step to a sample of the sequence of all files.
 
     Example:
         >>> order = DealtOrder(plan=BatchPlan(num_samples=10, global_size=4, micro_size=2))
@@ -129,7 +129,7 @@ class DealtReader:
         }
 
     def load_state(self, state: dict[str, Any] | None) -> str:
-        """Check that the files were dealt alike; the first read of each part finds its place.
+        """Check that the files were dealt in the same way; the first read of each part finds its position.
 
         Raises:
             ConfigError: the epoch was begun with another cut of a step, so that samples would be read twice or never.
@@ -139,8 +139,8 @@ class DealtReader:
             old = state.get("cut")
             shards = old[2] if isinstance(old, list) and len(old) == 3 else "another number of"
             rule = (
-                f"cuts a step into {cut[2]} shards, and the epoch was begun with {shards}, to which files are dealt: "
-                f"samples would be read twice or never. Give batch.micro_size={self._micro_size_of(old)}."
+                f"cuts a step into {cut[2]} shards, and the epoch was begun with {shards}, and files are dealt to "
+                f"shards: samples would be read twice or never. Give batch.micro_size={self._micro_size_of(old)}."
             )
             raise ConfigError([Problem(key="batch.micro_size", value=self._plan.micro_size, rule=rule)])
         return "the files of the stream are dealt as before; each part continues inside its file"
@@ -179,10 +179,10 @@ class DealtReader:
         size, name = self._source.sizes[part.number], self._source.files[part.number]
         item = next(part.items, _END)
         if item is _END:
-            raise DataError(f"{name} ended after {part.position} samples, but data.source.sizes says {size}.")
+            raise DataError(f"{name} ended after {part.position} samples, but data.source.sizes gives {size}.")
         part.position += 1
         if part.position == size and next(part.items, _END) is not _END:
-            raise DataError(f"{name} holds more than the {size} samples that data.source.sizes says.")
+            raise DataError(f"{name} holds more than the {size} samples of data.source.sizes.")
         return item
 
 
@@ -192,7 +192,7 @@ class _OpenFile:
 
     epoch: int
     number: int
-    """The file, by its place in the list."""
+    """Index of the file in the list."""
     items: Iterator[Any]
     position: int = 0
-    """The next sample of the file."""
+    """Index of the next sample of the file."""

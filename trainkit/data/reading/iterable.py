@@ -48,11 +48,13 @@ class Stream:
     val_num_samples: Annotated[int | None, at_least(1)] = None
     """Samples of the validation source."""
     distribute: Annotated[Literal["samples", "files", "auto"], maths(neutral="samples")] = "samples"
-    """What ranks divide: `samples`, of which each rank reads all; `files`; auto: files, if every shard can have one."""
+    """Unit that is divided among ranks: `samples` (each rank reads all of them) or `files`; auto: files, if every shard
+    can have one.
+    """
     split: Literal["train", "val"] = "train"
-    """Which of the two sources."""
+    """The split to read, which selects the source."""
     _begin: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The state of the source before it was iterated, once it was."""
+    """State of the source before its first iteration; empty until then."""
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -92,17 +94,17 @@ class Stream:
         raise self.too_short(index)
 
     def from_begin(self, epoch: int) -> Iterator[Any]:
-        """Iterate an epoch from its first item, wherever the source stands."""
+        """Iterate an epoch from its first item, independent of the current position of the source."""
         if self._begin:
             self._current.load_state_dict(copy.deepcopy(self._begin["state"]))
         return self.items(epoch)
 
     def following(self, epoch: int) -> Iterator[Any]:
-        """Iterate the epoch after a whole one; a source without `set_epoch` may count its epochs itself."""
+        """Iterate the epoch that follows a complete one; a source without `set_epoch` may count its epochs itself."""
         return self.from_begin(epoch) if hasattr(self._current, "set_epoch") else self.items(epoch)
 
     def items(self, epoch: int, state: dict[str, Any] | None = None) -> Iterator[Any]:
-        """Iterate the source from where it stands, or from the position of `state`."""
+        """Iterate the source from its current position, or from the position of `state`."""
         if not self._begin and self._keeps_place:
             self._begin["state"] = copy.deepcopy(self._current.state_dict())
         if hasattr(self._current, "set_epoch"):
@@ -123,7 +125,7 @@ class Stream:
         return state
 
     def files_for(self, num_shards: int) -> FileSource | None:
-        """Return the source whose files are dealt to the shards of a step; None where ranks divide samples."""
+        """Return the source whose files are dealt to the shards of a step; None if samples are divided among ranks."""
         source = self._current
         if self.distribute == "samples" or not has_files(source):
             return None
@@ -210,11 +212,12 @@ class StreamReader:
         """Restore a position if the source can; otherwise the first read skips items from the start of its epoch."""
         if state is None:
             return (
-                "the checkpoint has no state of the stream: its place is found by skipping from the front of the epoch"
+                "the checkpoint has no state of the stream: its position is found by skipping from the start of the "
+                "epoch"
             )
         source = state.get("source")
         if source is None or state["epoch"] < 0:
-            return "the stream has no state_dict: its place is found by skipping from the front of the epoch"
+            return "the stream has no state_dict: its position is found by skipping from the start of the epoch"
         self._items = self._stream.items(state["epoch"], source)
         self._epoch, self._position = state["epoch"], state["position"]
         return f"the stream resumes from its own state, at sample {self._position} of epoch {self._epoch}"

@@ -38,7 +38,7 @@ class BatchSource(Protocol):
         """Return the batch of each of the ticket's shards (at least one), on the device."""
 
     def close(self) -> None:
-        """Stop what was started."""
+        """Stop the processes that were started."""
 
 
 class Memory:
@@ -46,10 +46,10 @@ class Memory:
 
     Args:
         arrays: all samples, as they are stored.
-        positions: which samples a ticket has.
-        device: of the batches.
+        positions: the samples of a ticket.
+        device: the device of the batches.
         move: returns a gathered batch on the device, as the class documents it.
-        widened: what `move` does beside moving; None: nothing.
+        widened: the conversion that `move` applies in addition to moving; None: no conversion.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Memory:
             arrays, widened = widened(to_device(arrays, device)), None
         self._home = device if _fits(device, _bytes_of(arrays)) else torch.device("cpu")
         self.is_on_device = self._home == device
-        """Whether batches are gathered where they are used."""
+        """Whether batches are gathered on the device that uses them."""
         self._arrive = widened if self.is_on_device else move
         self._keys = tuple(arrays) if isinstance(arrays, dict) else None
         values = arrays.values() if isinstance(arrays, dict) else arrays
@@ -155,7 +155,7 @@ def collated(dataset: Any, *, name: str | None = None) -> Arrays:
 
     Args:
         dataset: the samples.
-        name: what errors call it; None: by its class.
+        name: its name in error messages; None: the name of its class.
 
     Raises:
         ConfigError: its samples are random: with a cache, every epoch would repeat those of the first.
@@ -186,7 +186,7 @@ def _all_tensors(values: Any) -> bool:
 
 
 def _fits(device: torch.device, num_bytes: int) -> bool:
-    """Return whether so many bytes are less than a quarter of the device's free memory."""
+    """Return whether `num_bytes` are less than a quarter of the device's free memory."""
     if device.type != "cuda":
         return device.type == "cpu"
     free, _ = torch.cuda.mem_get_info(device)
@@ -247,7 +247,7 @@ class Loader:
     def fetch(self, ticket: Ticket) -> list[Any]:
         """Return the batches of a ticket's shards, one per shard; empty for a ticket without shards.
 
-        For the same ticket again (a retry after an overflow), it returns the same batches.
+        For a repeated ticket (a retry after an overflow), it returns the same batches.
 
         Raises:
             DataError: a sample cannot be read or collated; names its index.
@@ -265,7 +265,7 @@ class Loader:
         return batches
 
     def _transformed(self, transform: UserTransform, ticket: Ticket, batches: Sequence[Any]) -> list[Any]:
-        """Transform each shard, keyed by (seed, step, shard): alike on any rank, and after a resume."""
+        """Transform each shard, keyed by (seed, step, shard): the same on any rank, and after a resume."""
         sizes = [self._plan.shard_size(ticket.step, shard) for shard in ticket.shards]
         return [
             transform(batch, key=(self._reading.seed, ticket.step, shard), size=size, device=self._reading.device)

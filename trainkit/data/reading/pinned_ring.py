@@ -1,8 +1,8 @@
 """Copies of batches to a CUDA device through a ring of page-locked buffers, on a stream of their own.
 
-A copy from ordinary memory waits for the kernels that are queued on the device, and one on the stream of the kernels
-waits for them as well. From a page-locked buffer, on another stream, the batch of a step travels while the device still
-computes the step before: the host is ahead of the device as long as no step waits for it.
+A copy from ordinary memory waits for the kernels that are queued on the device, and so does a copy on the stream of the
+kernels. From a page-locked buffer on another stream, the batch of a step is copied while the device still computes the
+previous step; the host runs ahead of the device unless a step synchronises.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trainkit.data.reading.collate import tensors_in, to_device
 _ALIGNMENT: Final = 512
 """Each tensor in a buffer starts at a multiple of this number of bytes, as torch's own allocations on CUDA do."""
 _DEPTH: Final = 3
-"""Buffers of a ring: the host fills one while another travels, and the third waits for its turn on the device."""
+"""Buffers of a ring: the host fills one while another is copied, and the third waits on the device for its step."""
 
 
 class Event(Protocol):
-    """A moment on the stream of the copies."""
+    """An event on the copy stream."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, until the device has reached it."""
+        """Wait, on the host, until the device has reached the event."""
 
 
 class CopyStream(Protocol):
-    """What a ring needs of a device."""
+    """The operations of a device that a ring needs."""
 
     def buffer(self, size: int) -> Tensor:
         """Return (size,) uint8 page-locked memory of the host."""
@@ -88,12 +88,12 @@ class _Slot:
 class PinnedRing:
     """Moves the tensors of a step's batches to the device: one copy, whatever their number and structure.
 
-    A buffer is filled again only when the copy from it has ended. Tensors that are page-locked already (those of worker
-    processes) are copied from where they are.
+    A buffer is filled again only after the copy from it has ended. Tensors that are already page-locked (those of
+    worker processes) are copied directly.
 
     Args:
-        copies: of the device.
-        device: where batches go.
+        copies: the copy stream of the device.
+        device: the target device of the batches.
         depth: number of buffers.
     """
 
@@ -112,7 +112,9 @@ class PinnedRing:
         )
 
     def _alone(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device that is not in a buffer: page-locked already, sparse, or there already."""
+        """Return a tensor on the device without using a buffer: it is page-locked or sparse, or already on the
+        device.
+        """
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return tensor.to(self._device, non_blocking=True)
         found, event = self._copies.copy(tensor)
@@ -120,7 +122,7 @@ class PinnedRing:
         return found
 
     def _moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pack tensors into the next buffer, copy it, and return the tensors inside of the copy."""
+        """Pack tensors into the next buffer, copy it, and return views of the tensors in the copy."""
         if not tensors:
             return []
         starts, end = [], 0

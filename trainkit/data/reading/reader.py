@@ -56,16 +56,16 @@ class Reader:
         return collate(self._samples(epoch, indices, indices), indices)
 
     def read(self, epoch: int, indices: Sequence[int], sizes: Sequence[int], keys: Sequence[int] | None = None) -> Any:
-        """Read and collate the samples of several shards: one batch of all, or with a collate a list of one a shard.
+        """Read and collate the samples of several shards: one batch of all, or, with a collate, one batch per shard.
 
-        What a collate makes of a sample may depend on the others of its batch, so that it must see the samples of one
-        shard, however many shards this rank has.
+        The result of a collate may depend on all samples of its batch, so it is called with the samples of one shard,
+        independent of the number of shards of this rank.
 
         Args:
             epoch: the epoch.
             indices: the samples of all shards, one shard after the other.
             sizes: the number of samples of each shard.
-            keys: by what the random numbers of each sample are keyed; None: by its index.
+            keys: the key of the random numbers of each sample; None: its index.
 
         Raises:
             DataError: a sample cannot be read or collated; names its index.
@@ -80,7 +80,7 @@ class Reader:
         ]
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Return one batch a shard of what `read` has returned for shards of these sizes."""
+        """Split the result of `read` into one batch per shard of the given sizes."""
         if self._collate is not None:
             return list(batch)
         return [batch] if len(sizes) == 1 else shards_of(batch, sizes)
@@ -92,14 +92,14 @@ class Reader:
             batch = function(self._unkeyed(indices), indices)
             if not _watch().broken:
                 return batch
-        if not self._collate_draws:  # find which of the two has drawn
+        if not self._collate_draws:  # find out which of the two drew numbers
             samples = self._samples(epoch, indices, keys)
             _watch().begin()
             batch = function(samples, indices)
             if not _watch().broken:
                 return batch
             self._collate_draws = True
-        samples = self._samples(epoch, indices, keys)  # anew: a collate may change the samples that it is given
+        samples = self._samples(epoch, indices, keys)  # read again: a collate may change its samples
         seed_host(shard_key(self._seed, epoch, keys[0]))
         return function(samples, indices)
 

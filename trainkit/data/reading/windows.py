@@ -61,7 +61,7 @@ class Windows:
         return torch.from_numpy(np.pad(piece, (0, self.context + 1 - len(piece)))), targets
 
     def read_many(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """Return many windows as they are stored, by one indexed read: `read` with one dim more in front."""
+        """Return many windows as they are stored, by one indexed read: as `read`, with an additional first dim."""
         starts = indices.numpy() * self.stride
         places, last = starts[:, None] + np.arange(self.context + 1), len(self.tokens) - 1
         read = self.tokens[np.minimum(places, last) if self.padded else places]
@@ -89,7 +89,7 @@ class Windows:
 
     @property
     def _dtype(self) -> np.dtype[Any]:
-        """The type of a token in the byte order of this machine, in which alone torch takes it."""
+        """The type of a token in the byte order of this machine, which torch requires."""
         return self.tokens.dtype.newbyteorder("=")
 
 

@@ -71,7 +71,7 @@ class Workers:
         self._ahead = read_ahead(self._dataset, _Requests(self._requests, step), self._reading)
 
     def _requests(self, first_step: int) -> Iterator[Request]:
-        # Use separate positions: this runs ahead of the training, which must keep its block.
+        # Use separate positions: the workers run ahead of the training, which must keep its cached block of positions.
         positions = Positions(self._positions.plan, self._positions.order)
         for step in range(first_step, self._num_steps):
             ticket = Ticket(step, tuple(self._shards_at(step)))
@@ -85,7 +85,7 @@ class Workers:
 
 
 def read_ahead(dataset: Any, requests: Iterable[Request], reading: Reading) -> Iterator[Any]:
-    """Start workers on a series of requests; each item is what `Reader.read` returns, on the host, or an error."""
+    """Start workers on a series of requests; each item is the result of `Reader.read` on the host, or an error."""
     settings = reading.settings
     loader = DataLoader(
         _Remote(Reader(dataset, seed=reading.seed, collate=reading.hooks.collate)),

@@ -38,7 +38,7 @@ class Cifar10(ImagesInMemory):
     """
 
     split: Literal["train", "val", "test"]
-    """Which part."""
+    """Part of the dataset to use."""
     path: Annotated[Path | None, placement] = None
     """Folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin."""
     val_size: Annotated[int, below(0, 50_000)] = 5000
@@ -84,5 +84,5 @@ def _records(path: Path) -> Any:
         raise DataError(f"{path} has {size:,} bytes, and a file of CIFAR-10 has {_RECORDS * _RECORD:,}. {_REMEDY}")
     records = np.fromfile(path, dtype=np.uint8).reshape(_RECORDS, _RECORD)
     if (highest := int(records[:, 0].max())) > 9:
-        raise DataError(f"{path} is no file of CIFAR-10: an image has the class {highest}. {_REMEDY}")
+        raise DataError(f"{path} is not a file of CIFAR-10: an image has the class {highest}. {_REMEDY}")
     return records

@@ -31,7 +31,7 @@ class Digits(InMemory):
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     split: Literal["train", "val"]
-    """Which part."""
+    """Part of the dataset to use."""
     scaling: Literal["unit", "standard"] = "unit"
     """`unit`: pixels from 0 to 1; `standard`: mean 0 and deviation 1 over all pixels of the training part."""
 

@@ -43,7 +43,7 @@ class FashionMnist(ImagesInMemory):
     """
 
     split: Literal["train", "val", "test"]
-    """Which part."""
+    """Part of the dataset to use."""
     path: Annotated[Path | None, placement] = None
     """Folder with the four files; null: the Debian package dataset-fashion-mnist, else the download cache."""
     download: Annotated[bool, placement] = False

@@ -54,7 +54,7 @@ class Images:
         """Return the image of a file in RGB.
 
         Raises:
-            DataError: the file is no image, or a damaged one; the text names the sample.
+            DataError: the file is not an image, or is damaged; the message names the sample.
         """
         try:
             with self.decode(file) as opened:
@@ -75,7 +75,7 @@ class ImageFolder:
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     split: Literal["train", "val"]
-    """Which folder."""
+    """Folder to read."""
     path: Path
     """The folder that holds `train` and `val`."""
     image_size: Annotated[int, at_least(1)] = 224
@@ -109,7 +109,7 @@ class ImageFolder:
         folder = existing(root / self.split)
         unknown = sorted(set(_classes(folder)) - set(classes))
         if unknown:
-            raise DataError(f"{folder} has classes that train has not: {', '.join(unknown[:5])}.")
+            raise DataError(f"{folder} has classes that train does not have: {', '.join(unknown[:5])}.")
         object.__setattr__(self, "_files", tuple(_listed(folder, classes)))
 
     def __len__(self) -> int:

@@ -44,7 +44,7 @@ class JsonLines:
     path: Annotated[str | list[str], placement]
     """The files: a path, a URL or a pattern, or a list of them."""
     num_samples: list[int] | None = None
-    """Lines of each file, in the order of the files; null: each process counts them first where it needs them."""
+    """Lines of each file, in the order of the files; null: each process counts them when it first needs them."""
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate the samples of all files, in their order."""
@@ -156,7 +156,7 @@ def _fsspec(file: str) -> Any:
     """Return the module fsspec.
 
     Raises:
-        MissingExtraError: it, or what it needs for this kind of URL, is not installed.
+        MissingExtraError: fsspec, or a package that it needs for this kind of URL, is not installed.
         ConfigError: the URL combines several file systems.
     """
     if "::" in file:

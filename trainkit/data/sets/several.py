@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """A dataset for each split, each a node with a `_target_` of its own; only those nodes are built.
+    """A dataset for each split, each a node with its own `_target_`; only those nodes are built.
 
     Example:
         >>> node = {"train": {"_target_": "a.B"}, "val": None, "others": {"val_ood": {"_target_": "a.C"}}}

@@ -26,7 +26,7 @@ class Synthetic:
     """Images or vectors around one prototype per class, with Gaussian noise.
 
     Sample i of a split is the same everywhere: it is drawn by a generator keyed by (seed, split, i), when it is read.
-    Splits that fit in memory are made once with `loader.cache=true`.
+    Splits that fit in memory are generated once with `loader.cache=true`.
 
     Example:
         >>> data = Synthetic(split="train", shape=[3, 32, 32], num_classes=10, num_samples=100)
@@ -37,7 +37,7 @@ class Synthetic:
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     split: Literal["train", "val"]
-    """Which part."""
+    """Part of the dataset to use."""
     shape: list[int] = field(default_factory=lambda: [64])
     """Shape of a sample: `[features]`, or `[channels, height, width]`."""
     num_classes: Annotated[int, at_least(1)] = 10
@@ -106,7 +106,7 @@ class SyntheticTokens(InMemory):
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     split: Literal["train", "val"]
-    """Which part."""
+    """Part of the dataset to use."""
     vocab_size: Annotated[int, at_least(1)] = 64
     """Size of the vocabulary."""
     context: Annotated[int, at_least(1)] = 32

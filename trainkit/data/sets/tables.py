@@ -1,4 +1,4 @@
-"""Tables: rows of a CSV file, and a made one for regression."""
+"""Tables: rows of a CSV file, and a synthetic one for regression."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CsvTable(InMemory):
     """
 
     split: Literal["train", "val", "all"]
-    """Which part; `all` are the rows of `path` in their order, which may lack the target."""
+    """Part of the table to use; `all` are the rows of `path` in their order, which may lack the target."""
     path: Path
     """The file, UTF-8, with the names of the columns in its first line."""
     target: str
@@ -49,7 +49,7 @@ class CsvTable(InMemory):
     split_seed: int = 0
     """Seed of the choice of validation rows, independent of the run's."""
     reference: Annotated[Path | None, placement] = None
-    """The file whose training rows give means, deviations and categories, where `path` is another; null: `path`."""
+    """The file whose training rows give means, deviations and categories, if `path` is another file; null: `path`."""
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +88,8 @@ class CsvTable(InMemory):
         if numbers is None:
             text = next(text for text in texts if _numbers([text]) is None)
             raise DataError(
-                f"data.target={self.target}: {text!r} is no finite number. Use data.target_kind=class, or mend it."
+                f"data.target={self.target}: {text!r} is not a finite number. Use data.target_kind=class, or correct "
+                f"it."
             )
         return torch.from_numpy(numbers.astype(np.float32))
 
@@ -98,7 +99,7 @@ class _Table:
     path: Path
     names: list[str]
     cells: list[list[str]]
-    """One list a row."""
+    """One list per row."""
 
     @classmethod
     def read(cls, path: Path, *, key: str = "data.path") -> _Table:
@@ -172,7 +173,7 @@ def _numbers(texts: Sequence[str]) -> NDArray[np.float64] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Friedman(InMemory):
-    """A made regression of ten uniform features, of which five matter, with Gaussian noise.
+    """A synthetic regression of ten uniform features, of which five matter, with Gaussian noise.
 
     The target is 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + noise: the best root mean squared error is the
     deviation of the noise. Features have mean 0 and deviation 1. A sample is its features, (10,) float32, and its
@@ -188,7 +189,7 @@ class Friedman(InMemory):
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     split: Literal["train", "val"]
-    """Which part."""
+    """Part of the dataset to use."""
     num_samples: Annotated[int, at_least(1)] = 8000
     """Number of training rows."""
     val_samples: Annotated[int, at_least(1)] = 2000

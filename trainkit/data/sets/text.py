@@ -35,7 +35,7 @@ class _Tokens:
     """Bytes of a stored token; a text of more than 65,536 different characters has 4."""
 
     split: Literal["train", "val"]
-    """Which part."""
+    """Part of the text to use."""
     context: Annotated[int, at_least(1)] = 64
     """Number of tokens of a sample."""
     stride: Annotated[int | None, at_least(1)] = None

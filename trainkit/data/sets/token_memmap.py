@@ -20,7 +20,7 @@ from trainkit.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMemmap:
-    """A folder with `train.bin` and `val.bin`, sequences of raw little-endian token numbers, as nanoGPT writes them.
+    """A folder with `train.bin` and `val.bin`, sequences of raw little-endian token numbers, in the format of nanoGPT.
 
     Samples are windows `stride` apart; validation uses adjacent windows, the last one padded.
     """
@@ -28,7 +28,7 @@ class TokenMemmap:
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     split: Literal["train", "val"]
-    """Which file."""
+    """File to read."""
     path: Path
     """The folder."""
     context: Annotated[int, at_least(1)] = 1024

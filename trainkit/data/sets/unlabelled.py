@@ -20,7 +20,7 @@ from trainkit.fields import placement
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles:
-    """All images below a folder, in the order of their paths, prepared as `image_folder` prepares them to validate.
+    """All images below a folder, in the order of their paths, prepared like validation images of `image_folder`.
 
     The id of an image is its path below the folder.
     """
@@ -79,7 +79,7 @@ class TextLines:
     context: Annotated[int, at_least(1)] = 64
     """Tokens of a sample; a longer line is refused."""
     reference: Annotated[Path | None, placement] = None
-    """The text that a model of `text_file` was trained on: its characters are the tokens. null: bytes are."""
+    """The text that a model of `text_file` was trained on: its characters are the tokens. null: its bytes are."""
     ids: range = field(init=False, repr=False, compare=False)
     _rows: Tensor = field(init=False, repr=False, compare=False)
 
@@ -91,7 +91,7 @@ class TextLines:
             try:
                 tokens = list(line.encode()) if numbers is None else [numbers[character] for character in line]
             except KeyError as error:
-                rule = f"has the character {error}, and {self.reference} has not."
+                rule = f"has the character {error}, which {self.reference} does not have."
                 raise DataError(f"line {place + 1} of {self.path} {rule}") from None
             if len(tokens) > self.context:
                 found = f"{len(tokens)} tokens, more than data.context={self.context}"

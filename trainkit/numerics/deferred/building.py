@@ -17,7 +17,7 @@ class InitialValues(Mapping[str, Tensor]):
     """The initial parameters and buffers of a deferred model, by canonical name; each is computed on access.
 
     Each access returns a new tensor on the CPU, in its original dtype. Tied names give equal values. The cost is the
-    time and memory of initializing that tensor, and no more: access one at a time.
+    time and memory of initializing that tensor, and no more, as long as one tensor is accessed at a time.
     """
 
     def __init__(self, recorded: Mapping[str, TensorVersion | Tensor]) -> None:

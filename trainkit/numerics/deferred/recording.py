@@ -1,4 +1,4 @@
-"""Record what a constructor does to tensors, and replay it."""
+"""Record the tensor operations of a constructor, and replay them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class TensorVersion:
-    """A tensor as an operation saw it: a view of a tape, after a number of its entries."""
+    """A tensor at the time of an operation: a view of a tape after a number of its entries."""
 
     tape: Tape
     version: int

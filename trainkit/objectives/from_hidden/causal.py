@@ -1,7 +1,8 @@
-"""Causal language models of transformers: whether their scores are those of their output layer, and their loss plain.
+"""Causal language models of transformers: check whether their scores are those of their output layer, and their loss is
+plain cross entropy.
 
-Some change what the layer returns (a soft cap, a scale), or add a term to the loss. The source of their `forward`
-shows it, without running them.
+Some models change the output of the layer (a soft cap, a scale), or add a term to the loss. The source of their
+`forward` is inspected, without running it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LOSS: Final = "loss_function"
 
 
 def causal_output_layer(model: nn.Module) -> nn.Module | str | None:
-    """Return the output layer of a model of transformers whose `logits` are its outputs; else the reason, as text.
+    """Return the output layer of a model of transformers whose `logits` are its outputs; else the reason as text.
 
     None for another model.
     """
@@ -31,7 +32,7 @@ def causal_output_layer(model: nn.Module) -> nn.Module | str | None:
     name = next((name for name, child in model.named_children() if child is layer), None)
     if name is not None and _passes_on(kind, name):
         return layer
-    return f"{kind.__name__} changes what its output layer returns"
+    return f"{kind.__name__} changes the output of its output layer"
 
 
 def has_plain_loss(model: object) -> bool:
@@ -45,7 +46,7 @@ def has_plain_loss(model: object) -> bool:
 
 @lru_cache
 def _passes_on(kind: Any, name: str) -> bool:
-    """Return whether `forward` calls `self.NAME` once, and uses the result for its loss and its `logits` alone."""
+    """Return whether `forward` calls `self.NAME` once, and uses the result only for its loss and its `logits`."""
     tree = _forward_of(kind)
     if tree is None:
         return False
@@ -64,7 +65,7 @@ def _passes_on(kind: Any, name: str) -> bool:
 
 @lru_cache
 def _adds_nothing(kind: Any) -> bool:
-    """Return whether `forward` assigns None or the result of its loss function to `loss`, and gives it all labels."""
+    """Return whether `forward` assigns None or the result of its loss function to `loss`, and passes it all labels."""
     tree = _forward_of(kind)
     if tree is None:
         return False

@@ -2,7 +2,8 @@
 
 The gradients of the hidden states and of the layer are computed with the loss, while the scores of a chunk exist; the
 backward pass only scales them. `torch.nn.functional.linear_cross_entropy` with `options` does the same since torch
-2.13; it moves three times the bytes in bfloat16, rounds the sum of the loss to it, and knows no cut vocabulary.
+2.13; it moves three times the bytes in bfloat16, rounds the sum of the loss to it, and does not support a sharded
+vocabulary.
 
 Source: the chunks are those of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
 """
@@ -22,13 +23,13 @@ from torch.nn import functional
 __all__ = ["CutVocabulary", "ScoreRows", "linear_cross_entropy", "score_rows"]
 
 FEW_SCORES: Final = 2**20
-"""So many scores are made at once, as the plain loss does, and its numbers are the same to the bit."""
+"""Up to this many scores are computed at once, with the plain loss and its exact bits."""
 CHUNK_BYTES: Final = 256 * 2**20
-"""Bytes of the scores of a chunk, where that is no fewer rows than the layer has input features."""
+"""Bytes of the scores of a chunk, if these are at least as many rows as the layer has input features."""
 
 
 class CutVocabulary(Protocol):
-    """The part of the vocabulary that one rank holds, and its exchange with the ranks that hold the others."""
+    """The shard of the vocabulary of one rank, and the collectives with the ranks of the other shards."""
 
     @property
     def start(self) -> int:
@@ -90,7 +91,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the sum of the cross entropies of `hidden @ weight.T + bias`; differentiable once.
 
-    The products are in the dtype of `hidden`, inside autocast in that of autocast; sums are in float32 at least.
+    The products are in the dtype of `hidden`, or of autocast inside of it; sums are in float32 at least.
 
     Args:
         hidden: (rows, features).
@@ -100,7 +101,7 @@ def linear_cross_entropy(
         ignore_index: rows with this target do not count.
         score: computes a chunk; a compiled `score_rows`, for example. Not used with `part`.
         part: the part of the vocabulary that `weight` holds; None: all.
-        few: the most scores that are computed at once by the plain loss, which is faster for so few.
+        few: up to this many scores, the plain loss computes all at once, which is faster.
 
     Example:
         >>> hidden, weight = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
@@ -121,7 +122,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is computed, besides the tensors with gradients."""
+    """Arguments of the computation other than the tensors with gradients."""
 
     targets: Tensor
     _: KW_ONLY
@@ -133,7 +134,7 @@ class _Work:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss, and with it its gradients, which `backward` scales."""
+    """Computes the loss together with its gradients; `backward` scales them."""
 
     @staticmethod
     def forward(
@@ -179,7 +180,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients in place: a second backward pass is an error of autograd's."""
+        """Scale the gradients in place: a second backward pass is an error of autograd."""
         by_hidden, by_weight, by_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         return (
@@ -191,7 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _score_part(scores: Tensor, targets: Tensor, part: CutVocabulary) -> tuple[Tensor, Tensor]:
-    """Return what `score_rows` does, of the scores of one part of the vocabulary; collective.
+    """Compute `score_rows` for the scores of one part of the vocabulary; collective.
 
     Every rank gets the losses of all rows, and the gradient of its own scores.
     """

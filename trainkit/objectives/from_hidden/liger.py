@@ -20,7 +20,7 @@ _KEY: Final = "objective.cross_entropy"
 def liger_problems(model: nn.Module) -> list[Problem]:
     """Return why Liger's kernel cannot compute the loss of a model on this host."""
     if not isinstance(offered_by(model), nn.Module):
-        rule = f"needs the output layer of the model, and {type(model).__name__} does not offer it. Leave it out."
+        rule = f"needs the output layer of the model, and {type(model).__name__} has no output_layer(). Leave it out."
         return [Problem(key=_KEY, value="liger", rule=rule)]
     if importlib.util.find_spec(_MODULE.partition(".")[0]) is None:
         rule = f"needs Liger Kernel: {install_command('liger', 'liger-kernel')}. Or leave it out."
@@ -35,7 +35,7 @@ def refuse_scores() -> None:
     """Refuse to compute the loss of a training step from scores.
 
     Raises:
-        ConfigError: gradients are on, and this is no inspection of the model.
+        ConfigError: gradients are on, and the model is not being inspected.
     """
     if torch.is_grad_enabled() and not keeps_scores():
         rule = (
@@ -59,10 +59,10 @@ def liger_cross_entropy(
         is_cut: whether `weight` holds a part of the vocabulary.
 
     Raises:
-        ConfigError: the vocabulary is cut over ranks, which the kernel does not know.
+        ConfigError: the vocabulary is cut over ranks, which the kernel does not support.
     """
     if is_cut:
-        rule = "knows no vocabulary that is cut over ranks. Leave it out with strategy=tensor_parallel."
+        rule = "does not support a vocabulary that is cut over ranks. Leave it out with strategy=tensor_parallel."
         raise ConfigError([Problem(key=_KEY, value="liger", rule=rule)])
     function = importlib.import_module(_MODULE).liger_fused_linear_cross_entropy
     total: Tensor = function(

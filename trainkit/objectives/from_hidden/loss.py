@@ -54,12 +54,12 @@ class Loss:
         Args:
             terms: name -> () the sum over this shard's targets, with its graph.
             weight: the number or weight of the targets; the same for all terms.
-            factors: name -> factor of the term in the loss; 1 where none is given.
+            factors: name -> factor of the term in the loss; 1 if not given.
             outputs: as in `Loss`.
             targets: as in `Loss`.
 
         Raises:
-            TrainingError: a factor has the name of no term.
+            TrainingError: a factor is given for an unknown term.
 
         Example:
             >>> import torch

@@ -1,8 +1,8 @@
 """Compute the loss where a model computes its scores: in its output layer, from the hidden states.
 
-A model offers its output layer by `output_layer()`. While such a model runs in training, the layer returns the loss of
-its inputs in the place of scores, and the model's own forward passes it on. So whatever surrounds the layer keeps
-working: hooks that gather its weight or move its inputs, a weight that it shares, compiled code.
+A model declares its output layer by `output_layer()`. While such a model runs in training, the layer returns the loss
+of its inputs instead of scores, and the model's own forward passes it on. So the code around the layer keeps working:
+hooks that gather its weight or move its inputs, a weight that it shares, compiled code.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class OffersOutputLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputLayer:
-    """The output layer of a model, with how its loss is computed."""
+    """The output layer of a model, and the computation of its loss."""
 
     layer: nn.Linear
-    """Its parameters are those of this moment: a strategy may gather them for the call."""
+    """The layer with its current parameters: a strategy may gather them for the call."""
     score: ScoreRows = score_rows
-    """Computes a chunk."""
+    """Function that computes a chunk of rows."""
     part: CutVocabulary | None = None
     """The part of the vocabulary that this rank holds; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a model returns in the place of scores: their loss. No operation of a tensor works on it."""
+    """The loss that a model returns instead of scores. It is not a tensor."""
 
     loss: Loss
 
@@ -99,8 +99,8 @@ def keeps_scores() -> bool:
 
 
 def output_layer_of(model: object) -> OutputLayer | None:
-    """Return the output layer in which a loss can be computed now; None where scores are needed, or no layer is
-    offered.
+    """Return the output layer in which a loss can be computed now; None if scores are needed, or the model declares no
+    such layer.
 
     Evaluation needs scores. A float16 layer keeps them too: the loss scale must multiply its gradients before they are
     rounded.
@@ -121,7 +121,7 @@ def output_layer_of(model: object) -> OutputLayer | None:
 
 
 def reason_for_scores(model: nn.Module) -> str | None:
-    """Return why the loss of a model is computed from its scores although it offers an output layer."""
+    """Return why the loss of a model is computed from its scores although it declares an output layer."""
     return _Found.of(model).reason
 
 
@@ -154,14 +154,15 @@ def found_loss(outputs: object) -> Loss:
     found = [leaf for leaf in leaves if isinstance(leaf, Scored)]
     if len(found) != 1:
         raise TrainingError(
-            f"the outputs of the model hold {len(found)} times what its output_layer() returns, and once was expected. "
+            f"the outputs of the model contain the result of its output_layer() {len(found)} times, and once was "
+            f"expected. "
             "Use objective.cross_entropy=plain."
         )
     return found[0].loss
 
 
 class _Call:
-    """What a layer computes in the place of its scores: one object for all steps, so that nothing is compiled anew."""
+    """The computation of a layer instead of its scores: one object for all steps, which avoids recompilation."""
 
     def __init__(self) -> None:
         self.score: Callable[[Tensor], Loss] | None = None
@@ -176,18 +177,18 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a model offers."""
+    """The output layer that was found in a model."""
 
     offered: OutputLayer | None = None
     reason: str | None = None
     around: tuple[nn.Module, ...] = ()
     """The output layer and the modules that hold it."""
     marks: tuple[object, ...] = ()
-    """Their hooks and forward passes when this was found."""
+    """Hooks and forward passes of these modules when the layer was found."""
 
     @classmethod
     def of(cls, model: nn.Module) -> _Found:
-        """Return what a model offers now."""
+        """Inspect a model for its output layer."""
         layer = offered_by(model)
         holding = [one for one in model.modules() if any(inner is layer for inner in one.modules())]
         around = tuple(holding) if isinstance(layer, nn.Module) else ()
@@ -216,8 +217,10 @@ class _Found:
 
 
 def offered_by(model: nn.Module) -> nn.Module | str | None:
-    """Return the output layer that a model offers; the reason, where it cannot be used; None, where it offers none."""
-    # asked of the class: a module may have a child of this name
+    """Return the output layer that a model declares, or the reason why it cannot be used, or None if it declares
+    none.
+    """
+    # look it up on the class: a module may have a child of this name
     offer: Any = getattr(type(model), "output_layer", None)
     if not inspect.isfunction(offer):
         return causal_output_layer(model)
@@ -238,9 +241,9 @@ def _hooks_of(module: nn.Module) -> Iterator[object]:
 
 
 def _marks(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """Return what tells the hooks and forward passes of modules from those of another moment.
+    """Return identities of the hooks and forward methods of modules, to detect changes.
 
-    The number of a hook is used once in a process.
+    The id of a hook is used only once in a process.
     """
     of_all = nn.modules.module
     found: list[object] = [*of_all._global_forward_pre_hooks, *of_all._global_forward_hooks]  # noqa: SLF001 - as above
@@ -250,7 +253,7 @@ def _marks(modules: Sequence[nn.Module]) -> tuple[object, ...]:
 
 
 def _is_known(hook: object) -> bool:
-    """Return whether a hook is of torch or trainkit; those leave outputs as they are, or walk through them."""
+    """Return whether a hook belongs to torch or trainkit; such hooks leave outputs unchanged."""
     function = hook.func if isinstance(hook, partial) else hook
     name = getattr(function, "__module__", None) or type(function).__module__
     return name.partition(".")[0] in {"torch", "trainkit"}
