@@ -180,7 +180,10 @@ def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place:
     [
         (
             ("average=swa", *PLACES["pipeline"], "model.norm=true"),
-            "average=swa: counts batch statistics anew at the end, and a rank of a pipeline has those of its stages.",
+            (
+                "average=swa: computes batch statistics again at the end, and a rank of a pipeline has those of its "
+                "stages only."
+            ),
         ),
         (("average.start_step=8",), "average.start_step=8: is after the last step: the run has 7. Give a smaller one."),
         (
@@ -189,7 +192,7 @@ def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place:
         ),
         (
             (*PLACES["central_storage"], "strategy.mode=async"),
-            "average: each copy has an optimizer of its own, which averages its own updates. Use strategy.mode=sync.",
+            "average: each copy has its own optimizer, which averages only its own updates. Use strategy.mode=sync.",
         ),
         (("average.decay=1.0",), "average.decay=1.0: must be at least 0 and less than 1."),
     ],

@@ -217,7 +217,7 @@ def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
         ),
         (
             "precision=fp16_mixed",
-            "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed.",
+            "has one loss scale, and gradients in flight were computed with several. Use precision=bf16_mixed.",
         ),
     ],
 )
@@ -228,8 +228,8 @@ def test_asynchronous_updates_refuse_what_they_cannot_keep(tmp_path: Path, overr
 
 def test_the_plan_says_that_asynchronous_updates_are_another_training() -> None:
     (note,) = CentralStorage(mode="async", compute_devices=("cpu", "cpu")).notes(nn.Identity())
-    said = "central_storage: 2 threads update as they come"
-    assert note == f"{said}: another training than that of one device, and another every time."
+    said = "central_storage: 2 threads apply gradients as they arrive"
+    assert note == f"{said}: a different training from that of one device, and another every time."
     assert CentralStorage(mode="async", compute_devices=("cpu",)).notes(nn.Identity()) == ()
 
 
@@ -250,7 +250,7 @@ def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
         ({"compute_devices": (3,)}, "strategy.compute_devices=3: no such GPU: this host has 2, counted from 0."),
         (
             {"parameter_device": "gpu:x"},
-            "strategy.parameter_device=gpu:x: no device's name. Use cpu, cuda:0 or /gpu:0.",
+            "strategy.parameter_device=gpu:x: not the name of a device. Use cpu, cuda:0 or /gpu:0.",
         ),
         (
             {"compute_devices": ("cpu",) * 9},

@@ -99,4 +99,4 @@ def test_a_pipeline_refuses_an_objective_with_a_loss_of_its_own() -> None:
 
     (problem,) = access_problems(Pipeline(), PlanContext(objective=Own()))
     assert problem.key == "objective"
-    assert "Use a Supervised objective without a loss of its own." in str(problem)
+    assert "Use a Supervised objective that keeps the default `loss`." in str(problem)

@@ -35,7 +35,7 @@ class Untidy(Case):
 @pytest.mark.parametrize(("named", "kind"), [("ListBetweenBlocks", "list"), ("ObjectBetweenBlocks", "tests.Notes")])
 def test_fsdp_refuses_a_block_that_writes_into_what_it_is_given(named: str, kind: str, pool: Pool) -> None:
     said = (
-        f"TrainingError: the block first changes the {kind} that it is given, and FSDP gives each block copies of "
+        f"TrainingError: the block first changes the {kind} among its arguments, and FSDP gives each block copies of "
         "lists, dicts and dataclasses. Return what it adds, or use strategy=mirrored."
     )
     with pytest.raises(Exception, match=re.escape(said)):
@@ -56,7 +56,7 @@ def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -
     model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
     model.second.register_forward_hook(placing._check_arguments("second", moved))
     said = (
-        "the block second changes the list that it is given, and a device map gives it copies of lists and dicts on "
+        "the block second changes the list among its arguments, and a device map gives it copies of lists and dicts on "
         "its device. Return what it adds, or use strategy=mirrored."
     )
     model.second.to("meta")
@@ -68,7 +68,7 @@ def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -
 def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: Pool) -> None:
     case = Untidy(named="DictBetweenBlocks", shaping=ModelTransforms(recompute=["Noting"]))
     said = (
-        "the block of the class Noting changes the dict that it is given, and activation_checkpointing computes the "
+        "the block of the class Noting changes the dict among its arguments, and activation_checkpointing computes the "
         "block twice. Return what it adds, or use strategy=mirrored."
     )
     with pytest.raises(Exception, match="changes the dict") as caught:

@@ -194,7 +194,7 @@ def with_other_strides_on_rank_1(place: Place, case: Case) -> Any:
 
 def test_strides_that_differ_between_ranks_are_refused_by_name(pool: Pool) -> None:
     expected = (
-        "the parameter 0.weight has other strides on rank 1 than on rank 0. Give it one memory format on every rank."
+        "the parameter 0.weight has different strides on rank 1 and on rank 0. Give it one memory format on every rank."
     )
     with pytest.raises(AssertionError, match=re.escape(expected)):
         pool.run(
@@ -209,7 +209,7 @@ def test_an_expanded_parameter_is_refused_by_name() -> None:
         _on_one_device(model)
     assert str(caught.value) == (
         "1 problem in the config\n  model: bias is an expanded tensor, whose elements share memory: torch cannot "
-        "update them apart. Make it a tensor of its own, nn.Parameter(tensor.clone())."
+        "update them separately. Make it a tensor of its own, nn.Parameter(tensor.clone())."
     )
 
 

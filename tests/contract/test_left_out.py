@@ -51,7 +51,7 @@ def test_a_run_that_leaves_out_step_after_step_fails(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError) as caught:
         run(tmp_path / "run", *FIXED, "data=poisoned", f"data.bad={EVERY}", "epochs=45", "numerics.on_nonfinite=skip")
     assert str(caught.value) == (
-        "numerics.max_skips_in_a_row=10: steps 0 to 9 were left out one after the other, because loss or gradient was "
+        "numerics.max_skips_in_a_row=10: steps 0 to 9 were left out in a row, because loss or gradient was "
         "not finite; 10 of 10 steps were left out. Lower optimizer.lr, set clip.max_norm or add warmup.steps, see the "
         "samples under skipped_steps in result.json, or raise numerics.max_skips_in_a_row."
     )
@@ -98,8 +98,8 @@ def test_a_second_bad_step_since_the_restored_checkpoint_ends_the_run(tmp_path: 
     with pytest.raises(NonFiniteError) as caught:
         run(tmp_path / "run", *settings)
     assert str(caught.value) == (
-        "numerics.on_nonfinite=rollback: loss or gradient of step 5 is not finite, and that of step 1 was not either; "
-        "both come after the checkpoint of step 0, and one such step between two checkpoints is left out at most. "
+        "numerics.on_nonfinite=rollback: loss or gradient of step 5 is not finite, as in step 1; both follow the "
+        "checkpoint of step 0, and at most one such step between two checkpoints is left out. "
         "Lower optimizer.lr, set clip.max_norm or add warmup.steps, save more often with checkpoint.every_steps, or "
         "use numerics.on_nonfinite=skip."
     )
@@ -182,7 +182,7 @@ def test_no_checkpoint_holds_weights_that_are_not_finite(tmp_path: Path) -> None
         run(tmp_path / "run", *ODD, "objective.kind=gradient", "checkpoint.every_steps=1")
     assert str(caught.value) == (
         "after step 2 the parameter 0.weight is not finite, and no checkpoint of it is written. Lower optimizer.lr, "
-        "set clip.max_norm or add warmup.steps; numerics.on_nonfinite=skip leaves out steps whose loss or gradient is "
+        "set clip.max_norm or add warmup.steps; numerics.on_nonfinite=skip skips steps whose loss or gradient is "
         "not finite."
     )
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000001"]

@@ -200,12 +200,12 @@ def said(strategy: LocalSgd, **facts: Any) -> list[str]:
 def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
     assert said(LocalSgd(), numerics=Numerics(reproducible=True), precision="fp16_mixed") == [
         "numerics.reproducible=true: local_sgd depends on the number of replicas. Use strategy=mirrored, or false.",
-        "precision=fp16_mixed: has one loss scale, and replicas overflow apart. Use precision=bf16_mixed.",
+        "precision=fp16_mixed: has one loss scale, and replicas overflow independently. Use precision=bf16_mixed.",
     ]
 
 
 def test_a_setting_of_an_outer_optimizer_that_is_not_there_is_refused() -> None:
-    expected = "has no effect without strategy.outer.lr: the average itself is taken."
+    expected = "has no effect without strategy.outer.lr: the average itself becomes the parameters."
     assert said(LocalSgd(outer=OuterOptimizer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
     assert said(LocalSgd(outer=OuterOptimizer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]
 
@@ -225,6 +225,7 @@ def test_the_plan_says_that_it_is_another_training() -> None:
     strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=OuterOptimizer(lr=0.7))
     (line,) = strategy.notes(torch.nn.Identity())
     assert line == (
-        "local_sgd: 4 replicas step alone and average every 50 steps, after 100 steps as in mirrored, then an outer "
-        "step at rate 0.7: another training than that of one device."
+        "local_sgd: 4 replicas step independently and average every 50 steps, after 100 steps as in mirrored, then an "
+        "outer "
+        "step at rate 0.7: a different training from that of one device."
     )

@@ -105,5 +105,5 @@ def test_tensors_that_a_rank_holds_alone_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_hook_of_one_rank_alone_cannot_evaluate(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"^val cannot be evaluated in checkpoint_saved: \S+ runs on one"):
+    with pytest.raises(TrainingError, match=r"^val cannot be evaluated in checkpoint_saved: \S+ runs on only one"):
         run(tmp_path / "run", *SAME, "callbacks=[fails]", "callbacks.fails.hook=checkpoint_saved")

@@ -43,5 +43,5 @@ def test_tables_are_the_same_on_every_placement(tmp_path: Path) -> None:
 def test_a_table_cannot_be_the_monitored_metric(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.metric=val/confusion: no such metric"):
         run(tmp_path / "run", *SAME, "eval.metric=val/confusion")
-    with pytest.raises(ConfigError, match=r"eval\.metric=val/each: is a table, and no number"):
+    with pytest.raises(ConfigError, match=r"eval\.metric=val/each: is a table, not a number"):
         run(tmp_path / "run", *SAME, "eval.metric=val/each")

@@ -67,15 +67,15 @@ def test_a_model_of_several_outputs_is_that_of_one_device(strategy: str, returns
 def test_the_problem_names_what_the_objective_needs_and_what_to_choose() -> None:
     (said,) = refusals(replace(BASE, task="gradient_penalty", strategy="fsdp", settings={"replicas": 2}))
     assert said == (
-        "objective=GradientPenalty: differentiates the model by its inputs, and fsdp lets go of gathered parameters "
-        "after the first backward pass. Use strategy=mirrored, where each replica is whole."
+        "objective=GradientPenalty: differentiates the model by its inputs, and fsdp reshards parameters after the "
+        "first backward pass. Use strategy=mirrored, whose replicas are unsharded."
     )
     assert refusals(replace(BASE, task="gradient_penalty", strategy="fsdp", settings={"replicas": 1})) == []
     settings = {"degree": 2, "replicas": 1}
     (said,) = refusals(replace(BASE, task="weight_penalty", strategy="tensor_parallel", settings=settings))
     assert said == (
         "objective=WeightPenalty: reads the parameters of the model, and each rank of tensor_parallel holds a part of "
-        "them. Use strategy=mirrored, where each replica is whole."
+        "them. Use strategy=mirrored, whose replicas are unsharded."
     )
 
 
@@ -83,7 +83,7 @@ def test_a_parameter_server_refuses_to_read_parameters_of_sparse_tables() -> Non
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     context = PlanContext(objective=TASKS["weight_penalty"].objective())
     (problem,) = ParameterServer().validate_model(model, context)
-    assert "of a sparse table a worker has those rows alone that it looked up. Use strategy=mirrored" in str(problem)
+    assert "a worker has only the looked-up rows of a sparse table. Use strategy=mirrored" in str(problem)
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:

@@ -63,14 +63,14 @@ def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_d
         (
             "ListBetweenBlocks",
             (
-                "the block first changes the list that it is given, which a pipeline makes anew for every block. "
+                "the block first changes the list among its arguments, which a pipeline copies for every block. "
                 f"Return what it adds, {ELSEWHERE}"
             ),
         ),
         (
             "DictBetweenBlocks",
             (
-                "the block first changes the dict that it is given, which a pipeline makes anew for every block. "
+                "the block first changes the dict among its arguments, which a pipeline copies for every block. "
                 f"Return what it adds, {ELSEWHERE}"
             ),
         ),
@@ -91,7 +91,7 @@ def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_d
         (
             "CountingOutside",
             (
-                "two forward passes differ after first: something in its Python code changes from pass to pass. "
+                "two forward passes differ after first: its Python code behaves differently in each pass. "
                 f"Compute it from the inputs, {ELSEWHERE}"
             ),
         ),
@@ -133,8 +133,8 @@ def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_d
         (
             "ReadingAttribute",
             (
-                "its own code uses a tensor that no call has returned to it: an attribute or an object has kept it. "
-                f"Return it from the block that makes it, {ELSEWHERE}"
+                "its own code uses a tensor that no call returned: an attribute or an object has kept it. "
+                f"Return it from the block that creates it, {ELSEWHERE}"
             ),
         ),
         (

@@ -125,7 +125,7 @@ class Fickle(nn.Module):
 def test_a_block_that_multiplies_otherwise_the_second_time_is_an_error() -> None:
     inputs = torch.ones(1, 4, requires_grad=True)
     found = checkpoint(Fickle(), inputs, use_reentrant=False, context_fn=selective_contexts)
-    with pytest.raises(TrainkitError, match="other matrix products when it is computed again"):
+    with pytest.raises(TrainkitError, match="different matrix products when it is recomputed"):
         found.sum().backward()
 
 
@@ -181,7 +181,7 @@ def test_a_memory_budget_is_refused_for_a_model_with_dropout() -> None:
     (problem,) = shaping_problems(gpt(dropout=0.1), BUDGET, compiles="model", strategy="mine")
     assert str(problem) == (
         "compile.memory_budget=0.5: is for models that draw no random numbers: a compiled backward pass would draw "
-        "others than the forward pass. Set the dropout to 0, or use activation_checkpointing=selective without "
+        "different ones from the forward pass. Set the dropout to 0, or use activation_checkpointing=selective without "
         "compile.mode."
     )
 
@@ -191,12 +191,12 @@ def test_a_memory_budget_is_that_of_its_model_alone() -> None:
     assert torch._functorch.config.activation_memory_budget == 1.0
 
 
-MIXED = "activation_checkpointing=selective: cannot be had with compile.mode=default: the compiler chooses what a "
+MIXED = "activation_checkpointing=selective: does not work with compile.mode=default: the compiler chooses the "
 EAGER = (
     "compile.memory_budget=0.5: is a limit for a compiler, and compile.mode=off compiles no forward pass of its own. "
 )
 BOTH = (
-    "compile.memory_budget=0.5: cannot be had with activation_checkpointing, which keeps the inputs of a block alone. "
+    "compile.memory_budget=0.5: does not work with activation_checkpointing, which keeps only the inputs of a block. "
 )
 WHOLE = "compile.memory_budget=0.5: has no effect with compile.backend=eager. Use one of inductor, aot_eager, "
 
@@ -206,7 +206,7 @@ WHOLE = "compile.memory_budget=0.5: has no effect with compile.backend=eager. Us
     [
         (
             replace(SELECTIVE, **EAGERLY),
-            f"{MIXED}compiled block keeps. Use compile.memory_budget=0.5 instead, or full.",
+            f"{MIXED}tensors that a compiled block keeps. Use compile.memory_budget=0.5 instead, or full.",
         ),
         (
             ModelTransforms(memory_budget=0.5),

@@ -238,7 +238,8 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
             FULL,
             "model",
             (
-                "activation_checkpointing=full: the model is no row of blocks. Name classes to recompute; there are: "
+                "activation_checkpointing=full: the model is not a sequence of blocks. Name classes to recompute; "
+                "there are: "
                 "Linear, Mlp, ReLU, Sequential."
             ),
         ),
@@ -246,7 +247,7 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
             lambda: Mlp(in_features=2, hidden=[2], out_features=2),
             COMPILED,
             "blocks",
-            "compile.mode=default: mine compiles blocks, and the model has none of several modules. Leave it out.",
+            "compile.mode=default: mine compiles blocks, and the model has no block of several modules. Leave it out.",
         ),
         (
             gpt,
@@ -279,7 +280,7 @@ def test_a_backend_that_is_none_is_named() -> None:
         gpt(), ModelTransforms(compile_mode="default", backend="aot_eagr"), compiles="model", strategy="mine"
     )
     assert str(problem).startswith(
-        "compile.backend=aot_eagr: no backend of torch.compile. Did you mean aot_eager? There are: "
+        "compile.backend=aot_eagr: not a backend of torch.compile. Did you mean aot_eager? There are: "
     )
 
 
@@ -303,7 +304,7 @@ def test_max_autotune_uses_no_cuda_graphs() -> None:
 def test_a_model_that_draws_is_told_that_compiled_masks_are_others() -> None:
     compiled = ModelTransforms(compile_mode="default")
     assert shaping_notes(gpt(dropout=0.1), compiled) == (
-        "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind.",
+        "compile.mode: random numbers of the model differ from those of an eager run, with the same distribution.",
     )
     assert shaping_notes(zoo.Net(), compiled) == shaping_notes(gpt(dropout=0.1), COMPILED) == ()
 

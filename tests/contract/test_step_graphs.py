@@ -203,20 +203,20 @@ def objective() -> Objective:
             net,
             Traits(compiles="nothing"),
             ADAM,
-            "mine takes no step as a graph. Leave it out, or use strategy=mirrored.",
+            "mine does not run steps as graphs. Leave it out, or use strategy=mirrored.",
         ),
         (
             net,
             Traits(compiles="blocks"),
             ADAM,
-            "mine takes no step as a graph. Use compile.mode=default, or use strategy=mirrored.",
+            "mine does not run steps as graphs. Use compile.mode=default, or use strategy=mirrored.",
         ),
         (
             net,
             CAN,
             PlanContext(numerics=Numerics(reproducible=True)),
             (
-                "cannot be had with numerics.reproducible=true, whose order of summation is fixed. "
+                "does not work with numerics.reproducible=true, whose order of summation is fixed. "
                 "Use compile.mode=default."
             ),
         ),
@@ -233,7 +233,7 @@ def objective() -> Objective:
             net,
             CAN,
             PlanContext(optimizers={"one": torch.optim.SGD}),
-            "is for one update a step, and with optimizers there may be several. Use compile.mode=default.",
+            "supports one update per step, and with optimizers there may be several. Use compile.mode=default.",
         ),
         (
             net,
@@ -259,7 +259,7 @@ def test_recomputation_is_refused_beside_graphs() -> None:
     model = Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2)
     (problem,) = shaping_problems(model, both, compiles="model", strategy="mine")
     assert str(problem) == (
-        "compile.mode=step: cannot be had with activation_checkpointing: a graph decides itself what it keeps. "
+        "compile.mode=step: does not work with activation_checkpointing: a graph chooses the tensors that it keeps. "
         "Leave one out."
     )
 

@@ -1,4 +1,4 @@
-"""What a step exchanges: how often, how much, and while what."""
+"""The exchange of a step: how often, how much, and while what."""
 
 from __future__ import annotations
 

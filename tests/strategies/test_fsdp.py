@@ -42,7 +42,7 @@ def refusals(facts: PlanContext = CPU, model: nn.Module | None = None, **setting
         (
             {"offload": True},
             (
-                "strategy.offload=true: keeps in the memory of the host what a GPU computes with, and the replicas are "
+                "strategy.offload=true: moves parameters of GPUs to the memory of the host, and the replicas are "
                 "on the CPU. Leave it out."
             ),
         ),
@@ -80,8 +80,8 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(kind: type) -> N
     name = kind.__name__
     assert refusals(PlanContext(optimizer=kind)) == [
         (
-            f"optimizer._target_={kind.__module__}.{name}: {name} looks at whole parameters, and here a rank has parts "
-            "of them. Use an elementwise optimizer (torch.optim.AdamW), or strategy=mirrored."
+            f"optimizer._target_={kind.__module__}.{name}: {name} uses whole parameters, and here a rank has only "
+            f"parts of them. Use an elementwise optimizer (torch.optim.AdamW), or strategy=mirrored."
         )
     ]
 
@@ -100,7 +100,7 @@ def test_parameters_that_cannot_be_cut_are_named() -> None:
     model[1].scale = nn.Parameter(torch.tensor(1.0))
     assert refusals(model=model) == [
         "model: 0 has sparse gradients, which are not summed in parts. Use sparse=False.",
-        "model: 1.scale has no dims, and cannot be cut. Give it the shape (1,).",
+        "model: 1.scale has no dims, and cannot be sharded. Give it the shape (1,).",
     ]
 
 

@@ -71,7 +71,7 @@ def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
         ({"blocks.3-0": 0, "rest": 1}, ["strategy.map.blocks.3-0=0: runs backwards. Write blocks.0-3."]),
         (
             {"blocks.1.mlp": 0, "rest": 1},
-            ["strategy.map.blocks.1.mlp=0: lies inside the block blocks.1, and maps cut between blocks only. Use blocks.1."],  # noqa: E501
+            ["strategy.map.blocks.1.mlp=0: lies inside the block blocks.1, and maps split a model between blocks only. Use blocks.1."],  # noqa: E501
         ),
         (
             {"blocks.0-2": 0, "blocks.2-3": 1, "rest": 0},
@@ -100,8 +100,8 @@ def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
         (
             {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": "cuda:0", "blocks.3": 1, "head": 0},
             [
-                ("strategy.map: activations change their device 4 times on the way through the model, where 2 would "
-                "do. Use {embed:0,blocks.0-1:0,blocks.2-3:1,head:0}.")
+                ("strategy.map: activations change their device 4 times on the way through the model, and 2 "
+                 "would suffice. Use {embed:0,blocks.0-1:0,blocks.2-3:1,head:0}.")
             ],
         ),
         ({}, ["strategy.map={}: places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."]),
@@ -109,7 +109,7 @@ def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
             {"embed": 4, "blocks": "gpu:x", "rest": 0},
             [
                 "strategy.map.embed=4: no such GPU: this host has 4, counted from 0.",
-                "strategy.map.blocks=gpu:x: no device's name. Use cpu, cuda:0 or /gpu:0.",
+                "strategy.map.blocks=gpu:x: not the name of a device. Use cpu, cuda:0 or /gpu:0.",
             ],
         ),
     ],
@@ -121,13 +121,13 @@ def test_a_bad_map_is_refused(given: dict[str, Any], said: list[str]) -> None:
 def test_settings_that_do_not_go_together_are_refused() -> None:
     assert refusals({"rest": 0}, devices=(0, 1)) == [
         (
-            "strategy.devices=[0, 1]: has no effect beside strategy.map, which names its devices itself. Leave one "
+            "strategy.devices=[0, 1]: has no effect with strategy.map, which names its devices itself. Leave one "
             "of the two out."
         )
     ]
     assert refusals("auto", devices=()) == ["strategy.devices=[]: names no device. Name some, [0,1], or null for all."]
     assert refusals("auto", devices=(0,), max_memory={"1": 3, "0": -1}) == [
-        "strategy.max_memory.1=3: no device of this run. There are: cuda:0.",
+        "strategy.max_memory.1=3: not a device of this run. There are: cuda:0.",
         "strategy.max_memory.0=-1: must be more than 0.",
     ]
 

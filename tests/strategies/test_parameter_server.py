@@ -21,7 +21,10 @@ REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
         (
             ParameterServer(workers=2, spare_replicas=2),
             PlanContext(),
-            "strategy.spare_replicas=2: spares are among strategy.workers=2, and someone must compute. Use 1 or less.",
+            (
+                "strategy.spare_replicas=2: spares are among strategy.workers=2, and at least one must compute. "
+                "Use 1 or less."
+            ),
         ),
         (
             ParameterServer(spare_mode="replace"),
@@ -40,21 +43,21 @@ REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
             ParameterServer(staleness=Staleness(policy="scale")),
             PlanContext(),
             (
-                "strategy.staleness.policy=scale: has no effect with strategy.mode=sync: no gradient is stale there. "
+                "strategy.staleness.policy=scale: has no effect with strategy.mode=sync: gradients are never stale. "
                 "Leave it out."
             ),
         ),
         (
             ParameterServer(warmup_steps=3),
             PlanContext(),
-            "strategy.warmup_steps=3: has no effect with strategy.mode=sync: no gradient is stale there. Leave it out.",
+            "strategy.warmup_steps=3: has no effect with strategy.mode=sync: gradients are never stale. Leave it out.",
         ),
         (
             ParameterServer(mode="async", workers=3, spare_replicas=1),
             PlanContext(),
             (
                 "strategy.spare_replicas=1: has no effect with strategy.mode=async: no step waits for all its "
-                "gradients there. Leave it out."
+                "gradients. Leave it out."
             ),
         ),
         (
@@ -62,7 +65,7 @@ REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
             PlanContext(),
             (
                 "strategy.spare_mode=replace: has no effect with strategy.mode=async: no step waits for all its "
-                "gradients there. Leave it out."
+                "gradients. Leave it out."
             ),
         ),
         (
@@ -77,7 +80,7 @@ REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
             ParameterServer(mode="async"),
             PlanContext(precision="fp16_mixed"),
             (
-                "precision=fp16_mixed: has one loss scale, and gradients under way were computed at several. Use "
+                "precision=fp16_mixed: has one loss scale, and gradients in flight were computed with several. Use "
                 "precision=bf16_mixed."
             ),
         ),
@@ -98,7 +101,8 @@ REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
             ParameterServer(transfer="bf16"),
             REPRODUCIBLE,
             (
-                "strategy.transfer=bf16: rounds what travels, and numerics.reproducible promises the bits of one "
+                "strategy.transfer=bf16: rounds transferred numbers, and numerics.reproducible promises the bits of "
+                "one "
                 "device. Use full, or false."
             ),
         ),
@@ -177,8 +181,8 @@ def test_it_says_when_it_is_another_training() -> None:
     assert ParameterServer().notes(nn.Identity()) == ParameterServer(mode="async", workers=1).notes(nn.Identity()) == ()
     (note,) = ParameterServer(mode="async", transfer="bf16").notes(nn.Identity())
     assert note == (
-        "parameter_server: the gradients of several workers are applied as they come, numbers travel as bfloat16: "
-        "another training than that of one device."
+        "parameter_server: the gradients of several workers are applied as they arrive, numbers are sent as bfloat16: "
+        "a different training from that of one device."
     )
 
 
@@ -191,7 +195,6 @@ def test_rows_that_are_looked_up_when_they_are_needed_cannot_be_replayed() -> No
     strategy = ParameterServer(mode="async", replay="run")
     (problem,) = strategy.validate_model(model, PlanContext())
     assert str(problem) == (
-        "strategy.replay=run: cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave "
-        "it out."
+        "strategy.replay=run: cannot be to the bit: rows of sparse tables are read at each lookup. Leave it out."
     )
     assert replace(strategy, mode="sync").validate_model(model, PlanContext()) == []

@@ -213,7 +213,7 @@ def test_what_was_dropped_cannot_be_applied() -> None:
     with serving(model, optimizer_of("sgd"), servers=2) as farm:
         farm.chief.push("a", gradients(model, 1))
         farm.chief.discard_staged(["a", "never there"])
-        with pytest.raises(TrainingError, match="ps:0 refuses: no gradient a is here"):
+        with pytest.raises(TrainingError, match="ps:0 refuses: there is no gradient a"):
             farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
         equal(farm.chief.state(), state_of(model))
 
@@ -261,7 +261,7 @@ def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_one_is_cut()
     shares = VariableShards(variables_of(nn.Linear(64, 64, bias=False), torch.float32), 2)
     [problem] = split_problems(shares, PlanContext(optimizer=torch.optim.Adafactor))
     assert str(problem) == (
-        f"optimizer._target_={torch.optim.Adafactor.__module__}.Adafactor: Adafactor looks at whole parameters, and 2 "
+        f"optimizer._target_={torch.optim.Adafactor.__module__}.Adafactor: Adafactor uses whole parameters, and 2 "
         "servers would have parts of weight. Use an elementwise optimizer (torch.optim.AdamW), or strategy.servers=1."
     )
     assert split_problems(VariableShards(shares.variables, 1), PlanContext(optimizer=torch.optim.Adafactor)) == []
@@ -274,7 +274,7 @@ def test_a_cut_that_an_optimizer_feels_in_the_last_bit_is_refused_where_bits_are
     [problem] = split_problems(shares, PlanContext(numerics=Numerics(reproducible=True)))
     assert str(problem) == (
         "numerics.reproducible=true: 2 servers would cut odd within 16 numbers that an optimizer steps together, and "
-        "round otherwise than one device. Use strategy.servers=1, or false."
+        "round differently from one device. Use strategy.servers=1, or false."
     )
 
 

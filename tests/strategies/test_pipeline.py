@@ -67,7 +67,7 @@ def test_a_map_names_blocks_with_their_stages_and_tied_weights_may_be_on_two() -
         ({"embd": 0, "rest": 1}, "strategy.map.embd=0: no such module. Did you mean embed?"),
         ({"embed": 0, "rest": 2}, "strategy.map.rest=2: no such stage: there are 0 to 1."),
         ({"embed": 0, "rest": "cpu"}, "strategy.map.rest=cpu: no such stage: there are 0 to 1."),
-        ({"rest": 0}, "strategy.map: puts nothing on stage 1 of 2. Every stage needs a block."),
+        ({"rest": 0}, "strategy.map: puts no block on stage 1 of 2. Every stage needs a block."),
         (
             {"embed": 0, "blocks.0": 0, "head": 1},
             (
@@ -81,7 +81,7 @@ def test_a_map_names_blocks_with_their_stages_and_tied_weights_may_be_on_two() -
             {"blocks.1": 1, "rest": 0},
             (
                 "strategy.map: goes back from stage 1 (blocks.1) to stage 0 (blocks.2); activations change "
-                "their stage 2 times, and 1 would do. A pipeline runs forwards: use "
+                "their stage 2 times, and 1 would suffice. A pipeline runs forwards: use "
                 "{embed:0,blocks.0-1:0,blocks.2-3:1,head:1}."
             ),
         ),
@@ -89,7 +89,7 @@ def test_a_map_names_blocks_with_their_stages_and_tied_weights_may_be_on_two() -
             {"embed": 1, "rest": 0},
             (
                 "strategy.map: goes back from stage 1 (embed) to stage 0 (blocks.0); activations change "
-                "their stage 1 time, and 1 would do. A pipeline runs forwards: use "
+                "their stage 1 time, and 1 would suffice. A pipeline runs forwards: use "
                 "{embed:0,blocks.0-1:0,blocks.2-3:1,head:1}."
             ),
         ),
@@ -106,7 +106,7 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
         (
             {"schedule": "gpipe", "virtual_stages": 2},
             {},
-            "strategy.virtual_stages=2: schedule=gpipe has one stage a rank. Use interleaved, or leave it out.",
+            "strategy.virtual_stages=2: schedule=gpipe has one stage per rank. Use interleaved, or leave it out.",
         ),
         (
             {"schedule": "interleaved", "virtual_stages": 1},
@@ -117,8 +117,8 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
             {},
             {"numerics": Numerics(reproducible=True)},
             (
-                "numerics.reproducible=true: cannot be had with strategy=pipeline, which sums in an order of its own. "
-                "Leave it out."
+                "numerics.reproducible=true: does not work with strategy=pipeline, which sums in its own order. Leave "
+                "it out."
             ),
         ),
         (
@@ -126,7 +126,7 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
             {"objective": ModelComputesLoss()},
             (
                 "objective=ModelComputesLoss: runs the model itself, and a pipeline has outputs on its last stage "
-                "only. Use a Supervised objective without a loss of its own."
+                "only. Use a Supervised objective that keeps the default `loss`."
             ),
         ),
         (
@@ -237,7 +237,7 @@ class Numbers(Backwards):
             {"head": 0, "rest": 1},
             (
                 "strategy.map: goes back from stage 1 (neck) to stage 0 (head); activations change their stage 1 "
-                "time, and 1 would do. A pipeline runs forwards: use {body:0,neck:1,head:1}."
+                "time, and 1 would suffice. A pipeline runs forwards: use {body:0,neck:1,head:1}."
             ),
         ),
         (
@@ -277,8 +277,8 @@ def test_a_model_that_looks_at_its_numbers_cannot_be_cut() -> None:
 
 def test_a_tensor_of_another_shape_than_the_trace_says_is_not_sent() -> None:
     said = (
-        "a stage has computed (3, 4) torch.float32 where its trace says (2, 4) torch.float32: a block does "
-        "something else than when it was traced. Use strategy=mirrored."
+        "a stage has computed (3, 4) torch.float32 instead of (2, 4) torch.float32 as traced: a block behaves "
+        "differently from its trace. Use strategy=mirrored."
     )
     with pytest.raises(TrainingError, match="a stage has computed") as caught:
         TensorMeta((2, 4), torch.float32).check(torch.zeros(3, 4))

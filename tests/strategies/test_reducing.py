@@ -41,7 +41,7 @@ TWO_HOSTS = LaunchEnvironment(
     num_hosts=2,
     store=("10.0.0.1", 29400),
 )
-FIXED = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
+FIXED = "does not work with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
 OTHERS = "Use backend, hierarchical or auto."
 BACKEND = "Use strategy.reduce=backend."
 IDLE_KEY = "has no effect without strategy.compression=powersgd."
@@ -128,7 +128,7 @@ def test_parameters_without_a_gradient_are_named_with_the_setting_that_allows_th
         train(pool, IDLE)
     assert (
         "no gradient in the first step for spare.weight, spare.bias. Freeze what is not trained "
-        "(requires_grad=False), or set strategy.allow_unused=true, which leaves it out of the exchange."
+        "(requires_grad=False), or set strategy.allow_unused=true, which excludes it from the exchange."
     ) in str(caught.value)
 
 

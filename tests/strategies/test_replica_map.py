@@ -120,7 +120,7 @@ def test_the_processes_of_a_launch_have_a_group_each() -> None:
             {"map": {"embed": 0, "rest": 1}, "compression": "powersgd"},
             (
                 "strategy.compression=powersgd: compresses all gradients of a replica at once, and strategy.map "
-                "spreads them. Use bf16 or none."
+                "distributes them. Use bf16 or none."
             ),
         ),
         (

@@ -320,7 +320,7 @@ def test_a_record_is_read_as_it_was_written_and_cut_where_a_checkpoint_is_contin
 def test_a_damaged_record_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "updates.jsonl"
     path.write_text('{"version":0,"of":[]}\nnothing\n{"version":1')
-    with pytest.raises(CheckpointError, match=r"updates\.jsonl:2 is no update of a run"):
+    with pytest.raises(CheckpointError, match=r"updates\.jsonl:2 is not an update of a run"):
         list(read_record(path))
 
 
@@ -347,8 +347,8 @@ def test_a_replay_says_when_it_cannot_go_on() -> None:
         UpdateRecord(1, (GradientRef(Ticket(1, (0,)), 0, "w1"),)),
     )
     scheduler = ReplayScheduler(script=line, staleness=Staleness(), until=3)
-    with pytest.raises(TrainingError, match=r"cannot go on from step 1: update 1 .* computed at version 0"):
+    with pytest.raises(TrainingError, match=r"cannot continue from step 1: update 1 .* computed at version 0"):
         scheduler.recall({}, 1)
     scheduler.recall({}, 0)
-    with pytest.raises(TrainingError, match=r"the recorded run made 2 updates, and this one is to make more"):
+    with pytest.raises(TrainingError, match=r"the recorded run made 2 updates, and this run needs more"):
         Trial(scheduler, 0, 2).run(3)

@@ -88,7 +88,7 @@ def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(
     sleeper: tuple[subprocess.Popen[bytes], ProcessId], tmp_path: Path
 ) -> None:
     error = waiting(Peer(sleeper[1]), timeout_s=0.01)
-    assert str(error) == "rank 1 brought no gradients in 0.01 s (strategy.timeout_s), says rank 0."
+    assert str(error) == "rank 1 sent no gradients to rank 0 in 0.01 s (strategy.timeout_s)."
     assert write_error_report(tmp_path / "words.json", 0, error).is_secondary
 
 

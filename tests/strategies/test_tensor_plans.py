@@ -66,7 +66,7 @@ EXPAND = "blocks.0.mlp.expand"
             zoo.Net(),
             {},
             (
-                "strategy.plan=auto: Net brings no plan along. Name its layers and how each is cut, "
+                "strategy.plan=auto: Net has no plan. Name its layers with their styles, "
                 "{expand:colwise,project:rowwise}."
             ),
         ),
@@ -74,7 +74,7 @@ EXPAND = "blocks.0.mlp.expand"
             gpt(),
             {"plan": {}},
             (
-                "strategy.plan={}: cuts nothing. Name layers and how each is cut, "
+                "strategy.plan={}: shards nothing. Name layers with their styles, "
                 "{expand:colwise,project:rowwise}, or use auto."
             ),
         ),
@@ -88,7 +88,7 @@ EXPAND = "blocks.0.mlp.expand"
         (
             gpt(),
             {"plan": {"expand": "colwise", EXPAND: "rowwise"}},
-            f"strategy.plan.{EXPAND}=rowwise: names nothing that is left: {EXPAND} is in expand already.",
+            f"strategy.plan.{EXPAND}=rowwise: names no remaining module: {EXPAND} is in expand already.",
         ),
         (
             gpt(),
@@ -124,15 +124,16 @@ EXPAND = "blocks.0.mlp.expand"
             {"plan": {"head.output": "colwise_gathered"}},
             (
                 "strategy.plan.head.output=colwise_gathered: head.output.weight and embed.tokens.weight "
-                "are one parameter (tied), and embed.tokens.weight is whole. Cut both alike, or neither."
+                "are one parameter (tied), and embed.tokens.weight is not sharded. Shard both in the same way, or "
+                "neither."
             ),
         ),
         (
             gpt(dropout=0.1),
             {"plan": {"embed": "sequence_split", "head": "sequence_join"}},
             (
-                "strategy.plan.embed=sequence_split: cuts the sequence, and embed.dropout would draw the same for each "
-                "stretch. Use no dropout, or no sequence."
+                "strategy.plan.embed=sequence_split: shards the sequence, and embed.dropout would draw the same "
+                "numbers in each part. Use no dropout, or no sequence."
             ),
         ),
         (
@@ -140,15 +141,15 @@ EXPAND = "blocks.0.mlp.expand"
             {"plan": {"out_proj": "rowwise"}},
             (
                 "strategy.plan.out_proj=rowwise: 0.out_proj is part of an nn.MultiheadAttention, which "
-                "reads its weight itself: it cannot be cut."
+                "reads its weight itself: it cannot be sharded."
             ),
         ),
         (
             nn.Sequential(nn.Embedding(4, 2, sparse=True)),
             {"plan": {"0": "rowwise"}},
             (
-                "strategy.plan.0=rowwise: 0 has sparse gradients or a largest norm, which need its rows "
-                "whole: it cannot be cut."
+                "strategy.plan.0=rowwise: 0 has sparse gradients or a largest norm, which need whole rows: it cannot "
+                "be sharded."
             ),
         ),
     ],
@@ -166,7 +167,7 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(
         (
             {"plan": {"0": "colwise"}},
             (
-                "strategy.plan={0:colwise}: has no effect with strategy.degree=1, which cuts nothing. "
+                "strategy.plan={0:colwise}: has no effect with strategy.degree=1, which shards nothing. "
                 "Use a degree of 2 or more."
             ),
         ),
@@ -206,11 +207,11 @@ def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_sha
 def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:
     assert TensorParallel(degree=2).notes(gpt(dropout=0.1)) == (
         (
-            "cut over 2 ranks: embed.tokens rowwise, queries_keys_values colwise, project rowwise, expand colwise, "
-            "head.output colwise_gathered. 72 of 1,704 parameters are whole on each."
+            "sharded over 2 ranks: embed.tokens rowwise, queries_keys_values colwise, project rowwise, expand colwise, "
+            "head.output colwise_gathered. Each rank has 72 of 1,704 parameters whole."
         ),
-        "the model draws random numbers: where layers are cut, alike in distribution only.",
+        "the model draws random numbers: for sharded layers, only the distribution is the same.",
     )
     assert TensorParallel().notes(gpt()) == (
-        "strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",
+        "strategy.degree=1 shards no layer: every rank has a whole replica, as in strategy=mirrored.",
     )

@@ -94,7 +94,7 @@ def test_another_version_of_torch_is_refused(xla: Xla) -> None:
 @pytest.mark.usefixtures("xla")
 def test_what_xla_cannot_keep_is_refused() -> None:
     assert told(PlanContext(numerics=Numerics(reproducible=True), precision="fp16_mixed")) == [
-        "numerics.reproducible=true: XLA orders sums itself. Use strategy=mirrored, or leave it out.",
+        "numerics.reproducible=true: XLA chooses the order of sums itself. Use strategy=mirrored, or leave it out.",
         ("precision=fp16_mixed: TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."),
     ]
 
@@ -104,7 +104,7 @@ def test_where_xla_finds_no_device_it_says_what_to_set(xla: Xla, monkeypatch: py
         raise OSError("libtpu not found")
 
     monkeypatch.setattr(xla.modules["torch_xla.runtime"], "global_runtime_device_count", none)
-    remedy = "On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
+    remedy = "On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it on the CPU."
     assert told(PlanContext()) == [f"torch_xla: finds no device (libtpu not found). {remedy}"]
 
 

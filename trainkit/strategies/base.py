@@ -1,7 +1,7 @@
 """The two halves of a strategy, and the values that they exchange with the trainer.
 
-`Strategy` is what the user sets: frozen and pure. `Executor` is one task's share of a running training. What only some
-of them can do is a protocol in `trainkit.strategies.capabilities`.
+`Strategy` is what the user sets: frozen and pure. `Executor` is one task's share of a running training. Capabilities
+that only some have are protocols in `trainkit.strategies.capabilities`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ StateDict = Mapping[str, Tensor]
 """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them."""
 
 PhaseListener = Callable[[str, int], None]
-"""Receives (phase, step) when a task begins another phase: forward, backward, reduce, update, data, idle."""
+"""Callback that receives (phase, step) when a task begins a phase: forward, backward, reduce, update, data, idle."""
 
 
 def ignore_phase(phase: str, step: int) -> None:
@@ -91,7 +91,7 @@ def ignore_phase(phase: str, step: int) -> None:
 
 
 class Data(Protocol):
-    """Gives the batches of a ticket."""
+    """Source of the batches of a ticket."""
 
     def fetch(self, ticket: Ticket) -> Sequence[Batch]:
         """Return one collated batch per shard, on the device; a ticket always gives the same batches."""
@@ -109,59 +109,59 @@ class StepCounter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The numbers settings that a strategy carries out."""
+    """The `numerics` settings that a strategy applies."""
 
     seed: int = 0
     """The run's seed."""
     reproducible: bool = False
-    """Sum in the order of the lanes."""
+    """Whether gradients are summed in the order of the lanes."""
     lanes: int = 8
-    """Lanes of that order, a power of two."""
+    """Number of lanes of that order, a power of two."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What follows a loss or gradient that is not finite."""
+    """Reaction to a loss or gradient that is not finite."""
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a strategy leaves out a step that is not finite."""
+        """Whether a step that is not finite is skipped."""
         return self.on_nonfinite != "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What a strategy knows of a config before any process starts."""
+    """The facts about a config that a strategy gets before any process starts."""
 
     numerics: Numerics = field(default_factory=Numerics)
-    """The numbers settings."""
+    """The `numerics` settings."""
     num_gpus: int = 0
     """CUDA devices of this host."""
     precision: str = "fp32"
-    """The precision's name."""
+    """Name of the precision."""
     optimizer: type | None = None
-    """The optimizer's class; None where it is not known."""
+    """Class of the optimizer; None if unknown."""
     optimizers: Mapping[str, type | None] = field(default_factory=dict)
-    """The classes of several optimizers, by their keys in `optimizers`; empty where a run has one."""
+    """The classes of several optimizers, by their keys in `optimizers`; empty if the run has one."""
     objective: Objective | None = None
-    """What scores a shard; None where it is not known."""
+    """The objective; None if unknown."""
     sample: object = None
     """A sample of the training data, for shapes; None if there is none."""
     collate: CollateFunction = collate
-    """Makes a batch of samples."""
+    """Function that makes a batch of samples."""
     average: Average | None = None
-    """The average of the weights that is kept beside them."""
+    """The average of the weights that is kept in addition to them."""
     micro_size: int = 1
     """Samples of the largest shard; 1 if that is not decided yet."""
     launch: LaunchEnvironment | None = None
-    """The processes that something else started for this run; None: the supervisor starts what it needs."""
+    """The external launch of this run; None: the supervisor starts the processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePart:
-    """A part of a model on one device, where a replica spans several."""
+    """A part of a model on one device, if a replica spans several."""
 
     stage: int
-    """Its number, in the order of the model."""
+    """Number of the part, in the order of the model."""
     modules: str
-    """Its blocks, `embed, blocks.0-5`."""
+    """Blocks of the part, `embed, blocks.0-5`."""
     num_params: int
     num_bytes: int
     """Parameters, gradients and buffers, as the run holds them."""
@@ -173,11 +173,11 @@ class Traits:
     """The properties of a strategy that do not depend on its fields."""
 
     place: int = 9
-    """Where texts that list strategies name it: smaller numbers first, from the simplest strategy on."""
+    """Position in texts that list strategies: smaller numbers first, from the simplest strategy on."""
     elastic: bool = False
     """Whether a run may continue with fewer of its tasks, and later with all: every rank holds the whole state."""
     compiles: Compiles = "blocks"
-    """What it calls as a unit, which torch.compile may compile: the whole model, its blocks, or nothing."""
+    """Unit that torch.compile may compile: the whole model, its blocks, or nothing."""
     supports_meta_init: bool = False
     """Whether `setup` takes a model without data, and computes what it needs by `lazy_init_values(model)`."""
     is_sharded: bool = False
@@ -187,7 +187,9 @@ class Traits:
     several_optimizers: bool = False
     """Whether a run may have several optimizers, and its objective several phases."""
     converts: bool = False
-    """Whether it takes layers that compute in another number format (`convert`): it neither cuts nor traces them."""
+    """Whether it takes layers that compute in another number format (`convert`): because it neither cuts nor traces
+    them.
+    """
     compiles_step: bool = False
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
     shows_gradients: bool = False
@@ -198,46 +200,51 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True)
 class SetupRequest:
-    """What a task needs to build its share of a training."""
+    """The input of a task for building its share of a training."""
 
     model: nn.Module
-    """Initialised on the CPU in float32, alike in every task, and shaped (`trainkit.strategies.model_transforms`):
-    forward passes that are recomputed or compiled are in place. On the meta device where the strategy supports that,
-    unless the constructor does not allow it: `lazy_init_values(model)` is None then."""
+    """The model, initialised on the CPU in float32, the same in every task, and transformed
+    (`trainkit.strategies.model_transforms`): forward passes that are recomputed or compiled are in place. On the meta
+    device if the strategy and the constructor support it: otherwise `lazy_init_values(model)` is None.
+    """
     identity: Identity
-    """The task of this process, and where it finds the others."""
+    """The task of this process, and the addresses of the others."""
     precision: Precision
-    """The numbers to use."""
+    """The precision to use."""
     numerics: Numerics
-    """The numbers settings."""
+    """The `numerics` settings."""
     make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-    """Builds the optimizer over parameters by canonical name."""
+    """Function that builds the optimizer over parameters by canonical name."""
     training: StepContext
     """Plan, objective and update rule."""
     optimizers: tuple[NamedOptimizer, ...] = ()
-    """Several optimizers, which replace the one of `make_optimizer`; empty: that one."""
+    """Several optimizers, which replace the one of `make_optimizer`; empty: use that one."""
     open_data: Callable[[torch.device], Data]
-    """Opens training data for tickets that are not known in advance; closed when the task ends."""
+    """Function that opens training data for tickets that are not known in advance; closed when the task ends."""
     folder: Path | None = None
-    """The run folder, for a strategy that keeps a record of its own; None where there is no run."""
+    """The run folder, for a strategy with records of its own; None without a run."""
     graphs: GraphSettings | None = None
-    """What the executor compiles as a whole (`Traits.compiles_step`); None: nothing."""
+    """Settings of whole-step graphs (`Traits.compiles_step`); None: nothing is compiled as a whole."""
     on_phase: PhaseListener = ignore_phase
-    """Receives (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
+    """Callback that receives (phase, step) when forward, backward, reduce or update begins, so that a hang can be
+    located.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskContext(SetupRequest):
-    """What a task needs that assists the rank that trains, in a separate process.
+    """The input of an auxiliary task, which serves the training rank in a separate process.
 
-    In the phase `idle` such a task waits for work, as long as it takes; in any other phase it counts as hanging once it
-    has not reported a phase for longer than the limit of that phase.
+    In the phase `idle` such a task waits for work without a limit; in any other phase it counts as hanging once it has
+    not reported a phase for longer than the limit of that phase.
     """
 
     num_steps: int
     """Steps of the whole training."""
     requested: Callable[[], str | None]
-    """Why this process was asked to stop, or None. The rank that trains was asked too, and ends the others itself."""
+    """Function that returns why this process was asked to stop, or None. The training rank gets the same request, and
+    ends the others itself.
+    """
 
 
 class Executor(ABC):
@@ -246,18 +253,18 @@ class Executor(ABC):
     @property
     @abstractmethod
     def local(self) -> LocalModel:
-        """The model of this task, and the ranks that it computes with."""
+        """The model of this task, and its group of ranks."""
 
     @abstractmethod
     def assign(self, step: int) -> tuple[int, ...]:
-        """Return the shards of a step that this rank computes, as far as that is known in advance."""
+        """Return the shards of a step that this rank computes, as far as known in advance."""
 
     @abstractmethod
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
-        """Yield what to compute here, step after step; the same ticket again while the position does not move.
+        """Yield the tickets of this rank, step after step; a ticket is repeated while the position does not advance.
 
         Args:
-            position: of the training; it advances meanwhile.
+            position: the position of the training, which advances meanwhile.
             until: updates after which this start ends: later steps are not needed.
         """
 
@@ -267,7 +274,7 @@ class Executor(ABC):
 
         Args:
             ticket: the step and the shards to compute here.
-            batches: one collated batch a shard of the ticket, on the device of the local model.
+            batches: one collated batch per shard of the ticket, on the device of the local model.
 
         Returns:
             The outcome; an overflowed step leaves parameters, buffers and optimizer as they were.
@@ -285,7 +292,7 @@ class Executor(ABC):
         """Restore the tensors of a checkpoint of any strategy; also in the middle of a training that rolls back.
 
         Args:
-            state: reads a tensor on access.
+            state: mapping that reads a tensor on access.
         """
 
     @abstractmethod
@@ -293,22 +300,23 @@ class Executor(ABC):
         """End threads and process groups.
 
         Args:
-            failed: whether this rank has failed: it breaks its connections, without waiting for the other ranks.
+            failed: whether this rank has failed: it then closes its connections without waiting for the other ranks.
         """
 
 
 class Strategy(ABC):
-    """How shards are spread over replicas and how their gradients become one update.
+    """The distribution of shards over replicas, and the combination of their gradients into one update.
 
     A strategy is a frozen, keyword-only dataclass: its fields are what the user may set. It is pure; its `Executor`
-    holds what belongs to a process. What only some strategies can do is in `trainkit.strategies.capabilities`.
+    holds what belongs to a process. Capabilities that only some strategies have are in
+    `trainkit.strategies.capabilities`.
     """
 
     changes_maths: ClassVar[bool] = False
     """Whether choosing this strategy changes the result: False for every synchronous one."""
 
     traits: ClassVar[Traits] = Traits()
-    """Its properties."""
+    """Properties of the strategy."""
 
     @abstractmethod
     def validate(self, context: PlanContext) -> list[Problem]:
@@ -322,17 +330,17 @@ class Strategy(ABC):
         """
 
     def num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes that it starts on a host with `num_gpus` GPUs."""
+        """Return the number of processes that the strategy starts on a host with `num_gpus` GPUs."""
         return len(self.tasks(PlanContext(num_gpus=num_gpus)))
 
     @abstractmethod
     def num_replicas(self, context: PlanContext) -> int:
-        """Return the number of replicas that get shards of their own."""
+        """Return the number of replicas that get their own shards."""
 
     @abstractmethod
     def setup(self, request: SetupRequest) -> Executor:
-        """Put the model where it is computed; collective over the ranks of the run."""
+        """Place the model on its devices; collective over the ranks of the run."""
 
 
 __getattr__ = partial(moved_attribute, __name__)
-"""Returns a class by the name that it once had."""
+"""Function that returns a class by its old name."""

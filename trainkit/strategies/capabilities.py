@@ -1,4 +1,4 @@
-"""What only some strategies and executors can do: optional protocols, each with the one function that uses it.
+"""Optional protocols of strategies and executors, each with the one function that uses it.
 
 A class has a capability if it has its methods. The trainer calls the functions, which define the default without it.
 """
@@ -25,7 +25,7 @@ class ValidatesModel(Protocol):
     """A strategy that does not support every model."""
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return its problems for this model, which may be on the meta device; pure."""
+        """Return the problems of the strategy for this model, which may be on the meta device; pure."""
 
 
 def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -> list[Problem]:
@@ -35,20 +35,20 @@ def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -
 
 @runtime_checkable
 class LimitsAccess(Protocol):
-    """A strategy that cannot give an objective all of the model."""
+    """A strategy that cannot give an objective full access to the model."""
 
     def withheld(self, context: PlanContext) -> Mapping[Access, str]:
-        """Return what an objective cannot have, each with the reason and what to choose instead; pure."""
+        """Return the access that an objective cannot have, each with the reason and an alternative; pure."""
 
 
 def refused_access(strategy: Strategy, context: PlanContext, needs: Collection[Access]) -> tuple[Access, str] | None:
-    """Return the first of these needs that a strategy cannot serve, with the reason; None where it serves all."""
+    """Return the first of these needs that a strategy does not support, with the reason; None if it supports all."""
     reasons = strategy.withheld(context) if isinstance(strategy, LimitsAccess) else {}
     return next(((access, reasons[access]) for access in Access if access in needs and access in reasons), None)
 
 
 def access_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
-    """Return the problem of an objective that needs of the model what a strategy cannot give it."""
+    """Return the problem of an objective that needs access to the model that a strategy cannot give."""
     objective = context.objective
     refused = refused_access(strategy, context, () if objective is None else needs_of(objective))
     if refused is None:
@@ -79,20 +79,20 @@ class DescribesPartition(Protocol):
 
 
 def describe_partition(strategy: Strategy, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
-    """Return the parts of a replica, for the plan; empty where it is whole."""
+    """Return the parts of a replica, for the plan; empty if it is not split."""
     return strategy.describe_partition(model, context) if isinstance(strategy, DescribesPartition) else ()
 
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """A strategy with something that the user should know."""
+    """A strategy with notes for the user."""
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:
         """Return lines for the plan and the summary; the model may be on the meta device; pure."""
 
 
 def notes_of(strategy: Strategy, model: nn.Module) -> tuple[str, ...]:
-    """Return the lines that the plan and the summary show of a strategy."""
+    """Return the lines about a strategy for the plan and the summary."""
     return strategy.notes(model) if isinstance(strategy, HasNotes) else ()
 
 
@@ -111,7 +111,7 @@ def sum_of_gradients(strategy: Strategy, context: PlanContext) -> str | None:
 
 @runtime_checkable
 class RefusesProof(Protocol):
-    """A strategy that may run the code of one device, depending on its fields."""
+    """A strategy that, depending on its fields, may run the same code as one device."""
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
         """Return why a comparison with one device would show nothing; pure."""
@@ -128,7 +128,7 @@ class ConditionalMaths(Protocol):
 
     @property
     def changes_maths_here(self) -> bool:
-        """Whether it does, with its current fields."""
+        """Whether the strategy trains differently, with its current fields."""
 
 
 def changes_maths_here(strategy: Strategy) -> bool:
@@ -138,15 +138,17 @@ def changes_maths_here(strategy: Strategy) -> bool:
 
 @runtime_checkable
 class UpdatesAsynchronously(Protocol):
-    """A strategy that may apply gradients as they come."""
+    """A strategy that may apply gradients as they arrive."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether it does, with its current fields: the loss of a step belongs to parameters of earlier updates."""
+        """Whether updates are asynchronous with the current fields: the loss of a step then belongs to parameters of
+        earlier updates.
+        """
 
 
 def is_asynchronous(strategy: Strategy) -> bool:
-    """Return whether a strategy, with its current fields, applies gradients as they come."""
+    """Return whether a strategy, with its current fields, applies gradients as they arrive."""
     return isinstance(strategy, UpdatesAsynchronously) and strategy.is_asynchronous
 
 
@@ -156,7 +158,7 @@ class ConditionalTraits(Protocol):
 
     @property
     def traits_here(self) -> Traits:
-        """Its properties, with its current fields."""
+        """The properties of the strategy with its current fields."""
 
 
 def traits_here(strategy: Strategy) -> Traits:
@@ -202,13 +204,13 @@ class RunsAuxiliaryTasks(Protocol):
         """Return whether a task runs the training loop; rank 0 does; pure."""
 
     def restarts_alone(self, task: Task) -> bool:
-        """Return whether a task that dies is restarted while the others continue, which it then joins; pure."""
+        """Return whether a task that dies is restarted while the others continue, and then rejoins them; pure."""
 
     def run_auxiliary(self, context: TaskContext) -> None:
         """Run a task without a loop, until rank 0 ends it.
 
         Raises:
-            ConnectionError: rank 0 is gone.
+            ConnectionError: rank 0 has ended.
         """
 
 
@@ -242,7 +244,7 @@ def next_sync_step(strategy: Strategy, step: int) -> int:
     return strategy.next_sync_step(step) if isinstance(strategy, PeriodicSync) else step
 
 
-# What executors can do.
+# Capabilities of executors.
 
 
 @runtime_checkable
@@ -253,7 +255,7 @@ class Syncs(Protocol):
         """Make the replicas identical; collective.
 
         Returns:
-            The steps that were left out and that no outcome has named.
+            The skipped steps that no outcome has reported.
         """
 
 
@@ -264,7 +266,7 @@ def sync(executor: Executor) -> tuple[LeftOut, ...]:
 
 @runtime_checkable
 class ShardsState(Protocol):
-    """An executor that holds a part of the state."""
+    """An executor whose rank holds only a part of the state."""
 
     def sharded_state_dict(self) -> ShardedState:
         """Return the shards that this rank writes into a checkpoint; each part of a tensor is written by one rank."""
@@ -290,7 +292,7 @@ class KeepsExtraState(Protocol):
         """Restore what `state_dict_extra` returned; before `tune`.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the state is malformed.
         """
 
 
@@ -307,18 +309,18 @@ def load_state_extra(executor: Executor, extra: JsonMap) -> None:
 
 @runtime_checkable
 class Tunes(Protocol):
-    """An executor that chooses something by measuring."""
+    """An executor that makes choices by measuring."""
 
     def tune(self) -> tuple[str, ...]:
         """Choose, before the first step and after a checkpoint was restored; collective.
 
         Returns:
-            Lines for the summary: what was chosen, and why.
+            Lines for the summary about the choice and its reason.
         """
 
 
 def tune(executor: Executor) -> tuple[str, ...]:
-    """Let an executor choose what it measures; returns lines for the summary; collective."""
+    """Let an executor make its choices by measuring; returns lines for the summary; collective."""
     return executor.tune() if isinstance(executor, Tunes) else ()
 
 
@@ -327,9 +329,9 @@ class Recovers(Protocol):
     """An executor that may undo a step that an error has interrupted."""
 
     def recover(self, step: int) -> bool:
-        """Restore the state after so many updates, without another rank; return whether that was possible.
+        """Restore the state after `step` updates, without another rank; return whether that was possible.
 
-        It is not if that is uncertain: an update had begun, or others hold a part.
+        It is impossible if the state is uncertain: an update had begun, or other ranks hold a part of it.
         """
 
 
@@ -340,7 +342,7 @@ def recover(executor: Executor, step: int) -> bool:
 
 @runtime_checkable
 class RefreshesModel(Protocol):
-    """An executor whose local model lags behind the one that is trained."""
+    """An executor whose local model lags behind the trained one."""
 
     def refresh_model(self) -> None:
         """Bring the local model up to date."""
@@ -354,10 +356,10 @@ def refresh_model(executor: Executor) -> None:
 
 @runtime_checkable
 class SwapsAverages(Protocol):
-    """An executor that can show the averages of its parameters."""
+    """An executor that can compute with the averages of its parameters."""
 
     def swap_averages(self) -> bool:
-        """Exchange the parameters of the local model and their averages, which a second call undoes exactly.
+        """Exchange the parameters of the local model and their averages, a second call undoes this exactly.
 
         Returns:
             Whether there are averages on this rank.
@@ -371,10 +373,10 @@ def swap_averages(executor: Executor) -> bool:
 
 @runtime_checkable
 class ReportsResult(Protocol):
-    """An executor with keys of its own in result.json."""
+    """An executor that adds keys to result.json."""
 
     def result_extra(self) -> JsonMap:
-        """Return these keys; JSON."""
+        """Return the keys and values to add; JSON."""
 
 
 def result_extra(executor: Executor) -> JsonMap:
@@ -387,7 +389,7 @@ class ChecksReplicas(Protocol):
     """An executor whose parameters other ranks hold as well."""
 
     def check_replicas(self) -> str | None:
-        """Return the parameter in which replicas differ, with the ranks; None: they are equal. Collective."""
+        """Return the parameter in which replicas differ, with the ranks; None if all are equal. Collective."""
 
 
 def check_replicas(executor: Executor) -> str | None:

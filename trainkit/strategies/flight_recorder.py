@@ -1,4 +1,5 @@
-"""Record the last collectives of each rank, and refuse one that differs from what another rank calls in its place.
+"""Record the last collectives of each rank, and refuse one that differs from the call of another rank in the same
+place.
 
 Before each call, every rank writes operation, size, dtype, step and the line of the user's code into a small file that
 the other ranks of its host have mapped. Of two ranks that call different collectives, the later one finds the call of
@@ -6,7 +7,7 @@ the other there and raises; otherwise gloo would end the process by SIGABRT, or 
 outlives the process, so that the parent can read it.
 
 PyTorch's own recorder keeps the collectives of NCCL in memory, for a process that still responds, and the checks of
-TORCH_DISTRIBUTED_DEBUG=DETAIL cost an exchange more for each collective.
+TORCH_DISTRIBUTED_DEBUG=DETAIL cost one more exchange for each collective.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from trainkit.files import open_descriptor, open_regular, read_bytes
 
 _SLOTS: Final = 64
 _SHOWN: Final = 3
-"""Collectives of a rank that a message shows."""
-HEAD: Final = struct.Struct("<qq")  # the host, so that no rank compares with a file that another host writes; the pid
+"""Number of collectives of a rank that a message shows."""
+HEAD: Final = struct.Struct("<qq")  # the host, so that no rank compares with a file of another host; the pid
 _TEXT_BYTES: Final = 160
 _ENTRY: Final = struct.Struct(f"<qQQQqH{_TEXT_BYTES}s")  # number, group, sequence, kind, step, length, text
-_CHECKSUM: Final = struct.Struct("<I")  # an entry that is just being written fails it
+_CHECKSUM: Final = struct.Struct("<I")  # an entry that is being written fails the check
 _STRIDE: Final = _ENTRY.size + _CHECKSUM.size
 _OFFSET: Final = 64
 SIZE: Final = _OFFSET + _SLOTS * _STRIDE
@@ -48,17 +49,17 @@ class Collective:
     """A collective that a rank has called."""
 
     number: int
-    """Counts the collectives of the rank."""
+    """Number of the collective, counted per rank."""
     group: int
     """A hash of the name and the ranks of the process group."""
     sequence: int
-    """Counts the collectives of the rank in this group."""
+    """Number of the collective, counted per rank and group."""
     kind: int
     """A hash of the properties that must be equal on all ranks."""
     step: int
     """Updates completed; -1 before the first step."""
     text: str
-    """Operation, shape, dtype, and where it was called."""
+    """Operation, shape, dtype, and the line of the call."""
 
     def __str__(self) -> str:
         when = "before the first step" if self.step < 0 else f"in step {self.step}"
@@ -66,7 +67,7 @@ class Collective:
 
 
 def read_collectives(path: Path) -> list[Collective]:
-    """Return the last collectives that a rank has called, in order; none where the file is absent or damaged."""
+    """Return the last collectives that a rank has called, in order; none if the file is absent or damaged."""
     try:
         content = read_bytes(path, limit=SIZE)
     except UnreadableError:
@@ -102,7 +103,7 @@ def write_record(memory: mmap.mmap, one: Collective) -> None:
 
 
 def read_record(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
-    """Return the collective in a slot; None where there is none, or one that is just being written."""
+    """Return the collective in a slot; None if there is none, or if it is being written."""
     start = _OFFSET + slot * _STRIDE
     entry = bytes(memory[start : start + _STRIDE])
     body, (checksum,) = entry[: _ENTRY.size], _CHECKSUM.unpack_from(entry, _ENTRY.size)
@@ -149,12 +150,12 @@ _NAMES: Final = {
     "all_to_all_single": "all_to_all_single",
     "barrier": "barrier",
 }
-"""Methods of a process group -> what they are called in torch.distributed."""
+"""Methods of a process group -> their names in torch.distributed."""
 _OF_ONESIZE: Final = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "exchange of gradients"}
     | {"sum"}
 )
-"""Collectives whose tensors have one size and dtype on all ranks; of the others only the names are compared."""
+"""Collectives whose tensors have one size and dtype on all ranks; for all others, only the names are compared."""
 
 
 class FlightRecorder:
@@ -166,7 +167,7 @@ class FlightRecorder:
         self._groups: dict[str, tuple[int, list[int]]] = {}
         self._sequences: dict[int, int] = {}
         self._peers: dict[int, mmap.mmap | None] = {}
-        self._looks: dict[int, int] = {}  # at files of ranks that were not there
+        self._looks: dict[int, int] = {}  # last check for files of ranks that were absent
 
     def __enter__(self) -> Self:
         """Create the file, and record every collective that Python code calls from now on."""
@@ -199,10 +200,10 @@ class FlightRecorder:
         self._peers.clear()
 
     def record(self, group: dist.ProcessGroup, name: str, tensor: Tensor | None) -> None:
-        """Write down a collective that is about to be called.
+        """Record a collective before it is called.
 
         Raises:
-            CollectiveMismatchError: another rank of this host has called another one in its place.
+            CollectiveMismatchError: another rank of this host has called a different one in the same place.
         """
         group_id, ranks = self._group(group)
         module, place = _caller()
@@ -231,7 +232,7 @@ class FlightRecorder:
         return self._groups[name]
 
     def _peer(self, rank: int) -> mmap.mmap | None:
-        """Return the memory of another rank; None where that is on another host, or does not record yet."""
+        """Return the memory of another rank; None if that rank is on another host, or does not record yet."""
         if rank not in self._peers:
             memory = self._mapped(rank)
             host = 0 if memory is None else HEAD.unpack_from(memory, 0)[0]
@@ -249,7 +250,7 @@ class FlightRecorder:
     def _compare(self, own: Collective, rank: int, memory: mmap.mmap) -> None:
         theirs = read_record(memory, slot_of(own.group, own.sequence))
         if theirs is None or (theirs.group, theirs.sequence) != (own.group, own.sequence) or theirs.kind == own.kind:
-            return  # also where the other rank has not come so far: it compares when it does
+            return  # also if the other rank has not called it yet: it then compares by itself
         raise CollectiveMismatchError(mismatch((self._rank, own), (rank, theirs), self._file_of))
 
 
@@ -260,7 +261,7 @@ def note_exchange(tensor: Tensor, name: str = "exchange of gradients") -> None:
     """Record an exchange between all ranks that uses no process group, or whose tensors have one size on all of them.
 
     Raises:
-        CollectiveMismatchError: another rank of this host has called a collective in its place.
+        CollectiveMismatchError: another rank of this host has called a different collective in the same place.
     """
     if _current is not None and dist.group.WORLD is not None:
         _current.record(dist.group.WORLD, name, tensor)
@@ -286,8 +287,8 @@ def _tensor_in(args: Sequence[Any], name: str) -> Tensor | None:
 
 
 _OURS: Final = ("trainkit.", "torch.")
-"""Modules of callers that count as trainkit: a callback of torch, as PowerSGD has, runs below a call of trainkit or in
-a thread of torch, depending on which completes the exchange before it.
+"""Modules of callers that count as trainkit: a callback of torch (as in PowerSGD) may run below a call of trainkit or
+in a thread of torch.
 """
 
 

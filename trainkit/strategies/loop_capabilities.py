@@ -1,4 +1,4 @@
-"""What a loop of the user's own may ask of strategies and executors: optional protocols, as in `capabilities`."""
+"""Optional protocols of strategies and executors for a user's own loop, as in `capabilities`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainkit.strategies.capabilities import refused_access
 
 @runtime_checkable
 class LimitsLoops(Protocol):
-    """A strategy that cannot serve every call of a loop of the user's own."""
+    """A strategy that does not support every call of a user's own loop."""
 
     def refused_calls(self, context: PlanContext) -> Mapping[LoopCall, str]:
-        """Return the calls that it refuses, each with the reason and what to choose instead; pure."""
+        """Return the calls that the strategy refuses, each with the reason and an alternative; pure."""
 
 
 def refused_calls(strategy: Strategy, context: PlanContext) -> Mapping[LoopCall, str]:
-    """Return the calls that a strategy refuses, each with the reason; a loss of the loop runs the model itself."""
+    """Return the calls that a strategy refuses, each with the reason. A loss of the loop calls the model itself."""
     found = dict(strategy.refused_calls(context)) if isinstance(strategy, LimitsLoops) else {}
     if (refused := refused_access(strategy, context, [Access.calls])) is not None:
         found.setdefault(LoopCall.own_loss, refused[1])
@@ -36,7 +36,7 @@ class UpdatesApart(Protocol):
         """Compute the gradients of a step; return loss sum and weight of this rank, as in `StepOutcome`. Collective."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return the mean gradients of the step over all ranks, this rank's parts of them, by canonical name."""
+        """Return the mean gradients of the step over all ranks, for this rank's parts, by canonical name."""
 
     def update(self) -> StepOutcome:
-        """Update the parameters by them; collective."""
+        """Update the parameters with these gradients; collective."""

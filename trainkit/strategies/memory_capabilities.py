@@ -1,4 +1,4 @@
-"""What a strategy says of memory, for the plan: optional protocols, as in `capabilities`."""
+"""Optional protocols by which strategies describe their memory for the plan, as in `capabilities`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.strategies.base import Batch, PlanContext, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """What the fullest device of a strategy holds, in elements."""
+    """The elements on the device of a strategy with the largest memory use."""
 
     resident: Mapping[str, int]
     """Elements of each parameter, by canonical name."""
@@ -24,8 +24,8 @@ class ModelMemory:
     gradient_copies: float = 0
     """Copies of all gradients at the peak of a step, in addition to the gradients themselves."""
     bucket: int | None = None
-    """Elements of gradients that are alive beside the vector that holds all gradients and outlives the step; None:
-    there is no such vector.
+    """Elements of gradients that are alive in addition to the vector that holds all gradients and outlives the step;
+    None: there is no such vector.
     """
 
     @classmethod
@@ -40,11 +40,11 @@ class EstimatesMemory(Protocol):
     """A strategy whose devices do not hold exactly one replica and its gradients."""
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return what the fullest device holds; pure."""
+        """Return the memory of the device with the largest use; pure."""
 
 
 def estimate_memory(strategy: Strategy, model: nn.Module, context: PlanContext) -> ModelMemory:
-    """Return what the fullest device holds, for the plan."""
+    """Return the memory of the device with the largest use, for the plan."""
     if isinstance(strategy, EstimatesMemory):
         return strategy.estimate_memory(model, context)
     return ModelMemory.whole(model)
@@ -52,16 +52,18 @@ def estimate_memory(strategy: Strategy, model: nn.Module, context: PlanContext) 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPart:
-    """What one device holds and computes of a replica that several devices compute."""
+    """The part of a replica that one of several devices holds and computes."""
 
     modules: tuple[str, ...]
-    """Names of the modules that it computes."""
+    """Names of the modules that the device computes."""
     memory: ModelMemory
-    """What it holds of the parameters."""
+    """Memory of the device for parameters."""
     in_flight: int = 1
-    """The most shards whose tensors wait for their backward pass at once."""
+    """Largest number of shards whose tensors wait for their backward pass at once."""
     received: int = 0
-    """Shards for which it keeps memory to receive the inputs of its modules, and the gradients of their outputs."""
+    """Number of shards for which the device keeps buffers to receive inputs of its modules and gradients of their
+    outputs.
+    """
 
 
 @runtime_checkable
@@ -69,13 +71,13 @@ class DividesReplica(Protocol):
     """A strategy under which several devices compute a replica, each some of its modules."""
 
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
-        """Return the part of each device, where a replica has this many shards of a step; pure."""
+        """Return the part of each device, if a replica has this many shards of a step; pure."""
 
 
 def replica_parts(
     strategy: Strategy, model: nn.Module, context: PlanContext, *, num_shards: int
 ) -> tuple[ReplicaPart, ...]:
-    """Return the part of each device of a replica; one part, of no named modules, where a device computes all."""
+    """Return the part of each device of a replica; one part without module names if one device computes all."""
     found: tuple[ReplicaPart, ...] = ()
     if isinstance(strategy, DividesReplica):
         found = strategy.replica_parts(model, context, num_shards=num_shards)
@@ -85,21 +87,21 @@ def replica_parts(
 class RankPass:
     """Forward and backward of one shard on one rank, on a copy of the model without data; used once.
 
-    This one is that of a rank with a whole replica. Subclasses allocate what their ranks allocate, as tensors without
-    data, and the plan follows these.
+    This class is the pass of a rank with a whole replica. Subclasses allocate the same tensors as their ranks, without
+    data, and the plan traces them.
     """
 
     cuts_operations: ClassVar[bool] = False
     """Whether operations are smaller than those of a whole replica."""
     sums_in_master_dtype: ClassVar[bool] = False
-    """Whether gradients of an earlier shard are kept in the masters' dtype, whatever the dtype of the model."""
+    """Whether gradients of an earlier shard are kept in the masters' dtype, for any dtype of the model."""
     received_bytes: int = 0
-    """Memory that receives tensors of other ranks for this shard; known after `loss`."""
+    """Bytes of the receive buffers for tensors of other ranks for this shard; known after `loss`."""
     once_bytes: int = 0
-    """Memory that does not grow with the number of shards in flight; known after `loss`."""
+    """Bytes that do not grow with the number of shards in flight; known after `loss`."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Change the model to that of the rank."""
+        """Change the model to the one of the rank."""
 
     def keep_gradients(self, model: nn.Module) -> Sequence[Tensor]:
         """Give parameters the gradients of an earlier shard; return the gradients that the plan counts itself."""
@@ -109,7 +111,7 @@ class RankPass:
         return [param.grad for param in trained if param.grad is not None]
 
     def loss(self, model: nn.Module, batch: Batch, loss: Callable[[Model, Batch], Loss]) -> Loss:
-        """Run the forward pass; `loss` is that of the objective for a whole replica."""
+        """Run the forward pass; `loss` is the objective's loss of a whole replica."""
         return loss(model, batch)
 
     def gradients(self, model: nn.Module) -> Sequence[Tensor]:
@@ -119,34 +121,34 @@ class RankPass:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShard:
-    """A shard of a step, without data or with it."""
+    """A shard of a step, with or without data."""
 
     batch: Batch
     """Its collated samples."""
     count: int
-    """The shards of the step that a replica computes."""
+    """Number of shards of the step that a replica computes."""
 
 
 @runtime_checkable
 class RunsRankPasses(Protocol):
-    """A strategy whose ranks allocate other tensors in a pass than one device with a whole replica."""
+    """A strategy whose ranks allocate different tensors in a pass from one device with a whole replica."""
 
     def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
         """Return the pass of each part of a replica, in the order of `replica_parts`; pure.
 
-        Empty where each device computes as if it were alone.
+        Empty if each device computes like a single device.
 
         Args:
-            model: without data, or with it; unchanged.
-            context: of the plan.
-            shard: of a step.
+            model: the model, with or without data; unchanged.
+            context: the context of the plan.
+            shard: a shard of the step.
         """
 
 
 def rank_passes(
     strategy: Strategy, model: nn.Module, context: PlanContext, shard: PlannedShard
 ) -> tuple[RankPass, ...]:
-    """Return the pass of each part of a replica; empty where each device computes as if it were alone."""
+    """Return the pass of each part of a replica; empty if each device computes like a single device."""
     if not isinstance(strategy, RunsRankPasses):
         return ()
     return strategy.rank_passes(model, context, shard)
@@ -154,8 +156,8 @@ def rank_passes(
 
 @runtime_checkable
 class ShardsModel(Protocol):
-    """A strategy under which each device holds a part of the model; one that ran out of memory is pointed to it."""
+    """A strategy under which each device holds a part of the model; recommended to a run that ran out of memory."""
 
     @classmethod
     def sharded_over(cls, count: int) -> Mapping[str, int]:
-        """Return the keys of `strategy` that shard the model over so many devices; pure."""
+        """Return the keys of `strategy` that shard the model over `count` devices; pure."""

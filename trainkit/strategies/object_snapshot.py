@@ -1,4 +1,4 @@
-"""What a forward pass changes beside tensors: Python objects.
+"""Detect the Python objects that a forward pass changes, in addition to tensors.
 
 Parameters and buffers are tensors that a strategy synchronizes. A counter, a list of losses or a cache that a forward
 pass keeps on a module, or that one block leaves for another, is a Python object: `ObjectSnapshot` compares such
@@ -19,16 +19,16 @@ from trainkit.errors import TrainingError
 _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of `nn.Module` itself: parameters, buffers, children and hooks."""
 _WITHOUT_STATE: Final = ("torch", "trainkit")
-"""Packages whose objects have no state that a model's own code writes."""
+"""Packages whose objects have no state that the code of a user's model writes."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_OBJECT = (*_PLAIN, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _ABSENT: Final = object()
 
 
 class ObjectSnapshot:
-    """The state of some values at one moment: attributes of modules and objects, entries of containers, at any depth.
+    """A snapshot of the state of some values: attributes of modules and objects, entries of containers, at any depth.
 
-    Tensors, and the modules inside of a module, are compared by identity and not looked into.
+    Tensors, and the modules inside of a module, are compared by identity, not by content.
 
     Example:
         >>> module = nn.Module()
@@ -171,7 +171,7 @@ def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
     kind = given.changed_class()
     if kind is not None:
         raise TrainingError(
-            f"the block {block} changes the {kind} that it is given, {because}. Return what it adds, or use "
+            f"the block {block} changes the {kind} among its arguments, {because}. Return what it adds, or use "
             "strategy=mirrored."
         )
 

@@ -56,10 +56,10 @@ class OneDevice(Strategy):
         return device_problems("strategy.device", self.device, context.num_gpus)
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - the same on any host
-        """Return that it is the reference itself; a subclass may be another computation."""
+        """Return the problem that it is the reference itself; a subclass may compute differently."""
         if type(self) is not OneDevice:
             return []
-        rule = "is the reference of every proof, and it shows nothing to compare it with itself. Use another strategy."
+        rule = "is the reference of every proof, and comparing it with itself shows nothing. Use another strategy."
         return [Problem(key="strategy", value="one_device", rule=rule)]
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:

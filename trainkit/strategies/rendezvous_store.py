@@ -1,7 +1,7 @@
 """The rendezvous store of the ranks: hosted by a process that outlives the workers, and its clients.
 
-A client is made within a time limit. The constructor of TCPStore waits for ever where a process accepts its
-connection and never answers; its timeout bounds the connecting alone. Nothing here imports torch before it is needed.
+A client is created within a time limit. The constructor of TCPStore waits for ever if a process accepts its connection
+and never answers; its timeout only limits connecting. Nothing here imports torch before it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from trainkit.errors import LinkError
 
 _START_S = 60.0
-"""The supervisor listens before it has imported torch, and answers afterwards: on a loaded machine this late."""
+"""Seconds until the store must answer: its port is bound before torch is imported, which is slow on a loaded
+machine.
+"""
 
 
 class Rendezvous(Protocol):
@@ -27,14 +29,14 @@ class Rendezvous(Protocol):
         """Host and port, known before the store answers: workers start while this process still imports torch."""
 
     def open(self) -> None:
-        """Start to serve; called once, after the first workers were started."""
+        """Start to serve clients; called once, after the first workers were started."""
 
 
 class HostedStore:
     """A `TCPStore` in this process that listens on one address only, by default on the loopback interface.
 
-    TCPStore itself listens on every interface, even for 127.0.0.1, and authenticates no client: it is given a socket
-    that is already bound.
+    TCPStore itself listens on every interface, even for 127.0.0.1, and authenticates no client: it gets a socket that
+    is already bound.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -65,7 +67,7 @@ class HostedStore:
 
 
 def store_client(address: tuple[str, int], timeout_s: float) -> Any:
-    """Connect to a store that must answer in `timeout_s`, which is also how long the client waits for a key.
+    """Connect to a store that must answer in `timeout_s`, which is also the time limit of the client for a key.
 
     Raises:
         LinkError: a process listens there and does not answer.
@@ -87,7 +89,7 @@ T = TypeVar("T")
 class Pending(Generic[T]):
     """A call that runs in a separate thread.
 
-    A call that never returns keeps its thread, which ends with the process.
+    The thread of a call that never returns ends with the process.
 
     Args:
         call: a function without arguments.
@@ -108,7 +110,7 @@ class Pending(Generic[T]):
             self._over.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the call, at most for the given time; return whether it has ended."""
+        """Wait for the end of the call, for at most the given time; return whether it has ended."""
         return self._over.wait(timeout_s)
 
     def result(self) -> T:

@@ -1,4 +1,4 @@
-"""Which keys give a strategy a number of replicas, and which change what they exchange: for `trainkit scale`."""
+"""The keys that set the number of replicas of a strategy, and keys that change the exchange: for `trainkit scale`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainkit.strategies.base import PlanContext, Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedies:
-    """The arguments by which a strategy exchanges less, or elsewhere; None where it has no such choice left."""
+    """The arguments by which a strategy exchanges less, or over another path; None if it has no such option."""
 
     compression: str | None = None
-    """Gradients in 16 bits."""
+    """Argument that sends gradients in 16 bits."""
     shared_memory: str | None = None
-    """A sum through memory of the host."""
+    """Argument that sums through memory of the host."""
     num_servers: int | None = None
-    """Parameter servers that it has."""
+    """Number of parameter servers."""
     spares: str | None = None
-    """Replicas for which a step does not wait."""
+    """Argument that adds replicas for which a step does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +28,9 @@ class Scaled:
     """A strategy with a number of replicas."""
 
     keys: Mapping[str, int]
-    """The keys of `strategy` that give it so many."""
+    """The keys of `strategy` that set this number."""
     waits: bool = True
-    """Whether a step ends only when all replicas have exchanged; they share its samples then."""
+    """Whether a step ends only when all replicas have exchanged; they then share its samples."""
     remedies: Remedies = field(default_factory=Remedies)
 
 
@@ -39,9 +39,9 @@ class ScalesOut(Protocol):
     """A strategy that can have any number of replicas, each on one device."""
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
-        """Return how it has so many replicas; pure."""
+        """Return the strategy with `replicas` replicas; pure."""
 
 
 def scaled(strategy: Strategy, replicas: int, context: PlanContext) -> Scaled | None:
-    """Return how a strategy has so many replicas; None where it cannot."""
+    """Return a strategy with `replicas` replicas; None if it does not scale."""
     return strategy.scaled(replicas, context) if isinstance(strategy, ScalesOut) else None

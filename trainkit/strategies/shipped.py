@@ -1,4 +1,4 @@
-"""The strategies that ship, with their classes, which say what texts and advice tell of each."""
+"""List the shipped strategies with their classes, which declare the facts for texts and advice."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from trainkit.strategies.base import Strategy
 
 
 class Shipped(NamedTuple):
-    """One strategy that ships."""
+    """One shipped strategy."""
 
     name: str
-    """The choice of `strategy`."""
+    """Choice of the group `strategy`."""
     target: str
-    """What its YAML names as `_target_`."""
+    """The `_target_` of its YAML."""
     kind: type[Strategy]
 
 
 @runtime_checkable
 class SpreadsOver(Protocol):
-    """A strategy that runs on any number of devices by its keys alone; `trainkit advise` tries it."""
+    """A strategy that its keys alone can spread over any number of devices; `trainkit advise` tries it."""
 
     @classmethod
     def spread_over(cls, count: int) -> Mapping[str, int]:
-        """Return the keys of `strategy` that use so many devices; empty for a strategy of one device; pure."""
+        """Return the keys of `strategy` that use `count` devices; empty for a strategy of one device; pure."""
 
 
 def shipped_strategies() -> Iterator[Shipped]:
-    """Yield the strategies that ship, the simplest first."""
+    """Yield the shipped strategies, the simplest first."""
     files = sorted((shipped_conf() / "strategy").glob("*.yaml"))
     targets = [(file.stem, str(read_document(file).values[TARGET])) for file in files]
     found = [Shipped(name, target, resolve_target(target)) for name, target in targets]

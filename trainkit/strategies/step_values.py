@@ -1,4 +1,4 @@
-"""What a step computes with, and its outcome."""
+"""The inputs of a step, and its outcome."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Status(Enum):
     applied = "applied"
     """The optimizer stepped."""
     retry = "retry"
-    """Gradients overflowed: only the loss scale changed, and the same step is tried again."""
+    """Gradients overflowed: only the loss scale changed, and the same step is retried."""
     handed_out = "handed out"
     """The step is in progress; nothing changed."""
     skipped = "skipped"
-    """The loss or gradient was not finite and `numerics.on_nonfinite` leaves the step out: only its number is used."""
+    """The loss or gradient was not finite and `numerics.on_nonfinite` skips the step: only its number is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,23 @@ class UpdateParams:
     """The parameters of an update."""
 
     lr_factor: float
-    """The learning rate of this update over the base rate, the same factor for every parameter group."""
+    """The learning rate of this update divided by the base rate, the same factor for every parameter group."""
     max_norm: float | None
     """Clip the gradient to this global norm."""
 
 
 UpdateRule = Callable[[int], UpdateParams]
-"""Update of a version: the number of updates the parameters have seen."""
+"""Function from a version (number of earlier updates) to the parameters of the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """An update that was not made because its loss or gradient was not finite."""
+    """An update that was skipped because its loss or gradient was not finite."""
 
     step: int
     """Number of updates before it, including skipped ones."""
     tickets: tuple[Ticket, ...]
-    """Its shards."""
+    """Shards of the step."""
 
     @classmethod
     def whole(cls, plan: BatchPlan, step: int) -> LeftOut:
@@ -77,28 +77,28 @@ class StepOutcome:
     tickets: tuple[Ticket, ...] = ()
     """The shards of this update, if they are not those of `step`."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
-    """This rank's sums of the terms of the loss, () each, by name; empty where it had no shard."""
+    """This rank's sums of the terms of the loss, () each, by name; empty if it had no shard."""
     phases: Mapping[str, tuple[Tensor | None, Tensor | float]] = field(default_factory=dict)
-    """Loss sum and weight of each phase that ran, as `loss_sum` and `weight`; empty where the step has one phase."""
+    """Loss sum and weight of each phase that ran, as `loss_sum` and `weight`; empty if the step has one phase."""
 
 
 class LoopCall(Enum):
-    """What a loop of the user's own may ask for; the values are the calls of `trainkit.session`."""
+    """Requests of a user's own loop; the values are the calls of `trainkit.session`."""
 
     session = "trainkit.session"
-    """Any step at all."""
+    """Run steps at all."""
     own_loss = "step(loss_fn)"
-    """A step with a loss that the loop gives."""
+    """Run a step with a loss given by the loop."""
     apart = "forward_backward() and update()"
-    """The gradients of a step before its update."""
+    """Compute the gradients of a step separately from its update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSettings:
-    """What an executor compiles as a whole, beside the modules that are compiled already."""
+    """Settings of graphs that an executor compiles as a whole, in addition to compiled modules."""
 
     covers: Literal["step", "shard"]
-    """Whole steps; or loss and gradients of a shard, where a step draws no random number."""
+    """Whole steps; or loss and gradients of a shard, if a step draws no random numbers."""
     backend: str
     """The backend of torch.compile."""
     mode: str | None = None
@@ -106,7 +106,7 @@ class GraphSettings:
 
     @property
     def key(self) -> str:
-        """The setting that asked for it, for messages."""
+        """The key that requested the graphs, for messages."""
         return "compile.mode=step" if self.covers == "step" else "compile.mode"
 
 
@@ -125,18 +125,19 @@ class NamedOptimizer:
     """One of several optimizers of a run."""
 
     name: str
-    """Its key in `optimizers`."""
+    """Key of the optimizer in `optimizers`."""
     params: frozenset[str]
-    """The parameters that it updates, by canonical name."""
+    """Canonical names of the parameters of the optimizer."""
     make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-    """Builds it over these parameters."""
+    """Function that builds the optimizer over these parameters."""
     factor: Callable[[int], float]
-    """The learning rate of a step over the base rate."""
+    """Function from a step to its learning rate divided by the base rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A part of a step: passes over its batch with one loss, each with an update of the optimizer of its name.
+    """A part of a step: passes over its batch with one loss, each with an update of the optimizer with the name of the
+    phase.
 
     Example:
         >>> [Phase(name="generator", every=2).num_passes(step) for step in range(4)]
@@ -145,9 +146,9 @@ class Phase:
 
     name: str
     repeats: int = 1
-    """Passes in a step in which it runs."""
+    """Number of passes in a step in which the phase runs."""
     every: int = 1
-    """It runs in every so-many-th step."""
+    """Interval in steps between two steps in which the phase runs."""
 
     def num_passes(self, step: int) -> int:
         """Return the passes in a step, from 0: the first run ends a group of `every` steps."""
@@ -156,34 +157,36 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateTensors:
-    """What a step is about to update, on this rank."""
+    """The tensors that a step is about to update, on this rank."""
 
     grads: Mapping[str, Tensor]
     """Gradients by canonical name, of the mean loss over all shards and replicas: not scaled, not clipped. A parameter
-    without a gradient has none.
+    without a gradient is absent.
     """
     weights: Mapping[str, Tensor]
     """The parameters that the optimizer updates, before the update."""
     counted: Mapping[str, bool] | None
-    """Where ranks hold parts of tensors: whether a sum over `ranks` counts the part of this one, because no other rank
-    with the same part counts it. None: every rank has all tensors whole.
+    """If ranks hold parts of tensors: whether a sum over `ranks` counts the part of this rank (of several ranks with
+    the same part, one counts it). None: every rank has whole tensors.
     """
     ranks: Collective
     """All processes that hold parts."""
 
 
 class GradientListener(Protocol):
-    """Looks at the gradients of some steps, without changing them."""
+    """Receives the gradients of some steps, without changing them."""
 
     def wants(self, step: int) -> bool:
-        """Return whether it looks at this step, counted from 0; the same on every rank that holds parts."""
+        """Return whether it needs this step, counted from 0; the same on every rank that holds parts."""
 
     def take(self, step: int, tensors: UpdateTensors) -> None:
-        """Look at what the step is about to update; in a step of several passes, called before each update."""
+        """Receive the tensors that the step is about to update; in a step of several passes, called before each
+        update.
+        """
 
 
 class NoGradientListener:
-    """Looks at no gradients."""
+    """A listener without interest in gradients."""
 
     def wants(self, step: int) -> bool:
         """Return False."""
@@ -201,19 +204,19 @@ class StepContext:
     plan: BatchPlan
     """The cut of steps into shards."""
     objective: Objective
-    """Scores a shard."""
+    """The objective, which scores a shard."""
     weighing: LossWeighting
     """The normalisation of the loss."""
     rule: UpdateRule
-    """The update of a version."""
+    """Function from a version to the parameters of its update."""
     phases: tuple[Phase, ...] = ()
     """The phases of a step, in order; empty: one pass, whose loss is `objective.loss`."""
     phase: str | None = None
-    """The phase that this context is for; None where a step has no phases."""
+    """The phase of this context; None if a step has no phases."""
     draw_key: int = 0
-    """Number that keys the random numbers of this pass, besides step and shard; 0 where a step has one pass."""
+    """Number that keys the random numbers of this pass, in addition to step and shard; 0 if a step has one pass."""
     on_gradients: GradientListener = field(default_factory=NoGradientListener)
-    """Looks at gradients before they are used (`Traits.shows_gradients`)."""
+    """Listener that receives gradients before they are used (`Traits.shows_gradients`)."""
 
     def loss(self, model: Model, batch: Batch, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
         """Run the model on a shard of a step, and return the loss of this phase."""
@@ -224,36 +227,36 @@ class StepContext:
 
 @dataclass(kw_only=True)
 class LocalModel:
-    """One task's copy or part of the model: its devices, its precision, and the ranks that it computes with."""
+    """One task's copy or part of the model: its devices, its precision, and its group of ranks."""
 
     model: nn.Module
-    """Called by the objective; its parameters are in the precision's model dtype."""
+    """The model that the objective calls; its parameters are in the precision's model dtype."""
     device: torch.device
-    """Where batches must be."""
+    """The device on which batches must be."""
     device_types: tuple[str, ...] = ()
     """The types of all devices that the model is on; empty: that of `device`."""
     data_ranks: Collective
     """Sums of small tensors over the data ranks; every process of the run takes part and gets the result."""
     all_ranks: Collective = None  # type: ignore[assignment]  # set below
-    """The same over all processes of the run, where several compute a replica; None: `data_ranks`."""
+    """Sums over all processes of the run, if several compute a replica; None: `data_ranks`."""
     precision: Precision
     """The number formats of the training."""
     lanes: int | None = None
-    """Lanes of the order of summation; None where it is free."""
+    """Number of lanes of the order of summation; None if the order is free."""
     loss_scale: LossScale = None  # type: ignore[assignment]  # set below
-    """The current loss scale; None: the one that the precision begins with."""
+    """The current loss scale; None: the initial one of the precision."""
     step_metrics: dict[str, float] = field(default_factory=dict)
     """Measurements of the latest step, for the next row of metrics."""
 
     def __post_init__(self) -> None:
-        """Assume one device and one process a replica, where nothing else is given."""
+        """Assume one device and one process per replica, unless given otherwise."""
         self.device_types = self.device_types or (self.device.type,)
         self.all_ranks = self.all_ranks or self.data_ranks
         self.loss_scale = self.loss_scale or self.precision.loss_scale()
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process writes what a run writes once."""
+        """Whether this process writes the files that a run writes once."""
         return self.all_ranks.rank == 0
 
     @property
@@ -263,12 +266,12 @@ class LocalModel:
 
     @property
     def num_ranks(self) -> int:
-        """Data ranks of the run."""
+        """Number of data ranks of the run."""
         return self.data_ranks.num_ranks
 
     @property
     def counted_parts(self) -> Mapping[str, bool] | None:
-        """Whether this rank counts its part of each parameter in sums over ranks; None where it holds them whole."""
+        """Whether this rank counts its part of each parameter in sums over ranks; None if it holds whole parameters."""
         return None
 
     def set_loss_scale(self, scale: LossScale) -> None:

@@ -51,7 +51,7 @@ class Tpu(Strategy):
         """Return problems: packages to install, and settings that XLA does not support."""
         found = [*(_missing() or _without_devices()), *launch_problems(context, named="tpu")]
         if context.numerics.reproducible:
-            rule = "XLA orders sums itself. Use strategy=mirrored, or leave it out."
+            rule = "XLA chooses the order of sums itself. Use strategy=mirrored, or leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if context.precision == "fp16_mixed":
             rule = "TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."
@@ -60,7 +60,7 @@ class Tpu(Strategy):
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about random numbers."""
-        return ("XLA draws random numbers its own way: dropout agrees with other devices in distribution only.",)
+        return ("XLA has its own random generator: dropout equals that of other devices only in distribution.",)
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
         """Return one task for all devices."""
@@ -77,10 +77,10 @@ class Tpu(Strategy):
     def setup(self, request: SetupRequest) -> TpuExecutor:
         """Move the model to the XLA device; with SPMD, to all of them as one."""
         if self.spmd:
-            _xla("runtime").use_spmd()  # before the first tensor is there
+            _xla("runtime").use_spmd()  # before the first tensor exists
         parts = build_parts(request, placement=SingleDevicePlacement(device=_xla().device()))
         for optimizer in parts.stepper.optimizers:
-            _unfuse(optimizer)  # XLA has no fused ones
+            _unfuse(optimizer)  # XLA has no fused kernels
         return TpuExecutor(Replica(parts), request.training, make_step=_spread_work if self.spmd else _XlaWork)
 
 
@@ -127,7 +127,7 @@ def _without_devices() -> list[Problem]:
         _xla("runtime").global_runtime_device_count()
     except (RuntimeError, OSError) as error:
         found = f"finds no device ({first_line(error)})."
-        rule = f"{found} On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
+        rule = f"{found} On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it on the CPU."
         return [Problem(key="torch_xla", rule=rule)]
     return []
 

@@ -1,4 +1,4 @@
-"""Variables in one place, a thread a device that computes with them."""
+"""Variables in one place, and one thread per device that computes with them."""
 
 from trainkit.strategies.central_storage.strategy import CentralStorage
 

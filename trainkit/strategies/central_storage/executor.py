@@ -87,7 +87,7 @@ class CentralExecutor(Executor):
         return StepOutcome(ticket.step, status, loss_sum, weight, norm, left_out, terms=terms)
 
     def _works(self, ticket: Ticket, batches: Sequence[Batch]) -> list[ThreadWork]:
-        """Return each copy's share of the shards, with its batches on its device."""
+        """Return the share of the shards of each copy, with the batches on its device."""
         given, copies, plan = dict(zip(ticket.shards, batches, strict=True)), self._copies.copies, self._training.plan
         num_shards, lanes, works = plan.num_shards(ticket.step), self._variables.lanes, []
         for place, copy in enumerate(copies):
@@ -118,7 +118,7 @@ class CentralExecutor(Executor):
         self._copies.refresh(frozen=True)
 
     def recover(self, step: int) -> bool:
-        """Put the buffers of an interrupted step back."""
+        """Restore the buffers of an interrupted step."""
         return self._variables.recover(step)
 
     def swap_averages(self) -> bool:
@@ -133,7 +133,7 @@ class CentralExecutor(Executor):
 
 
 def _terms(works: Sequence[ThreadWork], device: torch.device) -> dict[str, Tensor]:
-    """Return the terms of the loss, summed over the threads that had a shard."""
+    """Return the terms of the loss, summed over the threads with shards."""
     found: dict[str, Tensor] = {}
     for work in works:
         for name, term in work.terms.items():
@@ -156,11 +156,11 @@ class _Gradient:
     work: ThreadWork
     sums: Sums
     version: int
-    """Updates that the variables had seen when it was computed from them."""
+    """Version of the variables from which it was computed: their number of updates."""
 
 
 class AsyncCentralExecutor(CentralExecutor):
-    """The variables and the copies, each of which takes whole steps with an optimizer of its own over the variables."""
+    """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
 
     def __init__(
         self,
@@ -174,16 +174,18 @@ class AsyncCentralExecutor(CentralExecutor):
         self._free = list(reversed(range(len(steppers))))
         """Copies without a step, the next one last."""
         self._running: dict[Future[_Gradient], _InFlightStep] = {}
-        """In the order in which they were assigned."""
+        """Steps in progress, in the order of assignment."""
         self._left_over: list[int] = []
         """Steps that an earlier start assigned and that were not applied."""
         self._version = 0
-        """Updates that the variables have seen."""
+        """Number of updates of the variables."""
         self._lock = Lock()
         """Held while all variables are read or written."""
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
-        """Yield whole steps, first the ones left over; then empty tickets, which wait for the rest."""
+        """Yield whole steps, first the unfinished ones of an earlier start; then empty tickets, which wait for the
+        rest.
+        """
         self._version = position.step
         first = position.step + len(self._left_over)
         last = first + (1 << 62) if until is None else until
@@ -201,7 +203,7 @@ class AsyncCentralExecutor(CentralExecutor):
             batches: one per shard, on the variables' device.
 
         Returns:
-            The applied update, as the step of its version; or that the step is in progress.
+            The applied update, as the step of its version; or the outcome of a step in progress.
         """
         if ticket.shards:
             self._send(_InFlightStep(ticket=ticket, copy=self._free.pop()), batches)
@@ -267,7 +269,7 @@ class AsyncCentralExecutor(CentralExecutor):
         return found
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore a state of `state_dict`, or of another strategy, whose optimizer state each copy then continues."""
+        """Restore a state of `state_dict`, or of another strategy, whose optimizer state every copy then uses."""
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)

@@ -39,10 +39,11 @@ _CPU_THREADS = 2
 class CentralStorage(Strategy):
     """Keep parameters and optimizer in one place, and compute on several devices, in one process.
 
-    A thread a compute device works on a copy of the model. In `sync` the copies are refreshed after every update, the
-    gradients of all shards are summed where the variables are, and make one update: the training of one device. In
-    `async` a thread takes whole steps, from the variables as it finds them, and each gradient is applied when it comes,
-    by an optimizer of that thread: another training, which depends on who is faster. GPUs hold no optimizer state.
+    One thread per compute device works on a copy of the model. In `sync` the copies are refreshed after every update,
+    the gradients of all shards are summed where the variables are, and make one update: the training of one device. In
+    `async` a thread computes whole steps from the current variables, and each gradient is applied when it arrives, by
+    the optimizer of that thread: a different training, which depends on the speed of the threads. GPUs hold no
+    optimizer state.
 
     Example:
         >>> strategy = CentralStorage(compute_devices=("/gpu:0", "/gpu:1"))
@@ -56,11 +57,11 @@ class CentralStorage(Strategy):
     traits: ClassVar[Traits] = Traits(compiles="model")
 
     parameter_device: Annotated[int | str, placement] = "auto"
-    """Where parameters and optimizer are; `auto`: the CPU, or the compute device where there is one alone."""
+    """Device of the parameters and the optimizer; `auto`: the CPU, or the only compute device."""
     compute_devices: Annotated[tuple[int | str, ...] | None, placement] = None
-    """A thread each, `[0,1]`; null: all GPUs, else two on the CPU. `cpu` may be named several times."""
+    """Devices with one thread each, `[0,1]`; null: all GPUs, else two on the CPU. `cpu` may be named several times."""
     mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"
-    """`sync`: one update of all gradients of a step; `async`: an update a gradient, when it comes."""
+    """`sync`: one update of all gradients of a step; `async`: one update per gradient, when it arrives."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: devices that do not exist or are repeated, and processes that have no work."""
@@ -73,7 +74,7 @@ class CentralStorage(Strategy):
         if self.mode == "async":
             problems += async_problems(context)
             if context.average is not None:
-                rule = "each copy has an optimizer of its own, which averages its own updates. Use strategy.mode=sync."
+                rule = "each copy has its own optimizer, which averages only its own updates. Use strategy.mode=sync."
                 problems.append(Problem(key="average", rule=rule))
         if not problems and context.numerics.reproducible and self.num_replicas(context) > context.numerics.lanes:
             rule = f"more devices than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
@@ -81,7 +82,7 @@ class CentralStorage(Strategy):
         return problems
 
     def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
-        """Return that its threads end a step together, and in `async` none at all."""
+        """Return the calls that are refused: its threads end a step together, and in `async` there is no such end."""
         if self.mode == "async":
             return {LoopCall.session: "strategy.mode=async has no step that ends before the next one. Use mode=sync."}
         return {LoopCall.apart: "its threads compute and update as one. Use step(), or strategy=mirrored."}
@@ -97,7 +98,7 @@ class CentralStorage(Strategy):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether every gradient is an update of its own."""
+        """Whether every gradient makes a separate update."""
         return self.mode == "async"
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
@@ -105,11 +106,11 @@ class CentralStorage(Strategy):
         if not self.changes_maths_here:
             return ()
         count = len(self._computing(torch.cuda.device_count()))
-        line = f"central_storage: {count} threads update as they come"
-        return (f"{line}: another training than that of one device, and another every time.",)
+        line = f"central_storage: {count} threads apply gradients as they arrive"
+        return (f"{line}: a different training from that of one device, and another every time.",)
 
     def num_slots(self, num_gpus: int) -> int:
-        """Return the number of devices, or of CPU cores, that compute in a thread of their own."""
+        """Return the number of devices, or of CPU cores, that have their own thread."""
         return max(1, len(self._computing(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
@@ -122,7 +123,9 @@ class CentralStorage(Strategy):
         return ModelMemory.whole(model, gradient_copies=copies)
 
     def _gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
-        """Return the copies of all gradients: with lanes, of each lane and the tree; in `async` also of parameters."""
+        """Return the copies of all gradients: with lanes, those of each lane and of the tree; in `async` also copies of
+        parameters.
+        """
         if self.mode == "async":
             return 2 * len(self._computing(torch.cuda.device_count()))
         if numerics.reproducible:
@@ -142,7 +145,8 @@ class CentralStorage(Strategy):
             for device, on_phase in zip(devices, phases, strict=True)
         ]
         local = LocalModel(
-            # the evaluated model must not change meanwhile, nor be compiled: in `async` the copies always compute
+            # the evaluated model must not change during evaluation, nor be compiled: in `async` the copies compute all
+            # the time
             model=uncompiled(variables.model) if is_async else copies[0].model,
             device=variables.device if is_async else devices[0],
             device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),

@@ -1,1 +1,1 @@
-"""What all strategies share: the synchronous step, the optimizer step, replicas and buffers."""
+"""Common code of all strategies: the synchronous step, the optimizer step, replicas and buffers."""

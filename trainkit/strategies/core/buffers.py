@@ -1,4 +1,4 @@
-"""The buffers of a model, which a forward pass changes beside the gradients.
+"""Sum the buffers of a model, which a forward pass changes in addition to computing gradients.
 
 Buffers are, for example, the running statistics of batch normalisation. Each shard starts from the step's buffers;
 their values after its forward pass are weighted by its share of the samples and summed like a gradient. Momentum thus
@@ -20,10 +20,10 @@ _T = TypeVar("_T")
 class BufferGroup:
     """Buffers of one device and dtype, and their values at the start of a step.
 
-    An operation on all of them is one launch, however many there are.
+    An operation on all of them is one launch, for any number of buffers.
 
     Args:
-        places: of the buffers, among all that a forward pass updates.
+        places: indices of the buffers among all that a forward pass updates.
         tensors: their values at the start of a step; copied.
 
     Example:
@@ -38,7 +38,7 @@ class BufferGroup:
         """(elements,) the values at the start of the step."""
         parts = self.start.split_with_sizes([tensor.numel() for tensor in tensors])
         self.starts = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        """The same, a tensor a buffer: views."""
+        """The same values as views, one tensor per buffer."""
 
     def begin_step(self, tensors: Sequence[Tensor]) -> None:
         """Store the values of the buffers."""
@@ -51,15 +51,15 @@ class BufferGroup:
         return list(views)
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors of one dtype, one a buffer, as one vector: a copy."""
+        """Return tensors of one dtype, one per buffer, as one copied vector."""
         flat = tensors[0].new_empty(self.start.numel())
         torch._foreach_copy_(self.views(flat), list(tensors))
         return flat
 
     def advanced(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return (elements,) the values of the buffers; of integers (counters) what they have advanced by.
+        """Return (elements,) the values of the buffers; for integers (counters), their increments.
 
-        Shares of an advance add up to the advance, as shares of a value add up to a value.
+        Weighted increments add up to the increment, like weighted values to the value.
         """
         flat = self.joined(tensors)
         return flat if flat.is_floating_point() else flat.sub_(self.start)
@@ -82,10 +82,10 @@ class StepBuffers:
 
     Buffers that no forward pass updates cost nothing. `watch` finds the updated ones in a forward pass, by torch's
     version counters; the ranks agree on them and pass them to `settle`. A ResNet-50 updates 159 buffers, most of a few
-    hundred elements: they are read and written as one vector a dtype, in a few launches a shard.
+    hundred elements: they are read and written as one vector per dtype, in a few launches per shard.
 
     Args:
-        dtype: of their sums.
+        dtype: the dtype of their sums.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -96,7 +96,7 @@ class StepBuffers:
         self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._groups: list[BufferGroup] = []
         self._sums: list[Tensor] | None = None
-        """A vector a group."""
+        """One vector per group."""
         self._in_step = False
 
     @contextmanager
@@ -155,7 +155,7 @@ class StepBuffers:
         return [tensor.shape for tensor in self.tensors()]
 
     def begin_step(self) -> None:
-        """Store the values that every shard of the step starts from."""
+        """Store the values from which every shard of the step starts."""
         tensors = self.tensors()
         if [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] == self._layout:
             for group, own in self._split(tensors):
@@ -170,8 +170,8 @@ class StepBuffers:
         """Read the buffers after a forward pass; before backward, which may recompute it.
 
         Args:
-            share: this shard's samples over the step's.
-            within: the modules that it ran; None: all.
+            share: this shard's fraction of the samples of the step.
+            within: the modules that the pass ran; None: all.
         """
         if not self._chosen:
             return
@@ -206,7 +206,9 @@ class StepBuffers:
         return self._unjoined(sums)
 
     def became_nonfinite(self, sums: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return () flags, one a device: whether a buffer that was finite is not finite in the sums over all shards."""
+        """Return () flags, one per device: whether a buffer that was finite is not finite in the sums over all
+        shards.
+        """
         pairs = zip(self._starts(), sums, strict=True)
         both = [(start, total) for start, total in pairs if total is not None and start.is_floating_point()]
         both = [(start, total) for start, total in both if total.numel()]
@@ -239,7 +241,7 @@ class StepBuffers:
         self._groups = [BufferGroup(own, [starts[place] for place in own]) for own in places.values()]
 
     def _split(self, values: Sequence[_T]) -> list[tuple[BufferGroup, list[_T]]]:
-        """Return each group with its own of some values, one a buffer."""
+        """Return each group with its part of `values`, which has one value per buffer."""
         return [(group, [values[place] for place in group.places]) for group in self._groups]
 
     def _unjoined(self, flats: Sequence[Tensor]) -> list[Tensor]:

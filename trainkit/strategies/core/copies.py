@@ -1,4 +1,4 @@
-"""Copies of a model on several devices of one process: a thread a copy, all refreshed from one replica."""
+"""Copies of a model on several devices of one process: one thread per copy, all refreshed from one replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainkit.strategies.model_transforms.recomputing import Recomputed
 from trainkit.strategies.tensors.staging import Parcel, moved
 
 Sums = Sequence[Tensor | None]
-"""Gradients, sums of buffers, and the counted weight if there is one."""
+"""Gradients, sums of buffers, and the counted weight, if there is one."""
 
 _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
@@ -37,8 +37,9 @@ class ComputingCopies:
     """Replicas that compute, and a thread for each.
 
     Args:
-        source: the copies are refreshed from it.
-        copies: a replica a device; the source may be one of them, and alone it computes on the caller's thread.
+        source: the replica from which the copies are refreshed.
+        copies: one replica per device; the source may be one of them, and if it is the only one, it runs on the
+            caller's thread.
     """
 
     def __init__(self, source: Replica, copies: Sequence[Replica]) -> None:
@@ -46,7 +47,7 @@ class ComputingCopies:
         self._is_alone = len(copies) == 1 and copies[0] is source
         self._compiles = any(is_compiled(one.model) for one in copies)
         self._seen: set[tuple[object, ...]] = set()
-        """(copy, the shapes of a shard that it has computed)."""
+        """Pairs (copy, shapes of a shard that it has computed)."""
         self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="compute")
         self._had_threads = torch.get_num_threads()
         if not self._is_alone:
@@ -54,7 +55,7 @@ class ComputingCopies:
             torch.set_num_threads(max(self._had_threads // max(on_cpu, 1), 1))
 
     def close(self) -> None:
-        """End the threads, and give torch its own back."""
+        """End the threads, and restore the number of threads of torch."""
         self._threads.shutdown()
         if not self._is_alone:
             torch.set_num_threads(self._had_threads)
@@ -66,8 +67,8 @@ class ComputingCopies:
     def may_compile(self, given: Iterable[tuple[int, Sequence[Batch]]]) -> bool:
         """Return whether code may be compiled for (copy, its batches), because a shape is new to a copy.
 
-        torch.compile sets flags of the whole process while it works, so that another thread may then run its code
-        eagerly, with other roundings, or fail: no other copy may compute meanwhile.
+        torch.compile sets flags of the whole process while it works, so another thread may run its code eagerly, with
+        different rounding, or fail: no other copy may compute during that time.
         """
         if not self._compiles or self._is_alone:
             return False
@@ -79,12 +80,12 @@ class ComputingCopies:
     def run(
         self, compute: Callable[[_Work], _Result], works: Sequence[_Work], *, in_turn: bool = False
     ) -> list[_Result]:
-        """Compute works on a thread each, and return the results; all threads have ended, even if one fails.
+        """Run each work on its own thread, and return the results; all threads have ended, even if one fails.
 
         Args:
-            compute: runs on the threads.
-            works: one a copy.
-            in_turn: whether each waits for the one before.
+            compute: function that runs on the threads.
+            works: the works, one per copy.
+            in_turn: whether each waits for the previous one.
         """
         if self._is_alone:
             return [compute(work) for work in works]
@@ -96,11 +97,11 @@ class ComputingCopies:
 
     @torch.no_grad()
     def refresh(self, *copies: Replica, frozen: bool = False) -> None:
-        """Copy buffers and parameters of the source to copies with memory of their own; in one transfer to a device.
+        """Copy buffers and parameters of the source to copies with separate memory, in one transfer per device.
 
         Args:
             copies: the copies to refresh; none: all.
-            frozen: whether to copy untrained parameters, too.
+            frozen: whether to copy untrained parameters as well.
         """
         values, parcel = _held(self.source, frozen=frozen), None
         for one in copies or self.copies:
@@ -121,7 +122,7 @@ class ComputingCopies:
             one.set_loss_scale(scale)
 
     def settle(self, first: Replica) -> None:
-        """Give the source and the other copies what one copy has discovered of the gradients and buffers."""
+        """Pass the layout of gradients and buffers that one copy has found to the source and the other copies."""
         for one in (self.source, *self.copies):
             if one is not first:
                 one.adopt_layout(first)
@@ -142,9 +143,9 @@ def computing_copy(
 
     Args:
         variables: the central model.
-        device: where the copy computes.
+        device: the device of the copy.
         shares: whether, on the variables' own device, its parameters are in their memory.
-        on_phase: receives (phase, step) of what it computes.
+        on_phase: receives (phase, step) of its computation.
     """
     held = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
     model = copy.deepcopy(variables.model, held).to(device)
@@ -211,7 +212,7 @@ class ThreadWork(ShardStep):
 
 
 def total_of(parts: Sequence[Sums]) -> Sums:
-    """Return the sums over threads, the first thread's first; None where no thread has any."""
+    """Return the sums over threads, starting with the first thread; None if no thread has any."""
     return [sum_of([one for one in column if one is not None]) for column in zip(*parts, strict=True)]
 
 

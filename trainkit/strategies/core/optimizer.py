@@ -20,7 +20,7 @@ class Updater(Protocol):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All of its optimizers."""
+        """All optimizers of the updater."""
         ...
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
@@ -51,7 +51,7 @@ class OptimizerStepper:
         self._params = list(params)
         self._strides = [param.stride() for param in params]
         self._initial = {param: _copied(slots) for param, slots in optimizer.state.items()}
-        """What the constructor of the optimizer has made; most optimizers make their slots in the first step."""
+        """Slots created by the constructor of the optimizer; most optimizers create them in the first step."""
         self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
         self._places: list[list[int]] = []
         self._counters: list[Tensor] = []
@@ -105,12 +105,12 @@ class OptimizerStepper:
         return optimizer_state(self.optimizer, params)
 
     def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-        """Replace the optimizer's state by that of a checkpoint, or of a new optimizer where it has none."""
+        """Replace the optimizer's state by that of a checkpoint, or of a new optimizer if it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
         self.forget_kernels()
 
     def forget_kernels(self) -> None:
-        """Find the kernels anew in the next step: slots are replaced, or something else updates them."""
+        """Look up the kernels again in the next step, because slots were replaced or updated by other code."""
         self._kernels = None
 
     @property
@@ -125,7 +125,7 @@ class OptimizerStepper:
                 hook.update(self.optimizer, params)
 
     def _unfuse(self) -> None:
-        """Use torch's plain loop for groups with a sparse gradient: fused kernels take none."""
+        """Use torch's plain loop for groups with a sparse gradient: fused kernels do not support it."""
         for group in self.optimizer.param_groups:
             if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
                 group["fused"] = False
@@ -159,7 +159,7 @@ class _Member:
     named: NamedOptimizer
     stepper: OptimizerStepper
     params: Mapping[str, nn.Parameter]
-    """The masters that it updates, by canonical name."""
+    """The masters that this optimizer updates, by canonical name."""
 
 
 class NamedSteppers:
@@ -187,7 +187,7 @@ class NamedSteppers:
         return cls(members, list(masters))
 
     def only(self, name: str) -> NamedSteppers:
-        """Return the stepper of one optimizer, for gradients of its parameters alone."""
+        """Return the stepper of one optimizer, for gradients of only its parameters."""
         (member,) = (one for one in self._members if one.named.name == name)
         return NamedSteppers([member], list(member.params))
 
@@ -197,20 +197,20 @@ class NamedSteppers:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All of its optimizers, in the order of the config."""
+        """All optimizers, in the order of the config."""
         return tuple(one.stepper.optimizer for one in self._members)
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
         """Update the parameters.
 
         Args:
-            grads: one a parameter, in the order of `names`.
-            lr_factor: every optimizer's own rate is multiplied by it.
+            grads: gradients, one per parameter, in the order of `names`.
+            lr_factor: factor of the learning rate of every optimizer.
         """
         for one, places, factor in zip(self._members, self._places, self._factors, strict=True):
             one.stepper.step([grads[place] for place in places], lr_factor * factor)
 
-    def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:  # noqa: ARG002 - they are its own
+    def state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:  # noqa: ARG002 - they belong to this class
         """Return the state of all optimizers; no parameter belongs to two of them."""
         return {key: tensor for one in self._members for key, tensor in one.stepper.state(one.params).items()}
 
@@ -327,9 +327,9 @@ def restore_optimizer_state(
     Group settings (rates, decay) stay those of the config: only what the optimizer has accumulated is restored.
 
     Args:
-        optimizer: its state is replaced.
+        optimizer: the optimizer whose state is replaced.
         params: the parameters by canonical name.
-        tensors: a checkpoint; a tensor that is not of these parameters is not read.
+        tensors: a checkpoint; tensors of other parameters are not read.
         initial: the slots of parameters without saved ones; None: their current slots.
     """
     known: Mapping[Tensor, Mapping[str, Any]] = optimizer.state if initial is None else initial

@@ -1,4 +1,4 @@
-"""A step in phases: passes over the same shards, each with a loss of its own and an update of its own optimizer."""
+"""A step in phases: passes over the same shards, each with its own loss and an update of its own optimizer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ R = TypeVar("R", bound=Replica)
 
 @dataclass(frozen=True, kw_only=True)
 class _Part(Generic[R]):
-    """What a phase is computed with."""
+    """The objects for computing a phase."""
 
     phase: Phase
     replica: R
-    """Computes and updates the parameters of the phase's optimizer."""
+    """The replica that computes and updates the parameters of the phase's optimizer."""
     stepper: NamedSteppers
     others: tuple[nn.Parameter, ...]
     """The trainable parameters of the model that belong to other phases."""
     contexts: tuple[StepContext, ...]
-    """One a pass of a step."""
+    """The contexts, one per pass of a step."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class _Part(Generic[R]):
 
 @dataclass(kw_only=True)
 class _Progress:
-    """The passes of a step that are done: one that overflowed is repeated without those before it."""
+    """The completed passes of a step: after an overflow, a pass is repeated without the earlier ones."""
 
     step: int
     works: list[tuple[str, ShardStep, Tensor | None]] = field(default_factory=list)
@@ -57,16 +57,16 @@ class _Progress:
 
 
 class PhasedStep(Generic[R]):
-    """Takes the steps of a replica whose objective has phases, or which has several optimizers.
+    """Runs the steps of a replica whose objective has phases, or which has several optimizers.
 
-    Each pass of a phase is what a whole step is elsewhere: forward and backward over the shards, one reduction, one
-    update. All passes of a step have the same batch. Without phases there is one pass, and all optimizers step.
+    Each pass of a phase is like a whole step: forward and backward over the shards, one reduction, one update. All
+    passes of a step have the same batch. Without phases there is one pass, and all optimizers step.
 
     Args:
         whole: the replica, with all parameters and optimizers.
-        stepper: steps its optimizers.
+        stepper: steps the optimizers.
         training: plan, objective, phases and update rule.
-        make_step: makes one pass.
+        make_step: function that makes one pass.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PhasedStep(Generic[R]):
         self._progress = _Progress(step=-1)
 
     def reset_buffers(self) -> None:
-        """Put buffers back that the forward passes of an interrupted step have changed."""
+        """Restore the buffers that the forward passes of an interrupted step have changed."""
         for part in self._parts:
             part.replica.buffers.recover()
 
@@ -162,7 +162,7 @@ def _only_part(whole: R, stepper: NamedSteppers, training: StepContext) -> _Part
 
 
 def _at_own_rate(training: StepContext) -> Callable[[int], UpdateParams]:
-    """Return the rule of an update whose optimizers have learning rates of their own."""
+    """Return the rule of an update whose optimizers have their own learning rates."""
     return lambda version: replace(training.rule(version), lr_factor=1.0)
 
 

@@ -12,31 +12,31 @@ from trainkit.strategies.base import PlanContext
 
 
 def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
-    """Return the problem of `numerics.on_nonfinite=rollback` where a second pass would be another training."""
+    """Return the problem of `numerics.on_nonfinite=rollback` if a second pass would be a different training."""
     if facts.numerics.on_nonfinite != "rollback":
         return []
-    rule = f"trains the same steps again, and {because}: a second pass is another training. Use skip or stop."
+    rule = f"trains the same steps again, and {because}: a second pass is a different training. Use skip or stop."
     return [Problem(key="numerics.on_nonfinite", value="rollback", rule=rule)]
 
 
 def async_problems(context: PlanContext) -> list[Problem]:
     """Return the problems of settings that asynchronous updates do not support."""
-    problems = no_rollback("strategy.mode=async applies gradients as they come", context)
+    problems = no_rollback("strategy.mode=async applies gradients as they arrive", context)
     if context.numerics.reproducible:
         rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
         problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
     if context.precision == "fp16_mixed":
-        rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
+        rule = "has one loss scale, and gradients in flight were computed with several. Use precision=bf16_mixed."
         problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
     return problems
 
 
 def counted_statistics_problems(model: nn.Module, context: PlanContext, *, because: str) -> list[Problem]:
-    """Return the problem of an average whose batch statistics are counted anew, for a model that has some."""
+    """Return the problem of an average whose batch statistics are computed again, for a model that has some."""
     counts = context.average is not None and context.average.counts_statistics
     if not counts or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return []
-    rule = f"counts batch statistics anew at the end, and {because}. Use average=ema, or strategy=mirrored."
+    rule = f"computes batch statistics again at the end, and {because}. Use average=ema, or strategy=mirrored."
     return [Problem(key="average", value="swa", rule=rule)]
 
 
@@ -58,7 +58,7 @@ _WHOLE: Final = frozenset(
 
 
 def is_elementwise(kind: type) -> bool:
-    """Return whether an optimizer updates each element of a parameter from that element's gradient and state alone.
+    """Return whether an optimizer updates each element of a parameter only from that element's gradient and state.
 
     A class of the user that is not elementwise must declare it: `elementwise = False`.
 
@@ -82,7 +82,7 @@ def optimizer_problems(facts: PlanContext) -> list[Problem]:
 
 def _whole_only(key: str, kind: type) -> Problem:
     rule = (
-        f"{kind.__name__} looks at whole parameters, and here a rank has parts of them. Use an elementwise optimizer "
+        f"{kind.__name__} uses whole parameters, and here a rank has only parts of them. Use an elementwise optimizer "
         "(torch.optim.AdamW), or strategy=mirrored."
     )
     return Problem(key=key, value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)

@@ -25,7 +25,7 @@ from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, TensorPla
 from trainkit.strategies.tensors.lazy_state import shape_of
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
-"""(norms of this rank's parts of gradients, their places, order of the norm) -> norms of the gradients; collective."""
+"""(norms of this rank's parts of gradients, their indices, order of the norm) -> norms of the gradients; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ReplicaParts:
     held: PlacedModel
     """The model on its devices."""
     device: torch.device
-    """Where batches must be."""
+    """The device on which batches must be."""
     device_types: tuple[str, ...]
     """The types of all devices that the model is on."""
     placement: Placement | None = None
@@ -60,31 +60,31 @@ class ReplicaParts:
     data_ranks: Collective
     """Sums of small tensors over the data ranks."""
     all_ranks: Collective
-    """The same over all processes of the run."""
+    """Sums of small tensors over all processes of the run."""
     precision: Precision
-    """The numbers the training is made of."""
+    """The precision of the training."""
     stepper: Updater
-    """Steps the optimizer over the masters."""
+    """Object that steps the optimizer over the masters."""
     buffers: StepBuffers
     """Buffers that the forward pass updates."""
     keys: BlockKeys
     """Keys of the model's randomness."""
     step_metrics: dict[str, float] | None = None
-    """Where measurements of a step are written; None: a replica has its own."""
+    """Object that receives the measurements of a step; None: a replica has its own."""
     reducer: Reducer
-    """Adds up the partial sums of a step."""
+    """The reducer that sums the partial sums of a step."""
     another_reducer: Callable[[], Reducer]
-    """Makes one more of the kind, for a part of the parameters; collective."""
+    """Function that makes another reducer of this kind, for a part of the parameters; collective."""
     numerics: Numerics
-    """The numbers settings."""
+    """The `numerics` settings."""
     on_phase: PhaseListener = ignore_phase
-    """Receives (phase, step) when forward, backward, reduce or update begins."""
+    """Callback that receives (phase, step) when forward, backward, reduce or update begins."""
     refuses_unused: bool = False
     """Whether a parameter without a gradient is an error."""
     is_grouped: bool = False
-    """Whether the only rank exchanges its gradients, too."""
+    """Whether a single rank exchanges its gradients as well."""
     join_norms: JoinNorms | None = None
-    """Returns the norms of full gradients, if ranks hold parts of the gradients or only some of them."""
+    """Function that returns the norms of full gradients, if ranks hold parts of the gradients or only some of them."""
 
 
 class Replica(LocalModel):
@@ -92,7 +92,7 @@ class Replica(LocalModel):
 
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts_made_of = parts
-        """What it is made of."""
+        """The parts of this replica."""
         super().__init__(
             model=parts.held.model,
             device=parts.device,
@@ -113,17 +113,17 @@ class Replica(LocalModel):
         self.packing: FlatBuffer | None = None
         """The layout of the exchange of a step; None before the first step."""
         self.used: list[bool] = []
-        """Which parameters get a gradient, as the first step has shown."""
+        """Whether each parameter gets a gradient, as found in the first step."""
         self.some_unused = False
         """Whether a parameter gets no gradient."""
         self.sparse: dict[int, int] | None = None
-        """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
+        """Index of each sparse gradient -> its sparse dims; None until a step has found them."""
         self.exchanged: list[int] | None = None
-        """Places of the gradients that the reducer sums; None: all."""
+        """Indices of the gradients that the reducer sums; None: all."""
         self.exchanges = self.num_ranks > 1 or self.lanes is not None or parts.is_grouped
         self._seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
         self._sums: list[Tensor | None] | None = None
-        """Gradients of a lane's earlier shards, where masters are apart."""
+        """Gradients of a lane's earlier shards, if masters are separate."""
         self._update_begun = -1
         """The latest step whose update has begun."""
         self._update_ended = -1
@@ -135,7 +135,7 @@ class Replica(LocalModel):
         Both have their own buffers of a step, exchange and loss scale; they share the measurements of a step.
 
         Args:
-            names: of the parameters.
+            names: names of the parameters.
             stepper: steps their optimizers.
         """
         return type(self)(self._restricted_parts(names, stepper))
@@ -148,7 +148,7 @@ class Replica(LocalModel):
         return replace(own, step_metrics=self.step_metrics)
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
-        """Keep which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""
+        """Store which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""
         self.used, self.some_unused = list(used), not all(used)
         self.sparse, self.exchanged = sparse, exchanged
 
@@ -165,7 +165,7 @@ class Replica(LocalModel):
         self.stepper = stepper
 
     def adopt_layout(self, other: Replica) -> None:
-        """Copy what another replica of the same model has found about gradients and buffers."""
+        """Copy the layout of gradients and buffers that another replica of the same model has found."""
         assert other.packing is not None
         self.used, self.some_unused = other.used, other.some_unused
         self.sparse, self.exchanged = other.sparse, other.exchanged
@@ -194,8 +194,8 @@ class Replica(LocalModel):
             step: updates completed, as the training counts them.
 
         Returns:
-            Whether parameters and optimizer are those after that many updates. Only an update of this process counts:
-            before the first one they are those of a checkpoint.
+            Whether parameters and optimizer are those after that many updates. Only updates of this process count:
+            before the first one, the state is that of a checkpoint.
         """
         if not self._update_begun == self._update_ended == step - 1:
             return False
@@ -204,7 +204,7 @@ class Replica(LocalModel):
         return True
 
     def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
-        """Return the places of parameters and buffers by name; None where all are on one device."""
+        """Return the places of parameters and buffers by name; None if all are on one device."""
         placement = self.parts_made_of.placement
         return None if placement is None else placement.places_of(names)
 
@@ -240,7 +240,7 @@ class Replica(LocalModel):
         return grads
 
     def hold_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Store gradients in the masters' dtype, which something else has accumulated, for `take_grads`."""
+        """Store gradients in the masters' dtype that were accumulated elsewhere, for `take_grads`."""
         if self.masters_apart:
             self._sums = list(grads)
             return
@@ -346,4 +346,4 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
 
 
 __getattr__ = partial(moved_attribute, __name__)
-"""Returns a class by the name that it once had."""
+"""Function that returns a class by its old name."""

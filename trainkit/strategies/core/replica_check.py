@@ -16,7 +16,8 @@ _CHUNK: Final = 1 << 22
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, each element times an odd number of its place, modulo 2^64, as int64.
+    """Return the sum of a tensor's bits, each element times an odd number derived from its index, modulo 2^64, as
+    int64.
 
     One changed bit always changes it, because multiplication by an odd number is invertible.
 
@@ -37,7 +38,7 @@ def bits_hash(tensor: Tensor) -> Tensor:
 
 
 def drifted_parameter(replica: Replica) -> str | None:
-    """Return the first parameter that differs in any bit between ranks, and where it differs; collective.
+    """Return the first parameter that differs in any bit between ranks, with the differing ranks; collective.
 
     If most ranks agree, the others are named; otherwise all but rank 0.
     """
@@ -46,7 +47,7 @@ def drifted_parameter(replica: Replica) -> str | None:
         named |= {f"{name} (its master)": master for name, master in replica.masters.items()}
     device = next(iter(named.values())).device
     hashes = torch.stack([bits_hash(param).reshape(1).to(device) for param in named.values()])
-    found = torch.cat(replica.data_ranks.gather(hashes.view(1, -1))).tolist()  # a row a rank
+    found = torch.cat(replica.data_ranks.gather(hashes.view(1, -1))).tolist()  # one row per rank
     wrong = [place for place in range(len(named)) if len({row[place] for row in found}) > 1]
     if not wrong:
         return None

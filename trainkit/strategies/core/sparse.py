@@ -1,4 +1,4 @@
-"""Which gradients a step exchanges: most as parts of one vector, sparse ones as rows, unused ones not at all."""
+"""Exchange the gradients of a step: most as parts of one vector, sparse ones as rows, unused ones not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
 
     Args:
         grad: this rank's sum over its shards, sparse; None if it had no shard.
-        like: the parameter; its shape and device.
+        like: the parameter, which gives shape and device.
         sparse_dim: dims that the indices span.
         collective: the ranks.
 
@@ -40,7 +40,7 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
     indices = collective.gather(own.indices().t().to(narrow).contiguous())
     values = collective.gather(own.values())
     total = torch.sparse_coo_tensor(torch.cat(indices).t().long(), torch.cat(values), like.shape).coalesce()
-    most = max(len(part) for part in indices)  # shorter ones are sent padded
+    most = max(len(part) for part in indices)  # shorter ones are padded
     row = sparse_dim * narrow.itemsize + values[0][:1].numel() * values[0].element_size() if most else 0
     return total, most * row
 
@@ -55,10 +55,10 @@ def sparse_problems(model: nn.Module, why: str) -> list[Problem]:
 
 
 def sparse_figures(totals: Mapping[int, Tensor], sent_bytes: int, num_ranks: int) -> dict[str, float]:
-    """Return the metrics of what a step saved by exchanging sparse gradients as sparse tensors.
+    """Return the metrics of the savings of a step by sparse exchange.
 
     Args:
-        totals: their sums over the ranks.
+        totals: sums of the sparse gradients over the ranks.
         sent_bytes: bytes that a rank sent to each other for them.
         num_ranks: ranks of the run.
 
@@ -89,12 +89,12 @@ def scatter_to_all_params(
 ) -> list[Tensor | None]:
     """Return a gradient per parameter, then buffers and weight: reduced ones, sparse ones, None for unused ones.
 
-    Collective where there are sparse ones.
+    Collective if there are sparse gradients.
 
     Args:
-        replica: has the places.
+        replica: gives the indices.
         sums: the result of the reducer: gradients of `replica.exchanged`, then the rest.
-        sparse: this rank's sums of the sparse ones, by place; empty if it had no shard.
+        sparse: this rank's sums of sparse gradients, by index; empty if it had no shard.
     """
     exchanged = replica.exchanged or []
     found: list[Tensor | None] = [None] * len(replica.params)

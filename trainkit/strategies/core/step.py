@@ -36,7 +36,7 @@ def cloned_batch(batch: Batch) -> Batch:
 
 
 def weight_on(weight: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (1,) a weight on a device; a number is written there by a kernel, which waits for no copy.
+    """Return (1,) a weight on a device; a number is written by a kernel, without synchronisation.
 
     Example:
         >>> weight_on(3.0, torch.float32, torch.device("cpu"))
@@ -55,9 +55,9 @@ class LossDivisor:
     """
 
     value: float
-    """The step's total weight if it is known, else a power of two near it."""
+    """The total weight of the step if known, else a power of two near it."""
     counted: bool
-    """Whether gradients must be multiplied by `value`, a power of two, over the counted weight once that is summed."""
+    """Whether gradients must be multiplied by `value`, a power of two, divided by the summed counted weight."""
 
     @classmethod
     def of(cls, weighing: LossWeighting, batch_size: int) -> LossDivisor:
@@ -75,14 +75,14 @@ class LossDivisor:
 GraphedUpdate = Callable[[Sequence[Tensor | None], UpdateParams], Tensor | None]
 """(mean gradients, parameters of the update) -> the global norm before clipping, if they are clipped."""
 
-divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short one: two values a training
+divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short one: two values per training
 
 
 class ShardStep:
-    """One try at a step on one rank: its shards, and what they add up to for an update of `batch_size` samples."""
+    """One try at a step on one rank: its shards, and their sums for an update of `batch_size` samples."""
 
     graphed_update: GraphedUpdate | None = None
-    """Clips and updates as one graph of torch.compile; None: both are eager."""
+    """Function that clips and updates as one graph of torch.compile; None: both are eager."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ShardStep:
         return self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
 
     def _seed(self, total: Tensor) -> Tensor:
-        """Return () the start gradient of backward: of loss scale times mean loss, by the summed loss.
+        """Return () the start gradient of backward: the derivative of (loss scale * mean loss) by the summed loss.
 
         The bits equal those of dividing the loss by the weight, as torch's own mean does, without two kernels.
         """
@@ -202,8 +202,8 @@ class ShardStep:
         for name, grad, known in zip(self.replica.params, grads, used, strict=True):
             if grad is not None and not known:
                 raise TrainingError(
-                    f"rank {self.replica.rank}, step {self.ticket.step}: the parameter {name} got a gradient that it "
-                    "had not got in the first step of this run. Use it in every step, or freeze it."
+                    f"rank {self.replica.rank}, step {self.ticket.step}: the parameter {name} got a gradient, but had "
+                    f"none in the first step of this run. Use it in every step, or freeze it."
                 )
 
     def agree_on_grad_layout(self) -> FlatBuffer:
@@ -238,7 +238,7 @@ class ShardStep:
         count = len(names)
         _refuse_other_layouts(names, rows[:, :count])
         _refuse_other_places(names, rows[:, count : 2 * count])
-        found: list[int] = rows[:, 2 * count :].amax(0).tolist()  # a rank without a shard has found nothing
+        found: list[int] = rows[:, 2 * count :].amax(0).tolist()  # a rank without a shard finds nothing
         if exchanges:
             agree_on_exchanged_grads(replica, found[:count], found[count : 2 * count])
         buffers.settle(found[2 * count :])
@@ -260,7 +260,7 @@ class ShardStep:
 
 
 def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
-    """Refuse parameters whose strides differ between ranks: gradients are exchanged as they lie in memory.
+    """Refuse parameters whose strides differ between ranks: gradients are exchanged in memory order.
 
     Raises:
         TrainingError: there is such a parameter.
@@ -268,7 +268,8 @@ def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
     if (found := _first_difference(names, marks)) is not None:
         name, rank, _ = found
         raise TrainingError(
-            f"the parameter {name} has other strides on rank {rank} than on rank 0. Give it one memory format on every "
+            f"the parameter {name} has different strides on rank {rank} and on rank 0. Give it one memory format on "
+            f"every "
             "rank."
         )
 
@@ -283,7 +284,7 @@ def _refuse_other_places(names: Sequence[str], places: Tensor) -> None:
         name, rank, column = found
         raise TrainingError(
             f"the parameter {name} is on device {column[rank]} of its replica on rank {rank}, and on device "
-            f"{column[0]} on rank 0. Give strategy.map the place of each block."
+            f"{column[0]} on rank 0. Set the place of each block in strategy.map."
         )
 
 
@@ -291,7 +292,7 @@ def _first_difference(names: Sequence[str], values: Tensor) -> tuple[str, int, l
     """Return the first parameter whose value differs between ranks, with the rank and the values of all ranks.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
         values: (ranks, parameters) int.
     """
     for name, column in zip(names, values.t().tolist(), strict=True):
@@ -302,10 +303,10 @@ def _first_difference(names: Sequence[str], values: Tensor) -> tuple[str, int, l
 
 
 def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
-    """Store which gradients the ranks have found in their first shards.
+    """Store the layout of gradients that the ranks have found in their first shards.
 
     Args:
-        replica: stores it.
+        replica: the replica that stores the layout.
         used: a flag per parameter, 0 if no rank found a gradient.
         sparse_dims: number of sparse dims of its gradient, 0 if it is dense.
 
@@ -320,7 +321,7 @@ def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims:
     in_lanes = replica.lanes is not None
     if sparse and in_lanes and any(isinstance(one, torch.optim.SparseAdam) for one in replica.stepper.optimizers):
         raise TrainingError(
-            "numerics.reproducible adds up sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
+            "numerics.reproducible sums sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
             "Use Adam or Adagrad, or leave numerics.reproducible out."
         )
     apart = {} if in_lanes or not replica.exchanges else sparse
@@ -334,16 +335,16 @@ def _unused(names: list[str]) -> str:
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
-        "strategy.allow_unused=true, which leaves it out of the exchange."
+        "strategy.allow_unused=true, which excludes it from the exchange."
     )
 
 
 __getattr__ = partial(moved_attribute, __name__)
-"""Returns a class by the name that it once had."""
+"""Function that returns a class by its old name."""
 
 
 MOST_ELEMENTS: Final = 2**16
-"""Elements of the largest gradient that is put aside; so many may be put aside in any model."""
+"""Elements of the largest gradient that is put aside; this many in total may be put aside in any model."""
 _SHARE: Final = 16
 """Elements of all gradients divided by those of the gradients that are put aside, at least."""
 
@@ -351,11 +352,11 @@ _SHARE: Final = 16
 class SmallGrads:
     """The sums over earlier shards of a step's small gradients, put aside during a backward pass.
 
-    Autograd adds the gradient of a later shard to the sum of those before it parameter by parameter, a launch each: 161
-    a shard for a ResNet-50, of which 127 move less than 256 KiB. These sums are added to the gradients of a backward
-    pass at once. Both are alive at the same time, which is why large gradients stay autograd's, and why the smallest
-    ones are put aside up to a share of all: those of a ResNet-50 are a thirtieth. The order of every sum, and so its
-    bits, stay the same.
+    Autograd adds the gradient of a later shard to the sum of earlier ones with one launch per parameter: 161 per shard
+    for a ResNet-50, of which 127 move less than 256 KiB. These sums are added to the gradients of a backward pass at
+    once. Both are alive at the same time; therefore autograd still adds large gradients, and only the smallest ones are
+    put aside, up to a share of all: those of a ResNet-50 are a thirtieth. The order of every sum, and so its bits, stay
+    the same.
 
     Args:
         params: of the model.
@@ -388,7 +389,7 @@ class SmallGrads:
         for param, total in self._sums:
             grad, param.grad = param.grad, total
             if grad is None:
-                continue  # this shard does not use it
+                continue  # this shard does not use the parameter
             if grad.layout is torch.strided:
                 totals.append(total)
                 grads.append(grad)

@@ -46,19 +46,19 @@ from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, L
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 
 MakeReducer = Callable[[Collective, Numerics], Reducer]
-"""Makes the reducer of a step over the data ranks; collective."""
+"""Function that makes the reducer of a step over the data ranks; collective."""
 
 MoveModel = Callable[[nn.Module, Precision, Placement], PlacedModel]
-"""Moves the tensors of a model to their devices and dtypes; collective."""
+"""Function that moves the tensors of a model to their devices and dtypes; collective."""
 
 R = TypeVar("R", bound=Replica)
 
 MakeStep = Callable[[R, Ticket, Sequence[Batch], StepContext], ShardStep]
-"""Makes one try at a step of a replica."""
+"""Function that makes one try at a step of a replica."""
 
 
 def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
-    """Return the lanes of a reproducible run, nothing for a single rank, else the backend's all-reduce."""
+    """Return the reducer: lanes for a reproducible run, none for a single rank, else the backend's all-reduce."""
     if numerics.reproducible:
         return DeterministicReducer(lanes=numerics.lanes, rank=collective.rank, num_ranks=collective.num_ranks)
     return LocalReducer() if collective.num_ranks == 1 else BackendReducer()
@@ -72,7 +72,7 @@ def no_reducer(collective: Collective, numerics: Numerics) -> Reducer:  # noqa: 
 def synchronous_gradient_copies(numerics: Numerics, num_replicas: int) -> int:
     """Return the number of copies of all gradients that an exchange needs.
 
-    One flat vector; with lanes, the partial sums that wait for their sibling in the tree.
+    One flat vector; with lanes, also the partial sums that wait for their sibling in the tree.
     """
     if not numerics.reproducible:
         return 0 if num_replicas == 1 else 1
@@ -101,7 +101,7 @@ def build_parts(
     make_reducer: MakeReducer = backend_or_lanes,
     move: MoveModel = move_and_cast,
 ) -> ReplicaParts:
-    """Move a model to its devices and dtypes, and build its optimizer there; `ranks` are joined. Collective."""
+    """Move a model to its devices and dtypes, and build its optimizer there; `ranks` have joined. Collective."""
     ranks = ranks or RankGroup()
     placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
     use_device(placement.device)
@@ -182,7 +182,7 @@ class SynchronousExecutor(Executor, Generic[R]):
             yield Ticket(step, self.assign(step))
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each."""
+        """Run forward and backward over this rank's shards, one reduction, one update; with phases, for each phase."""
         if self._phased is not None:
             return self._phased.take(ticket, batches)
         if self._graphs is not None:
@@ -191,7 +191,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         return self._update(work, work.run())
 
     def _step_by_graphs(self, graphs: StepGraphs, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Run a step as graphs, or eagerly where they must first learn what it does."""
+        """Run a step as graphs, or eagerly if they first need the layout of a step."""
         if not graphs.ready:
             work = self._make_step(self._replica, ticket, batches, self._training)
             with graphs.probing():
@@ -230,8 +230,8 @@ class SynchronousExecutor(Executor, Generic[R]):
         return work.loss_sum, work.weight
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return the mean gradients that `forward_backward` computed, by canonical name: copies, and parts of them
-        where parameters are sharded.
+        """Return the mean gradients that `forward_backward` computed, by canonical name: copies, and only shards if
+        parameters are sharded.
         """
         work, sums = self._computed
         replica, divisor = self._replica, work.divisor
@@ -243,7 +243,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         return {name: grad * factors[grad.device] for name, grad in named if grad is not None}
 
     def update(self) -> StepOutcome:
-        """Update the parameters by what `forward_backward` computed; collective."""
+        """Update the parameters with the gradients of `forward_backward`; collective."""
         return self._update(*self._computed)
 
     def state_dict(self) -> StateDict:
@@ -277,4 +277,4 @@ class SynchronousExecutor(Executor, Generic[R]):
 
 
 __getattr__ = partial(moved_attribute, __name__)
-"""Returns a class by the name that it once had."""
+"""Function that returns a class by its old name."""

@@ -17,7 +17,7 @@ from trainkit.strategies.core.step import GraphedUpdate, LossDivisor
 _LARGEST: Final = float("inf")
 """The order of the norm that is the largest element."""
 Observe = Callable[[Sequence[Tensor | None]], None]
-"""Looks at the gradients of an update, in the order of the parameters."""
+"""Function that receives the gradients of an update, in the order of the parameters."""
 
 
 def ignore_gradients(grads: Sequence[Tensor | None]) -> None:
@@ -40,11 +40,11 @@ def apply_update(
     Args:
         replica: its parameters, buffers, optimizer state and loss scale change.
         sums: gradients, then updated buffers, then the counted weight if there is one; consumed.
-        divisor: of the loss.
+        divisor: the divisor of the loss.
         update: learning rate and clip of this update.
         loss_sum: () the loss of this rank, None if it had no shard.
-        graphed: clips and updates the parameters; None: both are eager.
-        observe: is called with the gradients of an update that is about to be made, before they are clipped.
+        graphed: function that clips and updates the parameters; None: both are eager.
+        observe: called with the gradients before they are clipped and the update is made.
 
     Returns:
         The status of the step, and the global norm before clipping if it was needed, () on the device.
@@ -100,7 +100,7 @@ def _update(
 
 
 def observer(replica: Replica, training: StepContext, step: int) -> Observe:
-    """Return what passes the gradients of a step to the listener of the training, if it wants them."""
+    """Return a function that passes the gradients of a step to the listener of the training, if it wants them."""
     listener = training.on_gradients
     if not listener.wants(step):
         return ignore_gradients
@@ -117,7 +117,7 @@ def observer(replica: Replica, training: StepContext, step: int) -> Observe:
 
 
 def _decided(replica: Replica, buffers: Sequence[Tensor | None], loss_sum: Tensor | None, norms: Tensor) -> Status:
-    """Decide whether to make an update, by whether the gradients of these norms are finite; waits for the device.
+    """Decide whether to make an update: whether gradients with these norms are finite; synchronises with the device.
 
     Where a step may be left out, loss and buffers count, too, and the ranks agree: collective.
     """
@@ -129,7 +129,7 @@ def _decided(replica: Replica, buffers: Sequence[Tensor | None], loss_sum: Tenso
 
 
 def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor) -> Status:
-    """Decide on a step by the values of all ranks, alike on all of them; collective.
+    """Decide on a step by the values of all ranks, with the same result on all of them; collective.
 
     A smaller loss scale helps if gradients overflow, but not if loss or buffers are not finite.
     """
@@ -150,7 +150,7 @@ def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> No
 
 
 def _clip(grads: list[Tensor], norms: Tensor, max_norm: float) -> Tensor:
-    """Scale gradients down to a global norm; return the norm before.
+    """Scale gradients down to a global norm; return the norm before that.
 
     Norms of whole variables are combined in canonical order: norms of parts would depend on how they are cut. One norm
     of the vector that holds the gradients would round otherwise (docs/decisions/0050).
@@ -167,7 +167,7 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 
 def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
-    """Return the norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
+    """Return the norm of each gradient, on the device of the first; collective if ranks hold parts of them."""
     filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:

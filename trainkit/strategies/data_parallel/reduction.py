@@ -1,4 +1,4 @@
-"""The options of the sum of gradients over ranks: who adds up, in which buckets, and how compressed."""
+"""The options of the sum of gradients over ranks: reducer, buckets and compression."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ class ReductionOptions:
     bucket_mb: Annotated[float, at_least(0), speed] = 25.0
     """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
     compression: Annotated[Compression, maths(neutral="none")] = "none"
-    """Gradients as bfloat16 or float16, or as two thin matrices each (powersgd): fewer bytes, and another result."""
+    """Send gradients as bfloat16 or float16, or each as two thin matrices (powersgd): fewer bytes, and a different
+    result.
+    """
     powersgd_rank: Annotated[int, at_least(1), maths(neutral=1)] = 1
-    """Width of PowerSGD's matrices: more is more exact, and more bytes."""
+    """Width of PowerSGD's matrices: a larger width is more exact and sends more bytes."""
     powersgd_after: Annotated[int, at_least(2), maths(neutral=1000)] = 1000
-    """Steps whose gradients PowerSGD sends whole, before it begins."""
+    """Steps whose gradients PowerSGD sends uncompressed, before it begins."""
     allow_unused: Annotated[bool, placement] = False
-    """Whether parameters may get no gradient; they are then left out of the exchange. False names them in an error."""
+    """Whether parameters may get no gradient; they are then excluded from the exchange. False: an error names them."""
 
     def reduction_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
         """Return problems of combined reducers, compression and modes; pure."""
@@ -52,12 +54,12 @@ class ReductionOptions:
             return self._beside_lanes()
         found = [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
         if context.optimizers and self.compression == "powersgd":
-            rule = "is for one exchange a step, and with optimizers there may be several."
+            rule = "supports one exchange per step, and with optimizers there may be several."
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
         return found
 
     def _beside_lanes(self) -> list[Problem]:
-        rule = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
+        rule = "does not work with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
         chosen = {"reduce": (self.reduce, ("auto", "backend")), "compression": (self.compression, ("none",))}
         return [
             Problem(key=f"strategy.{key}", value=value, rule=rule)
@@ -105,14 +107,14 @@ class ReductionOptions:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of gradients from which on they are copied into the vector of the exchange; 0: all after backward."""
+        """Gradients of this many bytes are copied into the vector of the exchange together; 0: all after backward."""
         return int(self.bucket_mb * 2**20) if self.compression != "powersgd" else 0
 
     def known_reducer(self, *, num_ranks: int, num_hosts: int, on_gpus: bool) -> Reduce | None:
         """Return the reducer of these ranks; None: auto times exchanges, between CPU processes of several hosts.
 
-        With auto: `backend` on GPUs, where it exchanges while backward computes, for a single rank, and where a key
-        asks for buckets or compression. CPU processes of one host sum in shared memory, on Linux.
+        With auto: `backend` on GPUs, where it exchanges while backward computes, for a single rank, and if a key sets
+        buckets or compression. CPU processes of one host sum in shared memory, on Linux.
 
         Example:
             >>> auto = ReductionOptions()
@@ -139,7 +141,9 @@ class ReductionOptions:
         )
 
     def exchange_copies(self, reducer: Reduce | None, num_ranks: int) -> float:
-        """Return the copies of all gradients that a reducer needs beside its vector; None: any of them; pure."""
+        """Return the number of copies of all gradients that a reducer needs in addition to its vector; None: of any
+        reducer; pure.
+        """
         # ring: a slice that receives; shared_memory: a part of the total.
         beside = 1 / num_ranks if reducer in (None, "ring", "shared_memory") else 0
         # Two bytes instead of four; PowerSGD: the error, and the gradients to compare with.

@@ -49,7 +49,7 @@ class ReplicaMap:
     def of(
         cls, blocks: BlockMap, devices: Devices | None, replicas: int | Literal["auto"], context: PlanContext
     ) -> ReplicaMap:
-        """Return the groups that `devices` names, or else neighbouring GPUs, or else the CPU in every place."""
+        """Return the groups in `devices`, else groups of neighbouring GPUs, else groups of the CPU."""
         if devices is not None:
             named = (one if isinstance(one, Sequence) and not isinstance(one, str) else (one,) for one in devices)
             groups = tuple(tuple(parse_device(device) or "cpu" for device in group) for group in named)
@@ -97,7 +97,7 @@ class ReplicaMap:
         return {unit.name: place for unit, place in placed if place is not None}
 
     def parts(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
-        """Return each consecutive part of a replica, with its device in every one; none where the map does not fit."""
+        """Return each consecutive part of a replica, with its device in every one; none if the map does not fit."""
         layout = self._planned(model, context)
         if not isinstance(layout, DeviceLayout):
             return ()
@@ -105,7 +105,7 @@ class ReplicaMap:
         return replace(layout, group=shown).parts(model_bytes(precision_of(context)))
 
     def held_parts(self, model: nn.Module, context: PlanContext, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
-        """Return what each device holds and computes of a replica; none where the map does not fit."""
+        """Return the part of a replica that each device holds and computes; none if the map does not fit."""
         layout = self._planned(model, context)
         return layout.held_parts(model, gradient_copies=gradient_copies) if isinstance(layout, DeviceLayout) else ()
 
@@ -126,10 +126,10 @@ class ReplicaMap:
         """Return the layout of a model on a group, or the problems of the map.
 
         Args:
-            model: may be on the meta device.
-            group: of one replica.
-            precision: of the run.
-            context: for the activations of a shard, which `auto` counts; None: they do not count.
+            model: the model, possibly on the meta device.
+            group: the devices of one replica.
+            precision: the precision of the run.
+            context: used for the activations of a shard, which `auto` counts; None: not counted.
         """
         return PartitionSolver(
             given=None if self.blocks == "auto" else self.blocks,
@@ -183,7 +183,7 @@ def _shown(devices: Devices | None) -> list[object]:
 
 
 def _count_and_size(blocks: BlockMap, replicas: int | Literal["auto"], context: PlanContext) -> tuple[int, int]:
-    """Return the replicas of this host, and the devices of each."""
+    """Return the replicas of this host, and the number of devices of each."""
     launch, gpus = context.launch, context.num_gpus
     count = replicas if replicas != "auto" else _started_here(launch)
     if isinstance(blocks, Mapping):
@@ -194,12 +194,12 @@ def _count_and_size(blocks: BlockMap, replicas: int | Literal["auto"], context: 
 
 
 def _started_here(launch: LaunchEnvironment | None) -> int | None:
-    """Return the replicas that a launch starts on this host; None where the number of devices decides."""
+    """Return the replicas that a launch starts on this host; None if the number of devices decides."""
     return None if launch is None or (launch.takes_devices and launch.num_local == 1) else launch.num_local
 
 
 def _size_problems(blocks: BlockMap, replicas: int | Literal["auto"], context: PlanContext) -> Iterator[Problem]:
-    """Yield the problems of groups that nothing names."""
+    """Yield the problems of groups that are not given explicitly."""
     gpus = context.num_gpus
     if blocks == "auto" and not gpus:
         rule = "has no GPU to spread a replica over. Name the devices: strategy.devices=[[cpu,cpu],[cpu,cpu]]."
@@ -245,7 +245,7 @@ def _device_problems(devices: Devices, context: PlanContext) -> Iterator[Problem
 
 
 def _value_problems(blocks: BlockMap) -> Iterator[Problem]:
-    """Yield a problem for each value that is no place."""
+    """Yield a problem for each value that is not a place."""
     for word, place in blocks.items() if isinstance(blocks, Mapping) else ():
         if not isinstance(place, int) or place < 0:
             rule = (

@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: a copy of the model a rank, gradients summed over all of them."""
+"""Synchronous data parallelism: one copy of the model per rank, gradients summed over all ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         self._recovers = recovers
 
     def tune(self) -> tuple[str, ...]:
-        """With auto, choose the reducer by rule or by timing, or keep the choice of the resumed run."""
+        """Choose the reducer for auto: by rule, by timing, or that of the resumed run."""
         replica, reducer = self._replica, self._replica.reducer
         if not isinstance(reducer, AutoReducer):
             return ()
@@ -110,7 +110,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
-    """The common code of mirrored and multi_worker_mirrored: all but the accepted launches.
+    """The common code of mirrored and multi_worker_mirrored: everything except the accepted launches.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
     and every replica makes the same update.
@@ -140,7 +140,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             return found
         found = ProcessGroupOptions.validate(self._on_first_devices(context, only_named=True), context)
         if self.map is not None and self.compression == "powersgd":
-            rule = "compresses all gradients of a replica at once, and strategy.map spreads them. Use bf16 or none."
+            rule = "compresses all gradients of a replica at once, and strategy.map distributes them. Use bf16 or none."
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
         return [*found, *self._alone_problems(context), *self.reduction_problems(context, lambda: self.tasks(context))]
 
@@ -151,7 +151,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         return [Problem(key="strategy.reduce", value=self.reduce, rule=rule)]
 
     def _replica_map(self, context: PlanContext) -> ReplicaMap | None:
-        """Return the groups of devices and the map; None where a replica is on one device."""
+        """Return the groups of devices and the map; None if a replica is on one device."""
         return None if self.map is None else ReplicaMap.of(self.map, self.devices, self.replicas, context)
 
     def _on_first_devices(self, context: PlanContext, *, only_named: bool = False) -> Self:
@@ -178,12 +178,12 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         return len(used - {"cpu"}) or len(tasks)
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
-        """Return that a single rank on one device runs the code of one device."""
+        """Return the problem that a single rank on one device runs the same code as one_device."""
         return ProcessGroupOptions.proof_problems(self, context) if self.map is None else []
 
     @property
     def traits_here(self) -> Traits:
-        """Its properties: with a map, blocks alone are compiled, because activations move between them."""
+        """The traits of the strategy: with a map, only blocks are compiled, because activations move between them."""
         if self.map is None:
             return self.traits
         compiles: Compiles = "blocks" if self.traits.compiles == "model" else self.traits.compiles
@@ -207,12 +207,14 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         return () if found is None else found.parts(model, context)
 
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
-        """Return the blocks of each device of a replica with a map; none where it does not fit, or there is no map."""
+        """Return the blocks of each device of a replica with a map; none if the map does not fit, or without a map."""
         found = self._replica_map(context)
         return () if found is None else found.held_parts(model, context, gradient_copies=self.gradient_copies(context))
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return the fullest device: its part of a replica, the vector of the exchange, the memory of reducers."""
+        """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the
+        memory of reducers.
+        """
         parts = self.replica_parts(model, context, num_shards=1)
         bucket = None
         if self._takes_gradients(context.numerics, self.num_replicas(context)):
@@ -222,7 +224,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         return max(held, key=lambda memory: sum(memory.resident.values()))
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
-        """Return the key of so many replicas, and the compression and the reducer that could still be chosen."""
+        """Return the key for `replicas` replicas, and alternatives of compression and reducer."""
         is_free, on_cpu = not context.numerics.reproducible, not context.num_gpus
         planned = self.planned_reducer(context, self.tasks(context))
         return Scaled(
@@ -247,7 +249,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         return not numerics.reproducible and (num_replicas > 1 or self.is_grouped) and self.map is None
 
     def gradient_copies(self, context: PlanContext) -> float:
-        """Return the copies of all gradients at the peak of a step, beside the gradients; pure."""
+        """Return the copies of all gradients at the peak of a step, in addition to the gradients; pure."""
         numerics, num_replicas = context.numerics, self.num_replicas(context)
         if numerics.reproducible or (num_replicas == 1 and not self.is_grouped):
             return synchronous_gradient_copies(numerics, num_replicas)
@@ -336,9 +338,9 @@ class Mirrored(DataParallel):
         return {"replicas": count}
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return the problems of any data-parallel strategy, and that of a launch on more than one host."""
+        """Return the problems of any data-parallel strategy, and the problem of a launch on more than one host."""
         if context.launch is not None and context.launch.num_hosts > 1:
-            rule = f"is of one host, and {context.launch.kind} started {context.launch.num_hosts}. {_OTHER}"
+            rule = f"runs on one host, and {context.launch.kind} started {context.launch.num_hosts}. {_OTHER}"
             return [Problem(key="strategy", value="mirrored", rule=rule)]
         return super().validate(context)
 
@@ -348,10 +350,10 @@ _OTHER = "Use strategy=multi_worker_mirrored: the same training over hosts."
 
 @dataclass(frozen=True, kw_only=True)
 class MultiWorkerMirrored(DataParallel):
-    """Train a copy of the model on every device of every host, synchronously: mirrored, over machines.
+    """Train a copy of the model on every device of every host, synchronously: mirrored over several machines.
 
-    It joins the processes that torchrun, SLURM, MPI, TF_CONFIG or a cluster spec started. Where nothing started it, it
-    takes the devices of this host.
+    It joins the processes that torchrun, SLURM, MPI, TF_CONFIG or a cluster spec started. Without a launch, it uses the
+    devices of this host.
 
     Example:
         >>> from trainkit.strategies.base import PlanContext

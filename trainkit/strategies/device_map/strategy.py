@@ -58,7 +58,7 @@ class DeviceMap(Strategy):
             rule = "places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."
             problems.append(Problem(key="strategy.map", value="{}", rule=rule))
         if self.map != "auto" and self.devices is not None:
-            rule = "has no effect beside strategy.map, which names its devices itself. Leave one of the two out."
+            rule = "has no effect with strategy.map, which names its devices itself. Leave one of the two out."
             problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
         if self.devices == ():
             rule = "names no device. Name some, [0,1], or null for all."
@@ -87,14 +87,14 @@ class DeviceMap(Strategy):
         return replace(self, map={unit.name: device for unit, device in placed if device is not None}, devices=None)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return the memory of the fullest device, and the partial sums of a reproducible run."""
+        """Return the memory of the device with the largest use, and the partial sums of a reproducible run."""
         parts = self.replica_parts(model, context, num_shards=1)
         if not parts:
             return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
         return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
 
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
-        """Return the blocks of each device; none where the map does not fit the model."""
+        """Return the blocks of each device; none if the map does not fit the model."""
         layout = self._judged(model, context)
         if not isinstance(layout, DeviceLayout):
             return ()
@@ -183,11 +183,11 @@ class DeviceMap(Strategy):
             if gib <= 0:
                 problems.append(Problem(key=key, value=gib, rule="must be more than 0."))
             if parse_device(_as_given(device)) not in used:
-                rule = f"no device of this run. There are: {', '.join(used)}."
+                rule = f"not a device of this run. There are: {', '.join(used)}."
                 problems.append(Problem(key=key, value=gib, rule=rule))
         return problems
 
 
 def _as_given(device: str) -> int | str:
-    """Return a device that was given as a mapping key, where every name is text."""
+    """Return a device that was given as a mapping key, which is always text."""
     return int(device) if str(device).isdigit() else device

@@ -49,10 +49,11 @@ from trainkit.strategies.traffic.sharded import Gathers, sharded_traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
-    """Train a model that one device does not hold: parameters, gradients and optimizer state are cut over the ranks.
+    """Train a model that does not fit on one device: parameters, gradients and optimizer state are sharded over the
+    ranks.
 
-    Each rank computes shards of its own, as in `mirrored`. A block's parameters are gathered before it computes and
-    let go after; its gradients are summed over the ranks and cut in one exchange (FSDP2).
+    Each rank computes its own shards of the batch, as in `mirrored`. The parameters of a block are gathered before it
+    computes and resharded after; its gradients are reduce-scattered (FSDP2).
 
     Example:
         >>> [task.device for task in Fsdp(replicas=2).tasks(PlanContext())]
@@ -74,17 +75,21 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
     )
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
-    """Groups of ranks, each with a whole model cut over its own; above 1 (hybrid) gradients are summed over groups."""
+    """Groups of ranks, each with a whole model sharded over its ranks; above 1 (hybrid) gradients are summed over
+    groups.
+    """
     wrap: Annotated[Literal["blocks", "size"] | tuple[str, ...], placement] = "blocks"
-    """What is gathered at once: `blocks` as a map names them; modules by `size`; or of some classes, `[Block]`."""
+    """Unit of the gathers: `blocks` as a map names them; modules by `size`; or of some classes, `[Block]`."""
     wrap_mb: Annotated[float, above(0), placement] = 25.0
-    """MiB of parameters from which on a module is gathered by itself, with `wrap=size`."""
+    """MiB of parameters from which a module is gathered separately, with `wrap=size`."""
     reshard_after_forward: Annotated[bool, speed] = True
-    """Whether a block but the last lets go between forward and backward; false keeps the whole model meanwhile."""
+    """Whether all blocks but the last reshard after forward; false keeps the whole model unsharded until backward."""
     sync: Annotated[Literal["each", "last"], speed] = "each"
-    """Whether gradients are summed after each shard, or after a rank's last, which holds them whole until then."""
+    """Whether gradients are summed after each shard, or only after the last one of a rank, with unsharded gradients
+    until then.
+    """
     offload: Annotated[bool, placement] = False
-    """Whether parts and their optimizer are kept in the memory of the host, and travel to the GPU to be gathered."""
+    """Whether parts and their optimizer are kept in the memory of the host, and copied to the GPU for gathering."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of every strategy that shards parameters; uneven groups, keys without effect."""
@@ -112,12 +117,14 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
             rule = "names no class. Name some, [Block], or use blocks or size."
             found.append(Problem(key="strategy.wrap", value=[], rule=rule))
         if self.offload and any(task.device == "cpu" for task in self.tasks(context)):
-            rule = "keeps in the memory of the host what a GPU computes with, and the replicas are on the CPU. Leave "
+            rule = "moves parameters of GPUs to the memory of the host, and the replicas are on the CPU. Leave "
             found.append(Problem(key="strategy.offload", value=True, rule=f"{rule}it out."))
         return found
 
     def withheld(self, context: PlanContext) -> Mapping[Access, str]:
-        """Return what needs parameters outside of the model's forward pass, where ranks hold parts of them."""
+        """Return the access to parameters outside of the model's forward pass that is refused because ranks hold only
+        parts.
+        """
         return withheld_where_sharded("fsdp") if self.num_replicas(context) > 1 or self.is_grouped else {}
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
@@ -141,7 +148,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
 
     @classmethod
     def sharded_over(cls, count: int) -> dict[str, int]:
-        """Return the number of replicas that each hold a part of the model."""
+        """Return the override for `count` replicas that each hold a part of the model."""
         return {"replicas": count}
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
@@ -199,7 +206,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
         )
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:  # noqa: ARG002 - the same on any device
-        """Return the key of so many ranks."""
+        """Return the key for `replicas` ranks."""
         return Scaled(keys={"replicas": replicas})
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:

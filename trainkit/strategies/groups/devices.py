@@ -42,10 +42,10 @@ def device_list_problems(key: str, names: Sequence[str | int] | None, num_gpus: 
 
 
 def device_problems(key: str, name: str | int, num_gpus: int) -> list[Problem]:
-    """Return the problems of a device's name on a host of `num_gpus` GPUs."""
+    """Return the problems of the name of a device on a host of `num_gpus` GPUs."""
     device = parse_device(name)
     if device is None:
-        return [Problem(key=key, value=name, rule="no device's name. Use cpu, cuda:0 or /gpu:0.")]
+        return [Problem(key=key, value=name, rule="not the name of a device. Use cpu, cuda:0 or /gpu:0.")]
     index = int(device.partition(":")[2] or 0)
     if device != "cpu" and index >= num_gpus:
         have = f"{num_gpus}, counted from 0" if num_gpus else "none"

@@ -1,4 +1,4 @@
-"""The axes on which the ranks of a run are arranged."""
+"""The axes along which the ranks of a run are arranged."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Axes:
     """
 
     replicate: int = 1
-    """Copies, each with its own shards."""
+    """Number of copies, each with its own shards."""
     shard: int = 1
-    """Ranks with their own shards that hold parts of one copy."""
+    """Number of ranks that share one copy; each has its own shards."""
     tensor: int = 1
-    """Parts of each layer."""
+    """Number of parts of each layer."""
 
     @property
     def num_ranks(self) -> int:
-        """Their product."""
+        """Product of the axes."""
         return prod(astuple(self))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -40,7 +40,7 @@ class Axes:
         return dict(reversed(found.items()))
 
     def problems(self, num_ranks: int) -> list[Problem]:
-        """Return a problem if their product is not the number of ranks."""
+        """Return a problem if the product of the axes is not the number of ranks."""
         if self.num_ranks == num_ranks:
             return []
         used = [(axis.name, getattr(self, axis.name)) for axis in fields(self) if getattr(self, axis.name) > 1]
@@ -49,9 +49,9 @@ class Axes:
         return [Problem(key="strategy", rule=rule)]
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of the axes with more than one rank, by their names; collective, once a process group.
+        """Return the mesh of the axes with more than one rank, by their names; collective, once per process group.
 
-        If no axis has more, one axis of one rank remains.
+        If no axis has more than one, one axis with one rank remains.
         """
         used = {axis.name: getattr(self, axis.name) for axis in fields(self) if getattr(self, axis.name) > 1}
         used = used or {"replicate": 1}

@@ -1,4 +1,4 @@
-"""Strategies whose ranks form one process group, a device each, and its sums and gathers of small tensors and of JSON.
+"""Strategies whose ranks form one process group, one device each; sums and gathers of small tensors and of JSON.
 
 The ranks are processes on this host or in a launch over several.
 """
@@ -33,16 +33,16 @@ from trainkit.strategies.rendezvous_store import store_client
 
 _T = TypeVar("_T")
 _ABORT_S: Final = 2.0
-"""How long a rank that has failed waits for its connections to close."""
+"""Seconds that a failed rank waits for its connections to close."""
 
 
 def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite a tensor with the values of a group's first rank, whatever its strides are here and there; collective.
+    """Overwrite a tensor with the values of a group's first rank, also if their strides differ; collective.
 
-    Backends send memory as it lies, and NCCL refuses what is not contiguous.
+    Backends send tensors in memory order, and NCCL requires contiguous ones.
 
     Args:
-        tensor: of one shape and dtype on every rank.
+        tensor: a tensor with the same shape and dtype on every rank.
         group: the ranks that take part; None: all.
     """
     own = tensor.detach()
@@ -54,7 +54,7 @@ def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCollective:
-    """The only rank: every sum is its own."""
+    """The collective of a single rank: a sum is the tensor itself."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -64,20 +64,20 @@ class LocalCollective:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return a list of the tensor alone."""
+        """Return a list with only this tensor."""
         return [tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCollective:
-    """The ranks of a process group, or the data ranks that they make up.
+    """The ranks of a process group, or the data ranks that they form.
 
-    Where several ranks compute one replica, all of them take part and get the same answer, but only the tensor of one
-    rank of each replica counts.
+    If several ranks compute one replica, all of them take part and get the same result, but only the tensor of one rank
+    per replica counts.
     """
 
     rank: int
-    """Of this process; the data rank, where several ranks compute a replica."""
+    """Rank of this process; the data rank, if several ranks compute a replica."""
     num_ranks: int
     device: torch.device
     representatives: tuple[int, ...] = ()
@@ -86,8 +86,8 @@ class GroupCollective:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over ranks, added in rank order; collective.
 
-        Small tensors of one shape only: every rank receives every other's, which makes the order, and so the bits, the
-        same on all of them and in every run. No sizes are exchanged, for which the host would wait.
+        Small tensors of one shape only: every rank receives all tensors, which makes the order, and so the bits, the
+        same on all ranks and in every run. No sizes are exchanged, so the host does not wait.
         """
         here = tensor.detach().to(self.device)
         note_exchange(here, "sum")
@@ -97,7 +97,7 @@ class GroupCollective:
         return total
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, by rank; shapes may differ in their first dim; collective."""
+        """Return the tensor of every rank, by rank; shapes may differ in their first dim; collective."""
         here = tensor.detach().to(self.device)
         sizes = self._exchange_all(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
         lengths = [int(size.item()) for size in sizes]
@@ -134,12 +134,12 @@ def all_gather_object(content: _T, all_ranks: Collective) -> list[_T]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """The ranks that a task computes with; by default it computes alone."""
+    """The ranks that a task computes with; by default only the task itself."""
 
     data_ranks: Collective = field(default_factory=LocalCollective)
     """Sums of small tensors over the data ranks."""
     all_ranks: Collective = field(default_factory=LocalCollective)
-    """The same over all processes."""
+    """Sums of small tensors over all processes."""
     is_joined: bool = False
     """Whether they are connected by torch's default process group, which `close` leaves."""
 
@@ -154,14 +154,14 @@ class RankGroup:
         if not failed:
             dist.destroy_process_group()
             return
-        # NCCL and gloo wait for the exchanges under way, which may never end
+        # NCCL and gloo wait for pending exchanges, which may never end
         thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
         thread.start()
         thread.join(_ABORT_S)
 
 
 def _abort_groups() -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # the others know already
+    with contextlib.suppress(RuntimeError, ValueError):  # the others know it already
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - destroying them waits for the other ranks
 
 
@@ -170,11 +170,11 @@ class GroupOfOne:
     """The option of strategies whose exchanges work in a process group of one rank; before `ProcessGroupOptions`."""
 
     process_group: Annotated[Literal["auto", "always"], placement] = "auto"
-    """auto: several ranks join a process group; always: a single rank, too, to try its exchanges on one device."""
+    """auto: several ranks join a process group; always: even a single rank, to try the exchanges on one device."""
 
     @property
     def is_grouped(self) -> bool:
-        """Whether a single rank joins a process group, too."""
+        """Whether even a single rank joins a process group."""
         return self.process_group == "always"
 
 
@@ -183,11 +183,11 @@ class ProcessGroupOptions:
     """The common options of strategies with several processes: the processes, their devices, and the process group.
 
     Without a launch a process is started for every rank, on a device of this host; in a launch its processes are the
-    ranks, one device each. A replica is `ranks_a_replica` neighbouring ranks: one where it is whole.
+    ranks, one device each. A replica consists of `ranks_a_replica` neighbouring ranks: one if it is not split.
     """
 
     alone_as_one_device: ClassVar[bool] = False
-    """Whether a single rank runs the code of one device; not inherited: a subclass may be another computation."""
+    """Whether a single rank runs the code of one device; not inherited: a subclass may compute differently."""
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = "auto"
     """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, as many as it started."""
@@ -198,12 +198,12 @@ class ProcessGroupOptions:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether a single rank joins a process group, too."""
+        """Whether even a single rank joins a process group."""
         return False
 
     @property
     def ranks_a_replica(self) -> int:
-        """Processes that compute one replica together."""
+        """Number of processes that compute one replica together."""
         return 1
 
     @property
@@ -228,7 +228,7 @@ class ProcessGroupOptions:
         return found
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
-        """Return that a single rank, which joins no process group, runs the code of one device."""
+        """Return the problem that a single rank without a process group runs the same code as one_device."""
         alone = type(self).__dict__.get("alone_as_one_device", False) and not self.is_grouped
         if len(self.tasks(context)) > 1 or not alone:
             return []
@@ -274,7 +274,7 @@ class ProcessGroupOptions:
         started = f"{launch.kind} started {_counted(launch.num_local, 'process', 'es')} on this host"
         problems += self._replica_problems(context, launch) if self.ranks_a_replica > 1 else []
         if self.ranks_a_replica == 1 and self.replicas_here(launch) not in ("auto", local) and not launch.takes_devices:
-            rule = f"{started}, a replica each. Leave it out, or give {local}."
+            rule = f"{started}, one replica each. Leave it out, or give {local}."
             problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
         if self.devices is not None and len(self.devices) != local:
             rule = f"{started}. Name as many devices, or leave it out."
@@ -298,7 +298,7 @@ class ProcessGroupOptions:
     def _device_problems(self, context: PlanContext) -> list[Problem]:
         if self.devices is None:
             return []
-        because = "NCCL takes one replica a GPU."
+        because = "NCCL allows one replica per GPU."
         problems = device_list_problems("strategy.devices", self.devices, context.num_gpus, because=because)
         if self.ranks_a_replica == 1 and self.replicas_here(context.launch) not in ("auto", len(self.devices)):
             rule = f"but strategy.devices names {len(self.devices)}. Leave one of the two out."
@@ -357,7 +357,7 @@ class ProcessGroupOptions:
         """Join the process group of this attempt; collective.
 
         Args:
-            identity: of this task.
+            identity: the identity of this task.
             exchanges_on_cpu: whether ranks with a GPU also exchange tensors of the CPU.
             exchanges_on_gpus: whether a rank exchanges tensors of several GPUs, so that NCCL is bound to none of them.
         """
@@ -368,10 +368,10 @@ class ProcessGroupOptions:
         store = HashStore() if identity.store is None else store_client(identity.store, self.timeout_s)
         backend = self.backend(device.type, exchanges_on_cpu=exchanges_on_cpu)
         if identity.num_ranks > 1 and "nccl" in backend and mig_instances(os.environ):
-            backend = "gloo"  # NCCL takes one rank of each GPU, and MIG instances are parts of one
+            backend = "gloo"  # NCCL supports one rank per GPU, and MIG instances share one
         dist.init_process_group(
             backend,
-            # A fresh prefix an attempt: a restarted rank must not read a dead peer's address.
+            # A fresh prefix for each attempt: a restarted rank must not read a dead peer's address.
             store=dist.PrefixStore(identity.prefix, store),  # type: ignore[attr-defined]
             rank=identity.task.rank,
             world_size=identity.num_ranks,

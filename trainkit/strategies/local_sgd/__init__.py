@@ -1,4 +1,4 @@
-"""Replicas that train apart and average their models now and then."""
+"""Replicas that train separately and average their models periodically."""
 
 from trainkit.strategies.local_sgd.strategy import LocalSgd
 

@@ -30,11 +30,11 @@ class OuterOptimizer:
     """
 
     lr: Annotated[float | None, maths, above(0)] = None
-    """Rate of the outer optimizer; null: the average itself is taken."""
+    """Rate of the outer optimizer; null: the average itself becomes the parameters."""
     momentum: Annotated[float, maths, below(0, 1)] = 0.9
-    """Its momentum."""
+    """Momentum of the outer optimizer."""
     nesterov: Annotated[bool, maths] = True
-    """Nesterov's momentum instead of the heavy ball's."""
+    """Nesterov's momentum instead of heavy-ball momentum."""
 
 
 @dataclass(kw_only=True)
@@ -42,13 +42,13 @@ class AveragingWindow:
     """The steps since the last average, and the state of the outer optimizer."""
 
     outer: OuterOptimizer
-    """How the average becomes the next parameters."""
+    """The outer optimizer, which computes the next parameters from the average."""
     steps: int = 0
     """Steps since the last average, the same on every rank."""
     targets: Tensor | float = 0.0
-    """Targets that this rank trained on in them."""
+    """Number of targets of this rank in these steps."""
     samples: float = 0.0
-    """Samples that this rank trained on in them."""
+    """Number of samples of this rank in these steps."""
     start: Tensor | None = None
     """The parameters at the last average, one flat vector; only with an outer optimizer."""
     momentum: Tensor | None = None
@@ -70,7 +70,7 @@ class AveragingWindow:
         """Average the replicas; collective, unless there is one.
 
         Parameters and optimizer state are weighted by the targets of their rank, buffers by its samples; counters
-        (Adam's steps, integer buffers) are those of rank 0, which has a shard of every step.
+        (Adam's steps, integer buffers) are taken from rank 0, which has a shard of every step.
         """
         if replica.num_ranks > 1:
             _make_state(replica)
@@ -126,7 +126,7 @@ class AveragingWindow:
         return {_SLOT + name: view for name, view in zip(replica.masters, views, strict=True)}
 
     def load_state(self, replica: Replica, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Load the result of `state`; return the tensors that are not the outer optimizer's."""
+        """Load the result of `state`; return the tensors that do not belong to the outer optimizer."""
         own = [tensors.get(_SLOT + name) for name in replica.masters]
         kept = self.outer.lr is not None and any(tensor is not None for tensor in own)
         self.momentum = _parameters(replica).pack(own) if kept else None
@@ -153,7 +153,7 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _make_state(replica: Replica) -> None:
-    """Let the optimizer of a rank without shards so far create its state, by a step with learning rate 0."""
+    """Make the optimizer of a rank that had no shards yet create its state, by a step with learning rate 0."""
     (optimizer,) = replica.stepper.optimizers
     if not optimizer.state:
         zeros: list[Tensor | None] = [

@@ -1,4 +1,4 @@
-"""Local SGD: replicas step alone and average periodically, which changes the maths and saves communication."""
+"""Local SGD: replicas step independently and average periodically, which changes the maths and saves communication."""
 
 from __future__ import annotations
 
@@ -55,25 +55,26 @@ _AVERAGE_ALONE: Final = OuterOptimizer()
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnPart(BatchPlan):
-    """The plan of a step that a replica makes alone: its shards are the batch."""
+    """The plan of an independent step of a replica: its own shards are the batch."""
 
     shards: tuple[int, ...]
 
     def batch_size(self, step: int) -> int:
         return sum(self.shard_size(step, shard) for shard in self.shards)
 
-    def num_shards(self, step: int) -> int:  # noqa: ARG002 - a part is of one step
+    def num_shards(self, step: int) -> int:  # noqa: ARG002 - a part belongs to one step
         return len(self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgd(ProcessGroupOptions, Strategy):
-    """Replicas that step alone and average every few steps, which is another training than that of one device.
+    """Replicas that step independently and average every few steps, which is a different training from that of one
+    device.
 
     In a step every replica updates its own copy by its own shards. After every `average_every` steps parameters and
-    optimizer state become their mean, weighted by targets. With `outer.lr` an outer optimizer steps by what the mean
-    has moved (DiLoCo); with `local_after` the first steps are those of mirrored (post-local SGD). With
-    `average_every=1` and SGD, unclipped, it is the training of one device to rounding.
+    optimizer state become their mean, weighted by targets. With `outer.lr` an outer optimizer steps by the change of
+    the mean (DiLoCo); with `local_after` the first steps are those of mirrored (post-local SGD). With `average_every=1`
+    and SGD, unclipped, it equals the training of one device up to rounding.
 
     Example:
         >>> [LocalSgd(average_every=4, local_after=10).next_sync_step(step) for step in (3, 10, 11, 14, 15)]
@@ -86,7 +87,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     traits: ClassVar[Traits] = Traits(compiles="model")
 
     replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
-    """Processes. Their number changes the result."""
+    """Number of processes; it changes the result."""
     average_every: Annotated[int, maths, at_least(1)] = 8
     """Steps between two averages."""
     local_after: Annotated[int, maths, at_least(0)] = 0
@@ -104,20 +105,20 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             rule = "averages weights that every rank has after a step, and those of local_sgd differ. Use none."
             problems.append(Problem(key="average", rule=rule))
         if context.precision == "fp16_mixed":
-            rule = "has one loss scale, and replicas overflow apart. Use precision=bf16_mixed."
+            rule = "has one loss scale, and replicas overflow independently. Use precision=bf16_mixed."
             problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
         if context.numerics.on_nonfinite == "rollback":
-            rule = "needs replicas that decide together, and those of local_sgd step alone. Use skip or stop."
+            rule = "needs replicas that decide together, and those of local_sgd step independently. Use skip or stop."
             problems.append(Problem(key="numerics.on_nonfinite", value="rollback", rule=rule))
         if self.outer.lr is None and self.outer != _AVERAGE_ALONE:
-            rule = "has no effect without strategy.outer.lr: the average itself is taken."
+            rule = "has no effect without strategy.outer.lr: the average itself becomes the parameters."
             key, value = ("momentum", self.outer.momentum) if self.outer.nesterov else ("nesterov", False)
             problems.append(Problem(key=f"strategy.outer.{key}", value=value, rule=rule))
         return problems
 
     def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
-        """Return that gradients have no update that all replicas make."""
-        rule = "its replicas step alone between two averages. Use step(), or strategy=mirrored."
+        """Return the refused calls: gradients have no update that all replicas share."""
+        rule = "its replicas step independently between two averages. Use step(), or strategy=mirrored."
         return {LoopCall.apart: rule}
 
     def _count_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
@@ -131,7 +132,9 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
     def replicas_here(self, launch: LaunchEnvironment | None) -> int:
-        """Return this host's share: `replicas` counts all hosts, because the number changes the result."""
+        """Return the replicas of this host; `replicas` counts those of all hosts, because their number changes the
+        result.
+        """
         return self.replicas if launch is None else self.replicas * launch.num_local // launch.num_ranks
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
@@ -140,22 +143,23 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         steps = "step" if self.average_every == 1 else f"{self.average_every} steps"
         outer = "" if self.outer.lr is None else f", then an outer step at rate {self.outer.lr:g}"
         many = (
-            "1 replica steps alone and averages"
+            "1 replica steps independently and averages"
             if self.replicas == 1
-            else f"{self.replicas} replicas step alone and average"
+            else f"{self.replicas} replicas step independently and average"
         )
         line = f"local_sgd: {many} every {steps}{first}{outer}"
-        return (f"{line}: another training than that of one device.",)
+        return (f"{line}: a different training from that of one device.",)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - on any number
         """Return a whole replica, the vector of an average (parameters and two moments), and the outer optimizer."""
         return ModelMemory.whole(model, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
-        """Return the average of every so many steps, and before `local_after` the sum of the gradients in each.
+        """Return the transfers: the average every `average_every` steps, and before `local_after` the sum of gradients
+        in each step.
 
-        An average is one all-reduce of parameters, optimizer state and buffers, whatever the gradients are; None if the
-        size of the optimizer's state is not known.
+        An average is one all-reduce of parameters, optimizer state and buffers, independent of the gradients; None if
+        the size of the optimizer's state is not known.
         """
         slots = None if cut.dry_run is None else cut.dry_run.state_elements()
         lookups = lookups_of(model, cut) if self.local_after else {}
@@ -181,7 +185,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         return (*(replace(one, end_step=self.local_after) for one in summed), average)
 
     def next_sync_step(self, step: int) -> int:
-        """Return the step of the next average, or the step itself before replicas step alone."""
+        """Return the step of the next average, or the step itself before `local_after`."""
         apart = step - self.local_after
         return step if apart <= 0 else step + -apart % self.average_every
 
@@ -191,16 +195,16 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         parts = build_parts(request, ranks=ranks)
         replica = Replica(parts)
         broadcast_initial(replica)
-        # Where this rank steps alone, it computes with the same model, optimizer and buffers, and sums over no rank.
+        # For independent steps, this rank computes with the same model, optimizer and buffers, without sums over ranks.
         alone = LocalCollective()
         apart = Replica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()))
         return LocalSgdExecutor(self, replica, apart, request.training, ranks)
 
 
 class LocalSgdExecutor(SynchronousExecutor[Replica]):
-    """A replica that steps alone and is averaged with the others every few steps.
+    """A replica that steps independently and is averaged with the others every few steps.
 
-    `apart` is the same model, with a reducer that sums over no other rank.
+    `apart` is the same model, with a reducer that does not sum over ranks.
     """
 
     def __init__(
@@ -213,7 +217,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         """(step, shard) of the shards that this replica has skipped since the last average."""
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Update this replica alone; after the last step of a window, average."""
+        """Update only this replica; after the last step of a window, average."""
         if ticket.step < self._settings.local_after:
             return super().step(ticket, batches)
         training = self._training
@@ -230,7 +234,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         return outcome
 
     def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], own: StepContext) -> StepOutcome:
-        """Run forward, backward and update of one replica, with the mean over its own targets."""
+        """Run forward, backward and update of one replica, with the loss averaged over its own targets."""
         replica, apart = self._replica, self._apart
         if replica.packing is None:
             ShardStep(replica, ticket, batches, own).agree_on_grad_layout()

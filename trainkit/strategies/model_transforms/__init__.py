@@ -1,4 +1,4 @@
-"""Transform a model before it is placed: its memory format, what backward recomputes, and what is compiled."""
+"""Transform a model before it is placed: its memory format, recomputation in backward, and compilation."""
 
 from trainkit.strategies.model_transforms.compiling import is_compiled, uncompiled
 from trainkit.strategies.model_transforms.selective import selective_contexts

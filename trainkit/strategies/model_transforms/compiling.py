@@ -14,7 +14,9 @@ from trainkit.strategies.model_transforms.memory_budget import BudgetedBackend
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 _MOST_VARIANTS = 64
-"""Compiled variants of one piece of code before it runs uncompiled; blocks of other widths share this limit."""
+"""Limit of compiled variants of one piece of code, beyond which it runs uncompiled; blocks of other widths share this
+limit.
+"""
 
 
 class Compiled:
@@ -24,7 +26,7 @@ class Compiled:
 
     Args:
         mode: a mode of the inductor backend; None for any other.
-        budget: the share of activations that backward keeps; None: what the backend chooses.
+        budget: the share of activations that backward keeps; None: the backend chooses.
     """
 
     runs_once: ClassVar[bool] = True
@@ -34,16 +36,16 @@ class Compiled:
         self.module, self.inner = module, module.forward
         self.backend, self.mode, self.budget = backend, mode, budget
         self.is_eager = False
-        """Whether the module runs as it was before."""
+        """Whether the module runs its original forward."""
         self._compiled: Callable[..., Any] | None = None
 
     def run_eagerly(self) -> None:
-        """Run the module from now on as it was before."""
+        """Run the original forward of the module from now on."""
         self.is_eager = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled module on its inputs."""
-        # as a part of a larger graph; is_compiling() also holds where another thread compiles
+        # as a part of a larger graph; is_compiling() is also true while another thread compiles
         if self.is_eager or torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.inner(*args, **kwargs)
         if self._compiled is None:
@@ -53,7 +55,7 @@ class Compiled:
     def _compile(self) -> Callable[..., Any]:
         config = torch._dynamo.config  # noqa: SLF001 - the public name of the setting
         config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
-        # the tracer reads the gradient of inputs that are no leaves, which causes a warning
+        # the tracer reads the gradient of inputs that are not leaves, which causes a warning
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         for module in self.module.modules():
             _keep_keys_out(module)
@@ -64,7 +66,9 @@ class Compiled:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled code: a copy of the model compiles for itself, because this code uses these parameters."""
+        """Drop the compiled code: a copy of the model compiles for itself, because compiled code refers to the
+        parameters of this model.
+        """
         return {**self.__dict__, "_compiled": None}
 
 

@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 BACKENDS: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""The backends of torch.compile that split a graph into forward and backward, and choose what is kept between them."""
+"""The backends of torch.compile that split a graph into forward and backward, and choose the tensors that are kept
+between them.
+"""
 
 
 @dataclass(frozen=True)
 class BudgetedBackend:
-    """A backend of torch.compile with a limit on what backward keeps.
+    """A backend of torch.compile with a limit on the tensors kept for backward.
 
     Source: `torch._functorch.config.activation_memory_budget`, which is read when a graph is compiled. It is set for
-    that time alone: other models of the process keep what they keep.
+    that time alone: other models of the process are not affected.
     """
 
     backend: str
@@ -27,7 +29,7 @@ class BudgetedBackend:
     mode: str | None
     """A mode of the inductor backend; None for any other."""
     budget: float
-    """1: what the backend keeps without a limit; 0: the inputs of a graph alone."""
+    """Share from 1 (what the backend keeps without a limit) to 0 (only the inputs of a graph)."""
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile a graph."""

@@ -11,18 +11,18 @@ from torch import nn
 from trainkit.errors import Problem
 
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
-"""Value of `memory_format`. Of a transform, `auto` is channels_last for models with 2-d convolutions."""
+"""Value of `memory_format`. In a transform, `auto` is channels_last for models with 2-d convolutions."""
 
 _CONVOLUTIONS: Final = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 def puts_channels_last(model: nn.Module, memory_format: MemoryFormat) -> bool:
-    """Return whether a memory format changes a model: contiguous does not, nor does any without convolutions."""
+    """Return whether a memory format changes a model: contiguous does not, and no format does without convolutions."""
     return memory_format != "contiguous" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
 
 
 def apply_format(model: nn.Module, memory_format: MemoryFormat) -> None:
-    """Give the 4-d parameters and buffers of a convnet their memory format; others keep theirs.
+    """Give the 4-d parameters and buffers of a convnet their memory format; other tensors keep theirs.
 
     A convolution with such a weight returns channels_last outputs, from inputs of any format: the first one converts
     the batch, and all features between it and the head stay channels_last.

@@ -1,4 +1,4 @@
-"""A forward pass that stores its inputs, or expensive results too, and is recomputed in backward."""
+"""A forward pass that stores only its inputs (and optionally expensive results) and is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
 class Recomputed:
     """The recomputed forward pass of a module, which replaces its own: `module.forward = Recomputed(module)`.
 
-    No module is wrapped, so that names do not change. The recomputation draws the same random numbers as the first
+    No module is wrapped, so names do not change. The recomputation draws the same random numbers as the first
     computation, even if another shard was computed in between, and leaves buffers unchanged.
 
     Args:
-        selective: whether the results of matrix products, convolutions and attention are kept, not recomputed.
+        selective: whether the results of matrix products, convolutions and attention are kept instead of recomputed.
     """
 
     def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
@@ -99,7 +99,7 @@ class _Again:
 
 
 _Make = Callable[[], AbstractContextManager[object]]
-"""Makes a context of a recomputation."""
+"""Function that makes a context of a recomputation."""
 _Entry = tuple[nn.Module, str, Tensor]
 """A buffer's module and name, and its earlier value."""
 
@@ -143,7 +143,7 @@ def _with_attributes(module: nn.Module, before: list[ObjectSnapshot]) -> Iterato
 
 @contextmanager
 def _as_before(before: list[_Entry]) -> Iterator[None]:
-    """Replace buffers by copies with their values before the first computation; backward may store those."""
+    """Replace buffers by copies with their values before the first computation; backward may save the copies."""
     now = [owner._buffers[name] for owner, name, _ in before]  # noqa: SLF001
     for owner, name, tensor in before:
         owner._buffers[name] = tensor.clone()  # noqa: SLF001

@@ -1,12 +1,11 @@
-"""Which operations of a recomputed block keep their results: matrix products, convolutions and attention.
+"""Keep the results of some operations of a recomputed block: matrix products, convolutions and attention.
 
 They take most of the time of a forward pass and make few of its tensors; the rest (norms, activations, dropout, casts)
 makes many tensors in little time, and is recomputed.
 
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` serves another case: it indexes every operation, so that
-the cache of weight casts of autocast breaks it, allows one backward pass for each forward pass, which a zero-bubble
-pipeline splits in two, and refuses a result that an in-place activation changes
-(docs/decisions/0040-own-selective-contexts.md).
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` does not fit: it indexes every operation, which autocast's
+cache of weight casts breaks; it allows one backward pass per forward pass, which a zero-bubble pipeline splits in two;
+and it refuses a result that an in-place activation changes (docs/decisions/0040-own-selective-contexts.md).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NAMES: Final = (
 
 @cache
 def _kept_operations() -> frozenset[object]:
-    """Return the operations whose results are kept; not every version of torch has each."""
+    """Return the operations whose results are kept; some versions of torch lack some of them."""
     packets = (getattr(torch.ops.aten, name, None) for name in _NAMES)
     return frozenset(packet.default for packet in packets if packet is not None)
 
@@ -40,8 +39,8 @@ def _kept_operations() -> frozenset[object]:
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of an attention operation drops scores at random.
 
-    Such a call is recomputed: a result that is taken from memory draws nothing, and what the block draws after it would
-    be other numbers.
+    Such a call is recomputed. Reusing a kept result would skip its random draws, and later draws of the block would
+    change.
 
     Example:
         >>> flash = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -58,9 +57,9 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Result(NamedTuple):
     func: Callable[..., Any]
     value: Any
-    """The result, without its gradient function; tensors inside."""
+    """The result, whose tensors have no gradient function."""
     versions: tuple[int, ...]
-    """How often each tensor had been changed in place."""
+    """Version counter (`_version`) of each tensor when it was kept."""
 
 
 class KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -82,7 +81,7 @@ class KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the kept results in place of the operations of a recomputation; may be entered several times.
+    """Returns the kept results instead of running the operations of a recomputation; may be entered several times.
 
     A result that was changed in place after it was kept is computed again.
     """
@@ -99,10 +98,10 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the result of an expensive operation from memory; run any other.
+        """Return the kept result of an expensive operation; run all other operations.
 
         Raises:
-            TrainkitError: the block runs other operations than in its first computation.
+            TrainkitError: the block runs different operations from its first computation.
         """
         if func not in _kept_operations() or draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
@@ -110,7 +109,8 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next += 1
         if number >= len(results) or results[number].func is not func:
             raise TrainkitError(
-                "activation_checkpointing=selective: a block runs other matrix products when it is computed again. Use "
+                "activation_checkpointing=selective: a block runs different matrix products when it is recomputed. "
+                "Use "
                 "activation_checkpointing=full, or none."
             )
         result = results[number]
@@ -133,7 +133,7 @@ def selective_contexts() -> tuple[KeepResults, ReturnResults]:
 
 
 def _apart(value: Any) -> Any:
-    """Return an alias of a tensor without its gradient function, which shares its count of changes in place."""
+    """Return an alias of a tensor without its gradient function, which shares its version counter."""
     if not isinstance(value, Tensor):
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # noqa: SLF001

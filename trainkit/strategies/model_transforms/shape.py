@@ -32,10 +32,10 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlock:
-    """A module made of modules, which a forward pass calls as a whole."""
+    """A module with submodules, which a forward pass calls as a unit."""
 
     name: str
-    """Its canonical name."""
+    """Canonical name of the block."""
     module: nn.Module
     repeated: bool
     """Whether it is an element of a container, like the repeated blocks of a deep model."""
@@ -70,7 +70,7 @@ def _is_row(module: nn.Module) -> bool:
 
 
 Compiles = Literal["model", "blocks", "nothing"]
-"""What a strategy calls as a unit: the whole model, its blocks, or neither in a way that could be compiled."""
+"""Unit that a strategy can compile: the whole model, its blocks, or nothing."""
 
 _INDUCTOR: Final = "inductor"
 _MODES: Final = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -89,17 +89,17 @@ class ModelTransforms:
     """The requested transforms; `none` and `off` request nothing."""
 
     recompute: Recomputation = "none"
-    """`full`: every block; `selective`: every block but its expensive operations; n: every n-th; names: every module of
-    these classes.
+    """`full`: every block; `selective`: every block except its expensive operations; n: every n-th; names: every module
+    of these classes.
     """
     compile_mode: Literal["off", "default", "max-autotune", "step"] = "off"
-    """The optimisation mode of torch.compile; `step`: an executor compiles whole steps, and no module."""
+    """The optimisation mode of torch.compile; `step`: an executor compiles whole steps instead of modules."""
     backend: str = _INDUCTOR
     """The backend of torch.compile."""
     memory_format: MemoryFormat = "contiguous"
-    """Where the channels of a convnet's weights are; `auto`: last, if it has convolutions."""
+    """Memory format of a convnet's weights; `auto`: channels last, if it has convolutions."""
     memory_budget: float | None = None
-    """The share of activations that compiled graphs keep for backward; None: what the backend chooses."""
+    """The share of activations that compiled graphs keep for backward; None: the backend chooses."""
 
     @property
     def recomputes(self) -> bool:
@@ -108,7 +108,7 @@ class ModelTransforms:
 
     @property
     def recomputed(self) -> str | None:
-        """What is recomputed, for the summary; None if nothing is."""
+        """Description of the recomputed parts, for the summary; None if nothing is recomputed."""
         asked = self.recompute
         if isinstance(asked, str):
             return {"full": "every block", "selective": "every block, but not its matrix products"}.get(asked)
@@ -131,7 +131,7 @@ class ModelTransforms:
 
     @property
     def graph_settings(self) -> GraphSettings | None:
-        """What an executor compiles as a whole: a step, or a shard unless parts are recomputed."""
+        """Settings of what an executor compiles as a whole: a step, or a shard unless parts are recomputed."""
         if self.compile_mode == "step":
             return GraphSettings(covers="step", backend=self.backend)
         if not self.compiles or self.recomputes:
@@ -148,20 +148,20 @@ NO_TRANSFORMS: Final = ModelTransforms()
 
 
 def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kept: bool = True) -> MemoryFormat:
-    """Return the memory format that a run asks for on a device; auto: channels_last where tensor cores want it.
+    """Return the memory format of a run on a device; auto: channels_last if tensor cores prefer it.
 
     Tensor cores take convolutions in 16 bits with the channels last; with the channels first, cuDNN transposes the
-    inputs and outputs of each. Elsewhere which one is faster depends on the model, and contiguous keeps the bits of
+    inputs and outputs of each. On other devices the faster format depends on the model; contiguous keeps the bits of
     earlier versions.
 
     Args:
         asked: the value of `memory_format`.
-        precision: of the run.
-        device: of the model, such as cuda:0.
+        precision: the precision of the run.
+        device: the device of the model, such as cuda:0.
         is_kept: whether the strategy keeps the strides of parameters.
 
     Raises:
-        ConfigError: channels_last is asked for, and the strategy does not keep it.
+        ConfigError: channels_last is requested, and the strategy does not keep it.
 
     Example:
         >>> mixed = Precision(value="bf16_mixed")
@@ -169,7 +169,7 @@ def format_for(asked: MemoryFormat, precision: Precision, device: str, *, is_kep
         ('auto', 'contiguous')
     """
     if asked == "channels_last" and not is_kept:
-        rule = "has no effect where parameters are sharded, whose parts are contiguous. Use auto, or strategy=mirrored."
+        rule = "has no effect on sharded parameters, which are contiguous. Use auto, or strategy=mirrored."
         raise ConfigError([Problem(key="memory_format", value=asked, rule=rule)])
     if asked != "auto":
         return asked
@@ -181,8 +181,8 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     """Apply the requested format, recomputation and compilation to a model, once, before it is placed.
 
     No module is wrapped and no name changes: modules get another `forward`. Hooks (random keys, moves between devices,
-    gathering of shards) stay outside of what is recomputed or compiled, so that a strategy can add its own to any
-    module of the result. Works on a model without data.
+    gathering of shards) stay outside of recomputed or compiled code, so a strategy can add hooks to any module of the
+    result. Works on a model without data.
 
     Returns:
         The model itself.
@@ -201,7 +201,7 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
             module.forward = Compiled(module, backend=shaping.backend, mode=mode, budget=shaping.memory_budget)
         if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside
             layer.compiled_score_rows = CompiledFunction(score_rows, backend=shaping.backend)  # type: ignore[assignment]
-    for module in recomputed:  # outside of what is compiled: a recomputation runs the same code
+    for module in recomputed:  # outside of compiled code: a recomputation runs the same code
         module.forward = Recomputed(module, selective=shaping.is_selective)
     return model
 
@@ -219,12 +219,12 @@ def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
 def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]:
     """Return notes about the transforms for the plan and the startup summary."""
     drawing = shaping.compiles_modules and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
-    note = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
+    note = "compile.mode: random numbers of the model differ from those of an eager run, with the same distribution."
     return (*format_notes(model, shaping.memory_format), *((note,) if drawing else ()))
 
 
 def recomputed_modules(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:
-    """Return the modules of a model that are computed again in backward."""
+    """Return the modules of a model that are recomputed in backward."""
     asked = shaping.recompute
     if asked == "none":
         return []
@@ -251,7 +251,7 @@ def _compiled(model: nn.Module, recomputed: Sequence[nn.Module], compiles: Compi
 
 
 def _is_cut_by_no_map(module: nn.Module) -> bool:
-    """Return whether a module is always on one device: maps cut between the elements of a container."""
+    """Return whether a module is always on one device: maps split a model between the elements of a container."""
     return not isinstance(module, nn.Sequential)
 
 
@@ -278,7 +278,7 @@ def _recompute_problems(model: nn.Module, asked: Recomputation) -> Iterator[Prob
         return
     count = len(_blocks(model))
     if asked != "none" and not count:
-        rule = f"the model is no row of blocks. Name classes to recompute; there are: {', '.join(kinds)}."
+        rule = f"the model is not a sequence of blocks. Name classes to recompute; there are: {', '.join(kinds)}."
         yield Problem(key=key, value=asked, rule=rule)
     elif isinstance(asked, int) and asked > count:
         rule = f"the model has {count} block{'' if count == 1 else 's'}. Use {count} or less."
@@ -289,7 +289,7 @@ def _budget_problems(model: nn.Module, shaping: ModelTransforms) -> Iterator[Pro
     if shaping.is_selective and shaping.compiles_modules:
         mode = shaping.compile_mode
         rule = (
-            f"cannot be had with compile.mode={mode}: the compiler chooses what a compiled block keeps. "
+            f"does not work with compile.mode={mode}: the compiler chooses the tensors that a compiled block keeps. "
             "Use compile.memory_budget=0.5 instead, or full."
         )
         yield Problem(key="activation_checkpointing", value="selective", rule=rule)
@@ -303,15 +303,15 @@ def _budget_problems(model: nn.Module, shaping: ModelTransforms) -> Iterator[Pro
         )
         yield Problem(key=key, value=budget, rule=rule)
     elif shaping.recomputes:
-        rule = "cannot be had with activation_checkpointing, which keeps the inputs of a block alone. Leave one out."
+        rule = "does not work with activation_checkpointing, which keeps only the inputs of a block. Leave one out."
         yield Problem(key=key, value=budget, rule=rule)
     elif shaping.backend not in BACKENDS:
         rule = f"has no effect with compile.backend={shaping.backend}. Use one of {', '.join(BACKENDS)}."
         yield Problem(key=key, value=budget, rule=rule)
     elif not draws_nothing(model):
         rule = (
-            "is for models that draw no random numbers: a compiled backward pass would draw others than the forward "
-            "pass. Set the dropout to 0, or use activation_checkpointing=selective without compile.mode."
+            "is for models that draw no random numbers: a compiled backward pass would draw different ones from the "
+            "forward pass. Set the dropout to 0, or use activation_checkpointing=selective without compile.mode."
         )
         yield Problem(key=key, value=budget, rule=rule)
 
@@ -323,13 +323,15 @@ def _compile_problems(
         return
     key, value = "compile.mode", shaping.compile_mode
     if shaping.compile_mode == "step":
-        if shaping.recomputes:  # what else it refuses is in core.graphs.refusals
-            rule = "cannot be had with activation_checkpointing: a graph decides itself what it keeps. Leave one out."
+        if shaping.recomputes:  # other problems are found in core.graphs.refusals
+            rule = (
+                "does not work with activation_checkpointing: a graph chooses the tensors that it keeps. Leave one out."
+            )
             yield Problem(key=key, value=value, rule=rule)
     elif compiles == "nothing":
         yield Problem(key=key, value=value, rule=f"{strategy} cannot compile. Leave it out, or use strategy=mirrored.")
     elif not _compiled(model, recomputed_modules(model, shaping), compiles):
-        rule = f"{strategy} compiles blocks, and the model has none of several modules. Leave it out."
+        rule = f"{strategy} compiles blocks, and the model has no block of several modules. Leave it out."
         yield Problem(key=key, value=value, rule=rule)
     if shaping.backend == _INDUCTOR:
         if not any(map(shutil.which, _COMPILERS)):
@@ -342,7 +344,7 @@ def _compile_problems(
     if shaping.backend not in known:
         near = closest(shaping.backend, known)
         hint = f"Did you mean {near}? " if near else ""
-        rule = f"no backend of torch.compile. {hint}There are: {', '.join(known)}."
+        rule = f"not a backend of torch.compile. {hint}There are: {', '.join(known)}."
         yield Problem(key="compile.backend", value=shaping.backend, rule=rule)
     if value == "max-autotune":
         rule = f"has no effect with compile.backend={shaping.backend}. Use default."

@@ -34,7 +34,7 @@ class PsSettings:
     num_servers: int
     mode: Mode
     num_devices: int
-    """Devices of a worker."""
+    """Number of devices of a worker."""
     spares: int
     replaces: bool
     """Whether an update may contain shards of several steps."""

@@ -39,7 +39,7 @@ _ACCEPT = Staleness()
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Strategy):
-    """Keep the variables on servers, and let workers come and go.
+    """Keep the variables on servers, and let workers join and leave.
 
     The chief assigns tickets and chooses the gradients of the next update; it also computes, on a separate thread.
     Workers pull the variables, compute, and push gradients. Each server holds a part of the variables, balanced by
@@ -60,25 +60,25 @@ class ParameterServer(Strategy):
     workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
     devices_per_worker: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
-    """Devices that a worker computes with: GPUs, or threads on the CPU; what they add up to is pushed once."""
+    """Devices that a worker computes with: GPUs, or threads on the CPU; the sum of their gradients is pushed once."""
     servers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that hold variables; auto: 1, or as many as a cluster names."""
     evaluator: Annotated[bool, placement] = False
-    """Whether a process more evaluates each checkpoint beside training."""
+    """Whether an additional process evaluates each checkpoint in parallel to the training."""
     mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"
-    """`sync`: one update of all gradients of a step; `async`: an update a gradient, when it comes."""
+    """`sync`: one update of all gradients of a step; `async`: one update per gradient, when it arrives."""
     spare_replicas: Annotated[int, at_least(0), placement] = 0
     """`sync`: workers, among `workers`, that a step need not wait for."""
     spare_mode: Annotated[Literal["duplicate", "replace"], maths(neutral="duplicate")] = "duplicate"
-    """What spares do: `duplicate` outstanding shards, or `replace` them by shards of the steps to come."""
+    """Work of spares: `duplicate` outstanding shards, or `replace` them by shards of the following steps."""
     staleness: Annotated[Staleness, maths] = _ACCEPT
-    """`async`: what is done about gradients of variables that were updated meanwhile."""
+    """`async`: policy for gradients of variables that were updated in the meantime."""
     warmup_steps: Annotated[int, at_least(0), maths(neutral=0)] = 0
     """`async`: updates at the beginning in which one gradient at a time is computed."""
     transfer: Annotated[Literal["full", "bf16"], maths(neutral="full")] = "full"
-    """Variables and gradients on the wire as they are, or as bfloat16: half the bytes, and another result."""
+    """Send variables and gradients unchanged, or as bfloat16: half the bytes, and a different result."""
     replay: Annotated[str | None, maths(neutral=None)] = None
-    """A run folder, whose updates are made again in its order, of the same gradients."""
+    """A run folder whose updates are repeated in the same order, from the same gradients."""
     timeout_s: Annotated[float, above(0), placement] = 600.0
     """Seconds that tasks wait for each other, and that a worker has for a work item."""
 
@@ -90,7 +90,7 @@ class ParameterServer(Strategy):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether every gradient is an update of its own."""
+        """Whether every gradient makes a separate update."""
         return self.mode == "async"
 
     def validate(self, context: PlanContext) -> list[Problem]:
@@ -104,12 +104,12 @@ class ParameterServer(Strategy):
             VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context)), context
         )
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
-            rule = "cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave it out."
+            rule = "cannot be to the bit: rows of sparse tables are read at each lookup. Leave it out."
             found.append(Problem(key="strategy.replay", value=self.replay, rule=rule))
         if sparse_tables(model) and context.objective is not None and Access.parameters in needs_of(context.objective):
             rule = (
-                "reads the parameters of the model, and of a sparse table a worker has those rows alone that it looked "
-                "up. Use strategy=mirrored, or a dense table."
+                "reads the parameters of the model, and a worker has only the looked-up rows of a sparse table. Use "
+                "strategy=mirrored, or a dense table."
             )
             found.append(Problem(key="objective", value=type(context.objective).__name__, rule=rule))
         return found
@@ -123,12 +123,12 @@ class ParameterServer(Strategy):
         if not self.changes_maths_here:
             return ()
         why = {
-            "the gradients of several workers are applied as they come": self.mode == "async",
-            "the first shards that come make a step": self.spare_mode == "replace" and self.spare_replicas > 0,
-            "numbers travel as bfloat16": self.transfer != "full",
+            "the gradients of several workers are applied as they arrive": self.mode == "async",
+            "the first shards that arrive make a step": self.spare_mode == "replace" and self.spare_replicas > 0,
+            "numbers are sent as bfloat16": self.transfer != "full",
         }
         reasons = ", ".join(text for text, holds in why.items() if holds)
-        return (f"parameter_server: {reasons}: another training than that of one device.",)
+        return (f"parameter_server: {reasons}: a different training from that of one device.",)
 
     def num_workers(self, context: PlanContext) -> int:
         """Return the number of processes that compute gradients."""
@@ -145,7 +145,7 @@ class ParameterServer(Strategy):
         return default if configured == "auto" else configured
 
     def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
-        """Return that its workers compute what the chief assigns, and run no loop."""
+        """Return the refused calls: its workers compute assigned work and run no loop."""
         rule = "its workers and servers run no loop: the chief assigns their work. Use strategy=multi_worker_mirrored."
         return {LoopCall.session: rule}
 
@@ -177,11 +177,11 @@ class ParameterServer(Strategy):
         return len(self.tasks(PlanContext())) + computing - self.num_workers(PlanContext())
 
     def runs_loop(self, task: Task) -> bool:
-        """Return whether it is the chief."""
+        """Return whether the task is the chief."""
         return task.role == "chief"
 
     def restarts_alone(self, task: Task) -> bool:
-        """Return whether it is a worker, which has no state that another task would need."""
+        """Return whether the task is a worker, which has no state that another task would need."""
         return task.role == "worker"
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - the servers hold gradients
@@ -189,7 +189,7 @@ class ParameterServer(Strategy):
         return ModelMemory.whole(model, gradient_copies=self.devices_per_worker)
 
     def traffic(self, model: nn.Module, context: PlanContext, cut: StepCut) -> tuple[Transfer, ...] | None:
-        """Return what workers pull from the servers and push to them, of sparse tables the rows."""
+        """Return the transfers between workers and servers: pulls and pushes, and rows of sparse tables."""
         if (named := lookups_of(model, cut)) is None:
             return None
         lookups = dict(zip(sparse_tables(model), named.values(), strict=True))
@@ -219,7 +219,7 @@ class ParameterServer(Strategy):
         )
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
-        """Return the key of so many workers, and what could change their traffic."""
+        """Return the key for `replicas` workers, and keys that change their traffic."""
         is_async = self.mode == "async"
         return Scaled(
             keys={"workers": replicas},
@@ -232,7 +232,7 @@ class ParameterServer(Strategy):
         )
 
     def setup(self, request: SetupRequest) -> CoordinatorExecutor:
-        """Make the chief's models, one to evaluate and one to compute with, and connect to the servers.
+        """Make the chief's models, one for evaluation and one for computing, and connect to the servers.
 
         A thread computes while this one evaluates: two threads must not compile, so the evaluated model is eager.
         """
@@ -309,16 +309,16 @@ def _of_launch(strategy: ParameterServer, facts: PlanContext) -> Iterator[Proble
 def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
     workers = strategy.num_workers(facts)
     if strategy.spare_replicas >= workers:
-        rule = f"spares are among strategy.workers={workers}, and someone must compute. Use {workers - 1} or less."
+        rule = f"spares are among strategy.workers={workers}, and at least one must compute. Use {workers - 1} or less."
         yield Problem(key="strategy.spare_replicas", value=strategy.spare_replicas, rule=rule)
     if strategy.spare_mode != "duplicate" and not strategy.spare_replicas:
         yield _unused_key("spare_mode", strategy.spare_mode, "without strategy.spare_replicas")
     if strategy.spare_mode == "replace" and strategy.spare_replicas:
-        yield from no_rollback("with strategy.spare_mode=replace the first shards that come make a step", facts)
+        yield from no_rollback("with strategy.spare_mode=replace the first shards that arrive make a step", facts)
     if strategy.spare_mode == "replace" and facts.numerics.reproducible:
         rule = "with strategy.spare_mode=replace, which shards make a step depends on time. Use duplicate, or false."
         yield Problem(key="numerics.reproducible", value=True, rule=rule)
-    beside = "with strategy.mode=sync: no gradient is stale there"
+    beside = "with strategy.mode=sync: gradients are never stale"
     if strategy.staleness.policy != "accept":
         yield _unused_key("staleness.policy", strategy.staleness.policy, beside)
     if strategy.warmup_steps:
@@ -326,7 +326,7 @@ def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]
 
 
 def _of_async(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    beside = "with strategy.mode=async: no step waits for all its gradients there"
+    beside = "with strategy.mode=async: no step waits for all its gradients"
     if strategy.spare_replicas:
         yield _unused_key("spare_replicas", strategy.spare_replicas, beside)
     if strategy.spare_mode != "duplicate":
@@ -347,7 +347,9 @@ def _of_devices(strategy: ParameterServer, facts: PlanContext) -> Iterator[Probl
 
 def _of_transfer(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
     if strategy.transfer != "full" and facts.numerics.reproducible:
-        rule = "rounds what travels, and numerics.reproducible promises the bits of one device. Use full, or false."
+        rule = (
+            "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or false."
+        )
         yield Problem(key="strategy.transfer", value=strategy.transfer, rule=rule)
 
 

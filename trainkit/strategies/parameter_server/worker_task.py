@@ -1,4 +1,4 @@
-"""The worker: it takes a work order, reads the variables, computes and stages the gradient, and reports."""
+"""The worker: it receives a work order, reads the variables, computes and stages the gradient, and reports."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Computed:
     """The result of a work order."""
 
     sums: list[Sums]
-    """Of all shards together, or of each if the order of summation is reproducible."""
+    """Sums of all shards together, or of each shard if the order of summation is reproducible."""
     weights: list[float]
-    """The weights of the shards of each."""
+    """Weights of the shards of each sum."""
     divisor: LossDivisor
     """The divisor of the loss."""
     loss_sum: float
@@ -78,7 +78,7 @@ class WorkerReplicas(ComputingCopies):
     """The replicas of a worker: a given one, which holds the variables read from the servers, and copies of it.
 
     Args:
-        devices: of all replicas, its own first.
+        devices: devices of all replicas, that of the given one first.
 
     Source: replicas within a worker of tf.distribute.ParameterServerStrategy; in-graph replication, Abadi et al. 2016,
     arXiv:1605.08695, section 4.4.
@@ -117,7 +117,7 @@ class WorkerReplicas(ComputingCopies):
     def _share(
         self, rank: int, ticket: Ticket, batches: Sequence[Batch], training: StepContext, batch_size: int
     ) -> dict[int, ThreadWork]:
-        """Return position of its first shard in the ticket -> work of a replica.
+        """Return the work of each replica, by the position of its first shard in the ticket.
 
         Replicas take the shards in turn. With a reproducible order of summation each shard is a separate work.
         """
@@ -132,7 +132,9 @@ class WorkerReplicas(ComputingCopies):
         return found
 
     def _sums_of(self, works: Mapping[int, ThreadWork]) -> dict[int, Sums]:
-        """Compute the works of one thread, one after the other; return their sums on the first replica's device."""
+        """Compute the work items of one thread, one after the other; return their sums on the first replica's
+        device.
+        """
         return {place: work.sums(self.source.device)[0][1] for place, work in works.items()}
 
 
@@ -140,7 +142,7 @@ Mode = Literal["sync", "async"]
 
 
 class GradientCapture(OptimizerStepper):
-    """Takes the place of an optimizer: it captures the gradients, which are sent to the servers."""
+    """Replaces an optimizer and captures the gradients, which are sent to the servers."""
 
     def __init__(self) -> None:
         self.grads: Sequence[Tensor | None] = ()
@@ -155,8 +157,8 @@ class Worker:
     """Executes work orders with its own replicas. It keeps no state that another worker would need.
 
     Args:
-        replicas: its own; the parameters of the first are those of the last read.
-        mode: `async`: a ticket is a whole step, whose gradient is clipped here; `sync`: shards of one.
+        replicas: the replicas; the first has the parameters of the last pull.
+        mode: `async`: a ticket is a whole step, whose gradient is clipped here; `sync`: shards of a step.
         mixes: whether an update may contain shards of several steps, so that all are divided by the size of a full
             batch.
     """
@@ -237,7 +239,9 @@ class Worker:
                 sums,
                 computed.divisor,
                 self._training.rule(read),
-                loss_sum=torch.full((), computed.loss_sum, device=replica.device),  # by a kernel: no copy
+                loss_sum=torch.full(
+                    (), computed.loss_sum, device=replica.device
+                ),  # written by a kernel, without a copy
             )
             if status is not Status.applied:
                 return replace(report, is_finite=False)

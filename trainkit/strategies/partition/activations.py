@@ -1,4 +1,4 @@
-"""Estimate what each block stores for backward, from a forward pass without data."""
+"""Estimate the bytes that each block saves for backward, from a forward pass without data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _META = torch.device("meta")
 def activation_bytes(
     model: nn.Module, units: Sequence[Block], forward: Callable[[Callable[..., Any]], Any], precision: Precision
 ) -> list[int] | None:
-    """Return the bytes that autograd stores of one shard until its backward pass, by the block that computes them.
+    """Return the bytes that autograd saves for the backward pass of one shard, by the block that computes them.
 
-    The pass runs on torch's `meta` device: it takes no memory, and no arithmetic. A tensor that several blocks store
-    counts in the first; what is computed between blocks counts in the block before.
+    The pass runs on torch's `meta` device: it takes no memory, and no arithmetic. A tensor that several blocks save
+    counts in the first; tensors computed between blocks count in the previous block.
 
     Args:
-        model: with or without data; unchanged.
-        units: its blocks.
+        model: the model, with or without data; unchanged.
+        units: the blocks of the model.
         forward: runs the given model function on a shard that has shapes and no data, and computes the loss.
         precision: defines the dtype of the model; an autocast to a narrower one is not simulated.
 
@@ -64,7 +64,7 @@ def activations_in(
 ) -> Callable[[nn.Module, Sequence[Block]], list[int] | None]:
     """Return `activation_bytes` for a shard of a config; the result gives None if no sample or objective is known.
 
-    The last answer for a model is kept: planning asks several times for the same one.
+    The last result for a model is cached, because planning needs it several times.
     """
 
     def find(model: nn.Module, units: Sequence[Block]) -> list[int] | None:
@@ -84,7 +84,7 @@ def activations_in(
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """The activations of a model, and what they were found for."""
+    """Cached estimate, with the sample and settings it is valid for."""
 
     given: tuple[object, object]
     """A sample and the objective."""
@@ -110,7 +110,7 @@ class _SavedTensors:
     known: set[int]
     """Storages that were counted, or belong to the model."""
     alive: list[Any] = field(default_factory=list)
-    """Keeps storages alive, so that no other one reuses the address of a known one."""
+    """Storages kept alive, so that no new storage reuses a known address."""
     at: int = 0
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class _SavedTensors:
 
     @contextmanager
     def tracking(self, units: Sequence[Block]) -> Iterator[None]:
-        """Track which block runs."""
+        """Track the running block."""
 
         def enter(place: int) -> Callable[..., None]:
             return lambda *_: setattr(self, "at", place)

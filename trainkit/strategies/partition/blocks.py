@@ -2,7 +2,7 @@
 
 A block is also the unit of random keys in numerics.randomness: an element of a ModuleList or Sequential, or else a
 top-level child. Blocks within an element are not separated. A top-level child with a nested ModuleList (a `transformer`
-with its `h`) gives one block for each element, and one for the rest of it.
+with its `h`) gives one block for each element, and one for the rest.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Block:
     """A part of a model that is placed as a whole."""
 
     name: str
-    """Its canonical name; that of a tensor which the model itself owns."""
+    """Canonical name of the block, or of a tensor that the model itself owns."""
     owners: tuple[tuple[str, nn.Module], ...]
-    """Canonical name and module of each that owns its tensors directly."""
+    """Canonical name and module of each module that directly owns tensors of the block."""
     entries: tuple[nn.Module, ...]
     """The modules at whose entry activations must be on the block's device."""
     tensor: str | None = None
-    """If the block is one tensor of its owner, its name; None: all tensors."""
+    """Name of the tensor, if the block is one tensor of its owner; None: all tensors."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers by canonical name; a tied one appears under each of its names."""
@@ -44,7 +44,7 @@ def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def blocks_of(model: nn.Module) -> tuple[Block, ...]:
-    """Return the blocks of a model, in the order in which it names them.
+    """Return the blocks of a model, in the order of the model's names.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -93,7 +93,9 @@ def whole_block(name: str, module: nn.Module) -> Block:
 
 
 def _elements(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost elements of nested lists. A Sequential within a block is not split: it is mostly a branch."""
+    """Yield the outermost elements of nested lists. A Sequential within a block is not split: it is usually a
+    branch.
+    """
     for leaf, child in module.named_children():
         full = _join(name, leaf)
         if isinstance(module, nn.ModuleList):
@@ -103,7 +105,7 @@ def _elements(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _left(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that no inner element contains."""
+    """Yield the modules outside of the inner elements."""
     yield name, module
     for leaf, child in module.named_children():
         full = _join(name, leaf)
@@ -112,7 +114,7 @@ def _left(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator
 
 
 def _free(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules without an inner element: activations enter there between those elements."""
+    """Yield the largest modules without an inner element: activations enter them between those elements."""
     for leaf, child in module.named_children():
         full = _join(name, leaf)
         if not any(element == full or element.startswith(f"{full}.") for element in inner):

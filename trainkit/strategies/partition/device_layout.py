@@ -28,7 +28,7 @@ class DeviceLayout:
     group: tuple[str, ...]
     """The device of each place; two places may be on one device."""
     places: tuple[int | None, ...]
-    """The place of each block; None for one without tensors and key, which computes on the device of its inputs."""
+    """The place of each block; None for a block without tensors and key, which computes on the device of its inputs."""
     routed: bool
     """Whether activations are moved to each block; not needed if all are on one device."""
 
@@ -39,7 +39,7 @@ class DeviceLayout:
 
     @property
     def device(self) -> torch.device:
-        """The device of the outputs and the loss, which is the last block's. The inputs of the model are there, too."""
+        """The device of the inputs of the model, the outputs and the loss: that of the last block."""
         return torch.device(next(device for device in reversed(self.devices_by_unit) if device is not None))
 
     @property
@@ -62,7 +62,7 @@ class DeviceLayout:
         return {name: place for unit, place in placed if place is not None for name, _ in unit.tensors()}
 
     def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
-        """Return the places of parameters and buffers; None where all are on one device."""
+        """Return the places of parameters and buffers; None if all are on one device."""
         if len(set(self._place_of.values())) < 2:
             return None
         devices = tuple(map(torch.device, self.group))
@@ -83,7 +83,7 @@ class DeviceLayout:
         return model
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
-        """Return the consecutive parts of the model that are in one place, in its order."""
+        """Return the consecutive parts of the model that are in one place, in the order of the model."""
         seen: set[int] = set()
         placed = [(unit, place) for unit, place in zip(self.units, self.places, strict=True) if place is not None]
         runs = groupby(placed, key=lambda item: item[1])
@@ -93,7 +93,7 @@ class DeviceLayout:
         )
 
     def held_parts(self, model: nn.Module, *, gradient_copies: float) -> tuple[ReplicaPart, ...]:
-        """Return what each device holds and computes of a replica.
+        """Return the part of a replica that each device holds and computes.
 
         Args:
             model: the model of this layout, possibly without data.

@@ -25,7 +25,7 @@ def balanced(
     Args:
         sizes: bytes of each block.
         capacities: byte limit of each place, `math.inf` if there is none; a place may stay empty.
-        leaders: for each block, the one whose place it must share; itself for most.
+        leaders: for each block, the block whose place it must share; usually itself.
         fill: whether every place must hold some bytes.
 
     Returns:
@@ -122,9 +122,9 @@ class PartitionSolver:
     capacities: Mapping[str, float]
     """Device -> its byte limit; absent: no limit."""
     bytes_of: Callable[[Tensor], int]
-    """Returns the bytes of a tensor."""
+    """Function that returns the bytes of a tensor."""
     activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None
-    """Returns the bytes that each block stores of a shard for backward; None if unknown."""
+    """Function that returns the bytes that each block saves for backward of a shard; None if unknown."""
     counts_places: bool = False
     """Whether the values of the map are places, counted from 0 in `devices`; else they are names of devices."""
 

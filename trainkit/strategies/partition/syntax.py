@@ -29,7 +29,7 @@ class Assigned:
     places: tuple[Place | None, ...]
     """The place of each block; None if no key names it."""
     keys: tuple[str | None, ...]
-    """The key that names each unit."""
+    """The key that names each block."""
     problems: list[Problem] = field(default_factory=list)
     """The problems of the keys."""
 
@@ -39,12 +39,12 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
 
     Args:
         model: its module names are used for suggestions.
-        units: from `blocks_of`, or parts of them.
+        units: the result of `blocks_of`, or parts of it.
         given: module name, prefix, range or `rest` -> place.
-        key: the map's own key in the config, for the problems.
+        key: the config key of the map, for the problems.
 
     Returns:
-        Places by block, and as problems unknown names, cuts within a block, and blocks that two keys name.
+        Places by block, and problems: unknown names, cuts within a block, and blocks that two keys name.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -97,7 +97,7 @@ def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[in
     names = {name for name, _ in model.named_modules()} | {unit.name for unit in units}
     outer = next((unit for unit in units if word.startswith(f"{unit.name}.")), None)
     if outer is not None and (word in names or word in dict(outer.tensors())):
-        return [], f"lies inside the block {outer.name}, and maps cut between blocks only. Use {outer.name}."
+        return [], f"lies inside the block {outer.name}, and maps split a model between blocks only. Use {outer.name}."
     near = closest(word, [*names - {""}, REST])
     known = ", ".join(collapsed([unit.name for unit in units]))
     return [], f"no such module. {f'Did you mean {near}?' if near else f'There are: {known}.'}"
@@ -167,7 +167,7 @@ def validate_layout(
     """Validate a map whose keys are valid.
 
     Args:
-        units: from `blocks_of`.
+        units: the result of `blocks_of`.
         assigned: the place of each block.
         given: the user's map, for the messages.
         key: its key in the config.
@@ -237,14 +237,14 @@ def _crossings(
         runs[-1][1].append(units[at].name)
     words = ",".join(f"{name}:{spelled[place]}" for place, names in runs for name in collapsed(names))
     rule = (
-        f"activations change their {noun} {count} times on the way through the model, where {least} would do. "
+        f"activations change their {noun} {count} times on the way through the model, and {least} would suffice. "
         f"Use {{{words}}}."
     )
     return [Problem(key=key, rule=rule)]
 
 
 def _straightened(named: Sequence[int], places: Sequence[Place | None], leaders: Sequence[int]) -> list[Place | None]:
-    """Return as many blocks on each place as before, in one range each; tied ones stay with the first of them."""
+    """Return places with the same number of blocks, each in one range; tied blocks stay with the first of them."""
     free = [place for at, place in zip(named, places, strict=True) if leaders[at] == at]
     order = list(dict.fromkeys(places))
     in_runs = iter(sorted(free, key=order.index))

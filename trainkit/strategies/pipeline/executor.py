@@ -1,4 +1,4 @@
-"""The running half of a pipeline: a rank with its stages, and one try at a step."""
+"""The executor of a pipeline: a rank with its stages, and one try at a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class StagedForward:
     """The forward pass of a staged model, which replaces its own: `model.forward = StagedForward(replica)`.
 
     For evaluation and sampling: one batch at a time, without gradients. Collective over the ranks of a replica; all
-    pass the same inputs, and receive the outputs. A trace, whose tensors have no data, runs the model's own forward.
+    pass the same inputs, and receive the outputs. During tracing, with tensors without data, it runs the model's own
+    forward.
     """
 
     runs_once: ClassVar[bool] = True
@@ -121,7 +122,7 @@ class PipelineWork(ShardStep):
     """One try at a step: forward and backward of its shards through the stages, and their sums.
 
     Args:
-        batches: one a shard; every rank of a replica has them all.
+        batches: one per shard; every rank of a replica has all of them.
     """
 
     replica: PipelineReplica
@@ -133,7 +134,7 @@ class PipelineWork(ShardStep):
         self._now: Sequence[Chunk] = ()
         self._inputs: dict[int, Any] = {}
         self._scored: dict[int, Loss] = {}
-        """Losses that the last stage has computed in its output layer, by the number of the microbatch."""
+        """Losses that the last stage has computed in its output layer, by microbatch number."""
 
     def run(self) -> list[Tensor | None]:
         """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
@@ -160,7 +161,7 @@ class PipelineWork(ShardStep):
         return [*sums, *self._counted()]
 
     def _groups(self) -> list[list[Chunk]]:
-        """Return the microbatches by shape, in the order of the shards: a schedule takes one shape."""
+        """Return the microbatches by shape, in the order of the shards: a schedule supports one shape."""
         groups: dict[Any, list[Chunk]] = {}
         objective = self.training.objective
         assert isinstance(objective, Supervised)
@@ -209,7 +210,8 @@ class PipelineWork(ShardStep):
     def scoring(self, number: int) -> AbstractContextManager[None]:
         """Return the context in which the last stage computes the loss of a microbatch in its output layer, if it can.
 
-        A zero-bubble schedule runs the backward pass of the layer in two parts, which the loss in chunks has not.
+        A zero-bubble schedule runs the backward pass of the layer in two parts, which the chunked loss does not
+        support.
         """
         chunk, replica, objective = self._now[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
@@ -278,7 +280,7 @@ def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor
 
 
 def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
-    """Agree with the other ranks on which parameters get gradients and which buffers are updated; collective."""
+    """Agree with the other ranks on the parameters with gradients and the updated buffers; collective."""
     places = {name: at for at, name in enumerate(replica.holders)}
     flags = torch.zeros(len(places), dtype=torch.int64)
     for name, grad in zip(replica.params, grads, strict=True):
@@ -316,7 +318,7 @@ class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
         return {key: (TensorShard.whole(tensor),) for key, tensor in found.items() if replica.is_home(name_in(key))}
 
     def state_dict(self) -> StateDict:
-        """Return parameters in the masters' dtype, buffers, optimizer slots of all stages; collective."""
+        """Return parameters in the masters' dtype, buffers, and optimizer slots of all stages; collective."""
         return gather_full(self.sharded_state_dict(), self._replica.all_ranks)
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -22,8 +22,8 @@ _NO_HASH = torch.zeros((), dtype=torch.int64)
 def holders_of(model: nn.Module, cut: StageAssignment, num_ranks: int) -> dict[str, tuple[int, ...]]:
     """Return parameter or buffer, by canonical name -> the pipeline positions whose stages hold it.
 
-    Most are on one. A tied one is on each stage that has one of its names; tensors that the model owns itself are on
-    all.
+    Most tensors are on one position. A tied one is on each stage that has one of its names; tensors that the model owns
+    itself are on all.
     """
     stages: dict[int, set[int]] = {}
     for unit, stage in zip(cut.units, cut.stages, strict=True):
@@ -39,7 +39,7 @@ class Groups:
     """The process groups of this rank."""
 
     replica: ProcessGroup
-    """The ranks of its replica, in the order of the stages."""
+    """The ranks of the replica, in the order of the stages."""
     alike: dict[tuple[int, ...], ProcessGroup]
     """Pipeline positions -> the ranks there, in all replicas, which hold the same tensors. Only groups that contain
     this rank and have more than one rank; in an order that is the same on all ranks.
@@ -60,11 +60,11 @@ class Groups:
         return sums
 
     def gather_in_replica(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return (sum of sizes,) the vectors of the ranks of this replica, one after the other; collective.
+        """Return (sum of sizes,) the vectors of the ranks of this replica, concatenated; collective.
 
         Args:
             tensor: (size of this rank,) vector.
-            sizes: of all ranks of the replica, so that none is exchanged, for which the host would wait.
+            sizes: sizes of all ranks of the replica, so that they are not exchanged, which would synchronise.
         """
         padded = tensor.new_zeros(max(sizes))
         padded[: tensor.shape[0]] = tensor
@@ -98,7 +98,7 @@ def new_groups(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas:
 def drifted(
     params: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], all_ranks: Collective, *, num_ranks: int
 ) -> str | None:
-    """Return the first parameter that differs between two ranks that hold it, and on which; collective."""
+    """Return the first parameter that differs between two ranks that hold it, with the ranks; collective."""
     hashes = torch.stack([bits_hash(params[name]) if name in params else _NO_HASH for name in holders])
     rows = torch.stack(all_ranks.gather(hashes)).tolist()
     for at, (name, places) in enumerate(holders.items()):

@@ -17,22 +17,22 @@ class Chunk:
 
     shard: int
     inputs: tuple[Tensor, ...]
-    """The tensors among the model's inputs."""
+    """The tensors among the inputs of the model."""
     targets: Any
     share: float
-    """Its fraction of the step's samples."""
+    """Fraction of the samples of the step."""
     counts: bool = True
     """False for a repetition, which has no effect on the result."""
 
 
 class BusyTimer:
-    """Measures the seconds that this rank computes; meaningless on devices that compute asynchronously."""
+    """Measures the computing time of this rank in seconds; meaningless on devices that compute asynchronously."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
 
     def reset(self) -> None:
-        """Begin again at 0 seconds."""
+        """Reset to 0 seconds."""
         self.busy_s = 0.0
 
     @contextmanager

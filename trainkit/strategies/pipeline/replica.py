@@ -82,7 +82,7 @@ class ChunkStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run the backward pass of one microbatch, or that of its inputs alone."""
+        """Run the backward pass of one microbatch, or only the part for its inputs."""
         around = self._around
         with around.clock.running(), _unwrapped(), around.backward(self.stage_index, is_last=last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
@@ -99,7 +99,7 @@ class ChunkStage(PipelineStage):
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Raise the exception of the model instead of the one that torch wraps around it."""
+    """Raise the exception of the model instead of torch's wrapper."""
     try:
         yield
     except RuntimeError as error:
@@ -117,7 +117,7 @@ def _described(program: Program, number: int) -> Tensor:
 ShapeKey = tuple[Any, ...]
 
 Score = Callable[[Sequence[Tensor], int], Tensor]
-"""(outputs, number of the microbatch) -> the start value of its backward pass."""
+"""(outputs, number of the microbatch) -> the start value of the backward pass."""
 
 
 Scoring = Callable[[int], AbstractContextManager[None]]
@@ -139,11 +139,11 @@ class StageLayout:
     """The ranks of the stages, and the stages of this rank."""
 
     cut: StageAssignment
-    """All stages."""
+    """The assignment of all stages."""
     num_stage_ranks: int
     """Ranks of the replica; stage i is on rank i modulo this."""
     place: int
-    """The position of this rank among them."""
+    """Position of this rank among the ranks of the replica."""
     schedule: ScheduleName
     """The order in which a rank computes microbatches."""
     groups: Groups
@@ -158,14 +158,14 @@ class StageLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class _Homes:
-    """Whose norms each rank of a replica gives, as long as the same parameters have gradients."""
+    """Cache: the parameters whose gradient norms each rank of a replica contributes."""
 
     key: tuple[int, ...]
-    """Places of this rank's parameters that have gradients."""
+    """Key of the cache: indices of this rank's parameters that have gradients."""
     own: Tensor
-    """int64: those of them whose norms this rank gives."""
+    """int64: indices of the parameters whose norms this rank contributes."""
     sizes: list[int]
-    """How many each rank of the replica gives."""
+    """Number of norms that each rank of the replica contributes."""
 
 
 class PipelineReplica(Replica):
@@ -178,7 +178,7 @@ class PipelineReplica(Replica):
         self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
         self.clock = BusyTimer()
         self.settled = False
-        """Whether it is known which buffers are updated and which parameters are used."""
+        """Whether the updated buffers and used parameters are known."""
         self.changed: list[float] = []
         """A flag per buffer of this rank: whether a forward pass of the first step has updated it."""
         self._versions: list[tuple[int, int]] = []
@@ -191,14 +191,16 @@ class PipelineReplica(Replica):
         self._scoring: Scoring | None = None
         self._step = 0
         self._stage_sums: dict[int, StageSums] = {}
-        """Stage -> the sums over replicas that begin in its backward pass; empty until the parameters are known."""
+        """Stage -> the sums over replicas that start in its backward pass; empty until the used parameters are
+        known.
+        """
         self._is_last_group = False
 
     def begin_step(self, step: int, score: Score, scoring: Scoring) -> None:
         """Begin a step.
 
         Args:
-            step: its number.
+            step: number of the step.
             score: maps (outputs of a microbatch, its number) to the start value of backward.
             scoring: the context of the forward pass of a microbatch on the last stage.
         """
@@ -207,7 +209,7 @@ class PipelineReplica(Replica):
             sums.begin_step(is_first=number == 0)
 
     def begin_group(self, *, is_last: bool) -> None:
-        """Begin the microbatches of one shape, perhaps the last ones of the step."""
+        """Begin the microbatches of one shape, possibly the last ones of the step."""
         self._is_last_group = is_last
 
     def scoring(self, number: int, stage: int) -> AbstractContextManager[None]:
@@ -217,7 +219,7 @@ class PipelineReplica(Replica):
         return self._scoring(number)
 
     def settle(self, *, used: Sequence[bool], buffers: Sequence[float]) -> None:
-        """Store which parameters get gradients and which buffers are updated, as agreed by all ranks."""
+        """Store the used parameters and updated buffers on which all ranks have agreed."""
         self.used = list(used)
         if self.buffers.names:
             self.buffers.settle(buffers)
@@ -248,7 +250,7 @@ class PipelineReplica(Replica):
         """Trace the model with inputs of this shape; the result is the same on every rank.
 
         Raises:
-            TrainingError: it cannot be cut into these stages.
+            TrainingError: the model cannot be cut into these stages.
         """
         self._forget_outdated()
         grad = torch.is_grad_enabled()
@@ -299,7 +301,7 @@ class PipelineReplica(Replica):
 
     def _scored(self, outputs: Any, number: Tensor) -> Tensor:
         assert self._score is not None
-        # A view of the numbers from 0 on: where it begins is the number, which is not read.
+        # A view of the numbers from 0 on: its offset encodes the number, and its value is not read.
         return self._score(outputs, int(number.storage_offset()))
 
     def before_forward(self, chunk: Chunk) -> None:
@@ -321,10 +323,10 @@ class PipelineReplica(Replica):
 
     @contextmanager
     def backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
-        """Take the gradients of a backward pass of a stage: into sums over replicas, or into masters that are apart.
+        """Collect the gradients of a backward pass of a stage: in sums over replicas, or in separate masters.
 
         Args:
-            stage: its number.
+            stage: number of the stage.
             is_last: whether no pass of the stage follows for microbatches of this shape.
         """
         sums, is_last = self._stage_sums.get(stage), is_last and self._is_last_group
@@ -337,7 +339,9 @@ class PipelineReplica(Replica):
             self.accumulate_in_masters()
 
     def join_all_norms(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
-        """Return the norms of all gradients of the model, each once; collective, and waits for no device but once."""
+        """Return the norms of all gradients of the model, each once; collective; synchronises with the device only
+        once.
+        """
         del order
         key = tuple(held)
         if self._homes is None or self._homes.key != key:
@@ -352,6 +356,6 @@ class PipelineReplica(Replica):
 
 
 def shape_key(inputs: Any) -> ShapeKey:
-    """Return the properties of inputs that determine what a model computes from them."""
+    """Return the properties of inputs on which the computation of the model depends."""
     leaves, spec = tree_flatten(inputs)
     return str(spec), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)

@@ -49,7 +49,7 @@ def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a
 
 
 def most_in_flight(schedule: ScheduleName, count: int, *, place: int, num_ranks: int, stages_a_rank: int) -> int:
-    """Return the most microbatches whose activations wait on a rank at once, counted over all of its stages together.
+    """Return the largest number of microbatches in flight on a rank, counted over all of its stages together.
 
     GPipe keeps all. 1F1B begins with as many forward passes as there are ranks from this one on; an interleaved
     schedule with 2 (p - 1 - place) + (v - 1) p more than one, each of one of its v stages.

@@ -19,7 +19,7 @@ from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
 def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tuple[Block, ...]:
     """Return blocks in the order in which a model calls them first.
 
-    A block that is not called follows the block before it.
+    A block that is not called follows the previous block.
 
     Args:
         units: the blocks, in the order in which the model names them.
@@ -38,10 +38,10 @@ def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tup
 
 
 def leaders_among(units: Sequence[Block], programs: Sequence[Program]) -> list[int]:
-    """Return for each block the position of the first block whose stage it must share; its own if it is free.
+    """Return for each block the position of the first block whose stage it must share; its own position if it is free.
 
-    Blocks must be on one stage from one call of a block to its next one, from a block to code that uses its tensors,
-    and from where a tensor is created to where its memory is used after an in-place write.
+    Blocks must share a stage between two calls of a block, between a block and code that uses its tensors, and between
+    the creation of a tensor and the use of its memory after an in-place write.
     """
     leaders = list(range(len(units)))
     for program in programs:
@@ -78,7 +78,7 @@ class StageAssignment:
 
     units: tuple[Block, ...]
     stages: tuple[int, ...]
-    """The stage of each unit."""
+    """The stage of each block."""
     num_stages: int
 
     @property
@@ -98,7 +98,7 @@ class StageAssignment:
 
 
 def blocks_to_cut(model: nn.Module) -> tuple[Block, ...]:
-    """Return the blocks between which a pipeline may cut, each with one module that is called.
+    """Return the blocks between which a pipeline may cut, each consisting of one callable module.
 
     A block that consists of the rest around a list of others (a `transformer` around its `h`) is split into its parts,
     which may be on different stages. A tensor that the model owns itself belongs to the code that uses it.
@@ -137,10 +137,10 @@ def cut_blocks(
         model: the model.
         given: the user's map; None: balanced by bytes.
         num_stages: number of stages.
-        bytes_of: returns the bytes of a tensor.
-        activations: returns the bytes that each block stores of a shard for backward; None if unknown.
-        programs: the recorded forward passes of the model; empty if unknown, and then blocks are assumed to run in the
-            order in which the model names them.
+        bytes_of: function that returns the bytes of a tensor.
+        activations: function that returns the bytes that each block saves for backward of a shard; None if unknown.
+        programs: the recorded forward passes of the model; empty if unknown: blocks are then assumed to run in the
+            order of the model.
 
     Returns:
         The assignment, with the blocks in the order in which they run, or every problem of the map.
@@ -173,7 +173,7 @@ def _balanced(
         counted = _with_kept(counted, kept)
     anywhere = [math.inf] * num_stages
     found = balanced(counted, anywhere, leaders=leaders, fill=True)
-    if found is None:  # then the recorded passes tell which blocks must be on one stage
+    if found is None:  # then the recorded passes determine which blocks must share a stage
         found = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
     if found is None:
         most = sum(size > 0 for size in counted)
@@ -183,8 +183,8 @@ def _balanced(
 
 
 def _with_kept(counted: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Return bytes including those stored for backward; those of untrained blocks are added to the trained block
-    before.
+    """Return bytes including those saved for backward; those of untrained blocks are added to the previous trained
+    block.
 
     Every stage must contain trained parameters, so untrained blocks count as zero.
 
@@ -210,13 +210,13 @@ def _number_problems(given: Mapping[str, Place], num_stages: int) -> list[Proble
     missing = [str(stage) for stage in right if stage not in given.values()]
     if missing and not problems:
         many = "s" if len(missing) > 1 else ""
-        rule = f"puts nothing on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
+        rule = f"puts no block on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
         problems = [Problem(key="strategy.map", rule=rule)]
     return problems
 
 
 def _filled_in(places: Sequence[Place | None]) -> tuple[int, ...]:
-    """Assign blocks without tensors that no key names to the stage of the block before them, or to the first stage."""
+    """Assign blocks without tensors that no key names to the stage of the previous block, or to the first stage."""
     stages, now = [], 0
     for place in places:
         now = now if place is None else int(place)
@@ -228,8 +228,8 @@ def _empty_problems(cut: StageAssignment) -> list[Problem]:
     return [
         Problem(
             key="strategy.map",
-            rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no parameter "
-            "to train. Put a block with some there.",
+            rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no "
+            "parameter to train. Put a block with parameters there.",
         )
         for stage in range(cut.num_stages)
         if not any(_is_trained(unit) for unit in cut.members(stage))
@@ -239,10 +239,10 @@ def _empty_problems(cut: StageAssignment) -> list[Problem]:
 def _with_parts_moved_on(
     stages: Sequence[int], units: Sequence[Block], model: nn.Module, keys: Sequence[str | None]
 ) -> tuple[int, ...]:
-    """Move the parts of a block that a key names as a whole forward to the stage of the blocks before them.
+    """Move parts of a block whose key names it as a whole forward to the stage of the previous blocks.
 
     `{transformer:0,transformer.h.1:1}` names the embedding and the last norm of a `transformer` at once, because a
-    device map cuts between blocks only. A pipeline runs forwards: the norm moves to the stage of the layer before it.
+    device map cuts between blocks only. A pipeline runs forwards: the norm moves to the stage of the previous layer.
     """
     whole = {unit.name for unit in blocks_of(model)}
     moved, furthest = [], 0
@@ -275,7 +275,7 @@ class Limits:
     """
 
     given: float | Mapping[str, float] | None
-    """GiB; None: no limit."""
+    """Limits in GiB; None: no limit."""
     num_ranks: int
     """Ranks of a replica."""
 

@@ -20,7 +20,7 @@ from trainkit.strategies.pipeline.tracing.stage_module import StageModule, block
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStages:
-    """What the stages of a model compute for a microbatch, as recorded."""
+    """The recorded computation of the stages of a model for a microbatch."""
 
     program: Program
     stretches: Sequence[StageProgram]
@@ -29,7 +29,7 @@ class RecordedStages:
     """Block -> stage."""
     objective: Supervised
     dtype: torch.dtype
-    """Of the parameters of a run."""
+    """The dtype of the parameters of a run."""
 
     def assigned(self, model: nn.Module) -> StageAssignment:
         """Return the stages of a copy of the model."""
@@ -42,10 +42,10 @@ class RecordedStages:
         """Return the stages of a program.
 
         Args:
-            program: of a microbatch, recorded with a model in float32.
+            program: the program of a microbatch, recorded with a model in float32.
             cut: the stages of that model.
-            objective: scores the outputs.
-            dtype: of the parameters of a run.
+            objective: the objective, which scores the outputs.
+            dtype: the dtype of the parameters of a run.
         """
         shapes = program.shapes
         if dtype is not torch.float32:
@@ -61,9 +61,8 @@ class RecordedStages:
 class StagePass(RankPass):
     """Forward and backward of a microbatch through the stages of one rank.
 
-    As `torch.distributed.pipelining` does, it keeps the outputs of a stage until the backward pass of the microbatch,
-    the memory that receives the inputs of a stage and the gradients of its outputs, and the gradients of its inputs
-    until they are sent, while the next microbatch is computed.
+    Like `torch.distributed.pipelining`, it keeps the outputs of a stage until the backward pass of the microbatch, the
+    receive buffers of a stage, and the gradients of its inputs until they are sent, during the next microbatch.
 
     Args:
         recorded: the stages.
@@ -79,7 +78,7 @@ class StagePass(RankPass):
         self._held: list[Any] = []
 
     def prepare(self, model: nn.Module) -> None:
-        """Make the modules of the stages."""
+        """Create the modules of the stages."""
         found, cut = self._recorded, self._recorded.assigned(model)
         self._segments = {
             stage: StageModule(blocks_of_stage(model, cut, stage), found.stretches[stage], found.program.shapes)
@@ -87,7 +86,7 @@ class StagePass(RankPass):
         }
 
     def loss(self, model: nn.Module, batch: Batch, loss: Callable[[Model, Batch], Loss]) -> Loss:  # noqa: ARG002 - the stages compute
-        """Run the stages; where a stage is not the last, backward begins with gradients that are received."""
+        """Run the stages; if a stage is not the last, backward starts with received gradients."""
         inputs, targets = self._recorded.objective.split_batch(batch)
         tensors = [self._cast(leaf) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         total: Tensor | float = 0.0
@@ -98,12 +97,14 @@ class StagePass(RankPass):
         return Loss(loss_sum=total, weight=1.0)
 
     def _cast(self, leaf: Tensor) -> Tensor:
-        """Cast an input of the model, as its own forward does."""
+        """Cast an input of the model, like its own forward."""
         dtype = self._recorded.dtype
         return leaf.to(dtype) if leaf.is_floating_point() and dtype is not torch.float32 else leaf
 
     def _computed(self, stage: int, segment: StageModule, targets: Any) -> Tensor:
-        """Return the loss of the last stage, or a number whose gradient gives the outputs the received gradients."""
+        """Return the loss of the last stage, or a number whose backward pass gives the received gradients to the
+        outputs.
+        """
         program = self._recorded.program
         is_last = stage == len(self._recorded.stretches) - 1
         received = self._received(stage)
@@ -115,7 +116,7 @@ class StagePass(RankPass):
             leaves = dict(zip(program.finals(), outputs, strict=True))
             found = self._recorded.objective.score(filled(program.outputs, leaves, {}), targets)
             return found.loss_sum if found.extra is None else found.loss_sum + found.extra
-        if self._several:  # the schedule keeps the work of its first send, and so what it has sent
+        if self._several:  # the schedule keeps the work of its first send alive, with the sent tensor
             first = [torch.empty_like(one) for one in outputs]
             self.once_bytes += _num_bytes(first)
             self._held.append(first)
@@ -125,7 +126,7 @@ class StagePass(RankPass):
         return sent
 
     def _received(self, stage: int) -> list[Tensor]:
-        """Return the inputs of a stage, and allocate the gradients of the microbatch before, which are being sent."""
+        """Return the inputs of a stage, and allocate the gradients of the previous microbatch, which are being sent."""
         shapes, found = self._recorded.program.shapes, []
         for number in self._recorded.stretches[stage].received:
             one = shapes[number].empty(torch.device("cpu"))
@@ -138,7 +139,7 @@ class StagePass(RankPass):
         return found
 
     def _previous_outputs(self) -> list[Tensor]:
-        """Allocate the outputs of the microbatch before, which the schedule replaces after the forward pass."""
+        """Allocate the outputs of the previous microbatch, which the schedule replaces after the forward pass."""
         program = self._recorded.program
         return [program.shapes[number].empty(torch.device("cpu")) for number in program.finals()]
 
@@ -148,7 +149,7 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 class _Received(torch.autograd.Function):
-    """Begins the backward pass of tensors with gradients that another rank has sent."""
+    """Starts the backward pass of tensors with gradients received from another rank."""
 
     @staticmethod
     def forward(ctx: Any, buffers: Sequence[Tensor], *outputs: Tensor) -> Tensor:

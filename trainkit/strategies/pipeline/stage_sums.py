@@ -1,4 +1,4 @@
-"""The sums of a stage's gradients over replicas, which begin inside of its last backward pass of a step."""
+"""The sums of a stage's gradients over replicas, which start during its last backward pass of a step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trainkit.strategies.reducers.backend import GradientVector, cut_into_bucket
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 BUCKET_BYTES: int = 25 * 2**20
-"""Bytes of gradients from which a bucket is full."""
+"""A bucket with this many bytes of gradients is full."""
 
 
 class StageSums:
     """Sums the gradients of one stage over the replicas, in buckets, while this rank and others still compute.
 
     A bucket is exchanged as soon as the last backward pass of a step has produced its gradients, the others when that
-    pass ends. Ranks match exchanges by their order alone, and replicas may have different numbers of microbatches, so
+    pass ends. Ranks match exchanges only by their order, and replicas may have different numbers of microbatches, so
     the order is fixed: the buckets of the last stage first. A rank without a microbatch sends zeros.
 
     Args:
-        params: of this stage alone, by canonical name; each gets a gradient.
+        params: parameters of only this stage, by canonical name; each gets a gradient.
         masters: the parameters that the optimizer updates, whose dtype and strides the sums have.
         group: the ranks with this stage, one of each replica.
-        is_split: whether the gradients of weights come from a pass of their own, which calls no hooks.
+        is_split: whether gradients of weights are computed in a separate pass, which calls no hooks.
         next_stage: the sums of the stage of this rank whose buckets follow; None: no stage follows.
     """
 
@@ -61,22 +61,24 @@ class StageSums:
         self._has_turn = is_first
 
     def take_turn(self) -> None:
-        """Exchange what is full from now on: the buckets of all stages before are on their way."""
+        """Exchange full buckets from now on, because those of all previous stages have been started."""
         self._has_turn = True
         self._advance()
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Take the gradients of the next backward pass of the stage; exchange buckets during the last one of a step."""
+        """Collect the gradients of the next backward pass of the stage; exchange buckets during the last one of a
+        step.
+        """
         self._vector.begin_backward(self._params, self._on_full if is_last and not self._is_split else None)
 
     def end_backward(self, *, is_last: bool) -> None:
-        """Take gradients that filled no bucket, and after the last pass exchange what is left."""
+        """Collect gradients that filled no bucket, and after the last pass exchange the remaining ones."""
         self._vector.end_backward()
         if is_last:
             self._launch_rest()
 
     def finish(self) -> Sequence[Tensor]:
-        """Wait for the sums of the step, one a name; they are overwritten by the next step."""
+        """Wait for the sums of the step, one per name; the next step overwrites them."""
         self._launch_rest()
         for wait in self._waits:
             wait()
@@ -94,14 +96,14 @@ class StageSums:
         self._advance()
 
     def _advance(self) -> None:
-        """Exchange the buckets that are full and whose predecessors are on their way."""
+        """Exchange full buckets whose predecessors have been started."""
         while self._has_turn and len(self._waits) in self._full:
             self._launch()
         if len(self._waits) == len(self._buckets) and self._next is not None:
             self._next.take_turn()
 
     def _launch(self) -> None:
-        """Begin the sum of the next bucket."""
+        """Start the sum of the next bucket."""
         bucket, vector = self._buckets[len(self._waits)], self._vector
         offsets = vector.packing.offsets
         part = vector.flat[offsets[bucket.first] : offsets[bucket.last]]
@@ -118,13 +120,13 @@ def stage_sums_of(
     *,
     is_split: bool,
 ) -> dict[int, StageSums]:
-    """Return the sums of each stage of a rank, the last stage first, without parameters that two of its stages have.
+    """Return the sums of each stage of a rank, the last stage first, without parameters shared by two of its stages.
 
     Args:
         blocks: stage -> its modules.
-        params: those that get gradients and that no other rank of the replica holds.
+        params: parameters with gradients that no other rank of the replica holds.
         masters: the parameters that the optimizer updates.
-        group: the ranks of the same stages; None where there is one replica.
+        group: the ranks of the same stages; None with one replica.
         is_split: see `StageSums`.
     """
     if group is None:

@@ -105,7 +105,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(ProcessGroupOptions, Strategy):
-    """Train stages of one replica on a rank each, with the shards of a step as microbatches.
+    """Train each stage of a replica on its own rank, with the shards of a step as microbatches.
 
     Example:
         >>> strategy, context = Pipeline(stages=4, replicas=2), PlanContext()
@@ -116,13 +116,13 @@ class Pipeline(ProcessGroupOptions, Strategy):
     traits: ClassVar[Traits] = Traits(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
-    """Copies of the whole pipeline; auto: as many as the GPUs of this host make up; in a launch, its ranks."""
+    """Copies of the whole pipeline; auto: as many as the GPUs of this host allow; in a launch, its ranks."""
     stages: Annotated[int, at_least(2), at_most(MOST_PROCESSES), placement] = 2
-    """Ranks of a replica."""
+    """Number of ranks of a replica."""
     schedule: Annotated[ScheduleName, placement] = "1f1b"
-    """The order in which a rank computes microbatches; interleaved and zero_bubble may have several stages a rank."""
+    """The order in which a rank computes microbatches; interleaved and zero_bubble may have several stages per rank."""
     virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement] = None
-    """Stages of each rank, `stages` apart in the model; null: 2 where the schedule is interleaved, else 1."""
+    """Stages of each rank, `stages` apart in the model; null: 2 if the schedule is interleaved, else 1."""
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""
 
@@ -136,7 +136,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     @property
     def default_shards_per_replica(self) -> int:
-        """Four microbatches a rank: the bubble is then below a fifth of the step (Huang et al. 2019, section 2.3)."""
+        """Four microbatches per rank: the bubble is then below a fifth of the step (Huang et al. 2019, section 2.3)."""
         return 4 * self.stages
 
     @property
@@ -146,27 +146,27 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     @property
     def stages_a_rank(self) -> int:
-        """Stages of each rank."""
+        """Number of stages of each rank."""
         if self.virtual_stages is not None:
             return self.virtual_stages
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """Number of stages of the model."""
         return self.stages * self.stages_a_rank
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
         found = []
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
-            rule = f"schedule={self.schedule} has one stage a rank. Use interleaved, or leave it out."
+            rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if self.schedule == "interleaved" and self.stages_a_rank == 1:
             rule = "interleaves nothing. Use 2 or more, or schedule=1f1b."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if context.numerics.reproducible:
-            rule = "cannot be had with strategy=pipeline, which sums in an order of its own. Leave it out."
+            rule = "does not work with strategy=pipeline, which sums in its own order. Leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if isinstance(context.objective, Supervised) and isinstance(context.objective.input, list | tuple):
             rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
@@ -178,8 +178,12 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return found or super().validate(context)
 
     def withheld(self, context: PlanContext) -> Mapping[Access, str]:  # noqa: ARG002 - of any
-        """Return everything but the outputs: the last stage calls `score`, and no rank has the whole model."""
-        reason = "a pipeline has outputs on its last stage only. Use a Supervised objective without a loss of its own."
+        """Return the refused access: everything but the outputs, because the last stage calls `score` and no rank has
+        the whole model.
+        """
+        reason = (
+            "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default `loss`."
+        )
         return dict.fromkeys(Access, reason)
 
     @property
@@ -192,7 +196,9 @@ class Pipeline(ProcessGroupOptions, Strategy):
         if not isinstance(cut, StageAssignment):
             return cut
         sparse = sparse_problems(model, "which are not summed")
-        sparse += counted_statistics_problems(model, context, because="a rank of a pipeline has those of its stages")
+        sparse += counted_statistics_problems(
+            model, context, because="a rank of a pipeline has those of its stages only"
+        )
         return self._exceeded(model, cut, context) or sparse or self._misfits(model, cut, context)
 
     def _misfits(self, model: nn.Module, cut: StageAssignment, context: PlanContext) -> list[Problem]:
@@ -235,14 +241,14 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return {"stages": count}
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return the memory of the fullest rank, and a flat vector for the exchange between replicas."""
+        """Return the memory of the rank with the largest use, and a flat vector for the exchange between replicas."""
         parts = self.replica_parts(model, context, num_shards=1)
         if not parts:
             return ModelMemory.whole(model, gradient_copies=0 if self.num_replicas(context) == 1 else 1)
         return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
 
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
-        """Return the stages of each rank, and how many microbatches wait there; none where the map does not fit."""
+        """Return the stages of each rank, and its number of microbatches in flight; none if the map does not fit."""
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
         cut = self._cut(model, context.precision, context)
@@ -275,7 +281,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         )
 
     def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:
-        """Return the pass of each rank through its stages; none where the map does not fit."""
+        """Return the pass of each rank through its stages; none if the map does not fit."""
         from trainkit.strategies.pipeline.stage_pass import RecordedStages, StagePass  # noqa: PLC0415 - as above
 
         cut, objective, precision = (
@@ -295,7 +301,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         )
 
     def work_share(self, cut: StepCut) -> WorkShare:
-        """Return that of equal stages, with the ideal bubble of the schedule."""
+        """Return the share for equal stages, with the ideal bubble of the schedule."""
         count = padded_microbatches(self.schedule, cut.shards_a_replica, self.stages)
         return WorkShare(operations=count / cut.shards_a_replica / self.stages / (1 - self.bubble(cut)))
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline send each other in a step: activations, their gradients, and sums of gradients."""
+"""The transfers between the ranks of a pipeline in a step: activations, their gradients, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.strategies.pipeline.tracing.program import Program, TensorMeta
 from trainkit.strategies.traffic import Flows, Transfer, all_reduce, joined, precision_of
 
 _TRACED: Final = 2
-"""Samples of the recorded pass."""
+"""Number of samples of the recorded pass."""
 
 
 def activation_transfers(
@@ -26,10 +26,10 @@ def activation_transfers(
     Args:
         cut: the stages.
         program: the recorded pass of a batch of two samples in training.
-        ranks: of all replicas, those of a replica as neighbours.
-        context: gives the samples of a shard and the number formats.
-        stages: ranks of a replica.
-        count: microbatches of a replica in a step.
+        ranks: ranks of all replicas; those of a replica are neighbours.
+        context: provides the samples of a shard and the number formats.
+        stages: number of ranks of a replica.
+        count: number of microbatches of a replica in a step.
     """
     width, scale = precision_of(context).model_dtype, context.micro_size / _TRACED
     pipelines = [ranks[first : first + stages] for first in range(0, len(ranks), stages)]
@@ -45,7 +45,7 @@ def activation_transfers(
 
 
 def _between(pipelines: Sequence[Sequence[int]], sizes: Sequence[float], way: str, *, count: int) -> Transfer:
-    """Return a transfer between the ranks of neighbouring stages, of so many bytes a microbatch for each boundary."""
+    """Return a transfer between the ranks of neighbouring stages, with the bytes per microbatch of each boundary."""
     flows = dict[tuple[int, int], float]()
     for ranks in pipelines:
         for stage, size in enumerate(sizes):
@@ -57,7 +57,7 @@ def _between(pipelines: Sequence[Sequence[int]], sizes: Sequence[float], way: st
 
 
 def _bytes(value: TensorMeta, width: torch.dtype) -> int:
-    """Return the bytes of a value; the recorded pass is in fp32, whatever the precision."""
+    """Return the bytes of a value; the recorded pass is always in fp32."""
     numel = torch.Size(value.size).numel()
     return numel * (width.itemsize if value.dtype.is_floating_point else value.dtype.itemsize)
 

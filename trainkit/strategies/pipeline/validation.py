@@ -1,4 +1,6 @@
-"""Validate that the stages match what the model computes: blocks in their order, and tensors where they are used."""
+"""Validate that the stages match the computation of the model: blocks in order, and tensors on the stages that use
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from trainkit.strategies.pipeline.tracing.program import Program
 def misfits(
     cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
 ) -> list[Problem]:
-    """Return problems of a stage assignment, and `better` if it is valid; without programs only of the block order."""
+    """Return problems of a stage assignment, and `better` if it is valid; without programs, only problems of the block
+    order.
+    """
     if better is not None and misfits(better, programs):
         better = None
     if not programs:
@@ -23,7 +27,7 @@ def misfits(
 
 
 def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssignment | None) -> list[Problem]:
-    """Return a problem if the stages do not follow each other as the blocks do."""
+    """Return a problem if the stages are not in the order of the blocks."""
     stages = [cut.stage_of[name] for name in ran]
     at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
     if at is None:
@@ -36,8 +40,9 @@ def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssig
         return [Problem(key="strategy.map", rule=rule)]
     changes = sum(one != other for one, other in pairwise(stages))
     rule = (
-        f"{text}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and {cut.num_stages - 1} "
-        f"would do. A pipeline runs forwards{'.' if better is None else f': use {better.words()}.'}"
+        f"{text}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and "
+        f"{cut.num_stages - 1} would suffice. "
+        f"A pipeline runs forwards{'.' if better is None else f': use {better.words()}.'}"
     )
     return [Problem(key="strategy.map", rule=rule)]
 

@@ -1,4 +1,4 @@
-"""Choose among reducers before the first step: by a rule where one is known, else by timing exchanges."""
+"""Choose among reducers before the first step: by a rule if one is known, else by timing exchanges."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
 
 _LIMIT_S: Final = 0.08
-"""The longest time of all timed exchanges together; one that has begun is ended."""
+"""Time limit of all timed exchanges together; a started exchange is completed."""
 _MOST_ROUNDS: Final = 5
 _MOST_BYTES: Final = 4 << 20
-"""Bytes of a timed exchange: the order of the reducers is found in a part of the gradients of a large model."""
+"""Bytes of a timed exchange: for a large model, a part of the gradients suffices to rank the reducers."""
 _ALIKE: Final = 1.2
 """A reducer that is slower than the fastest by less than this factor counts as equally fast."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The reducer that is the fastest for these ranks, which no timing has to show."""
+    """The reducer that is known to be the fastest for these ranks, without timing."""
 
     name: str
     otherwise: str
-    """The reducer to use where there is an obstacle."""
+    """The reducer to use if there is an obstacle."""
     obstacle: Callable[[int], str | None]
-    """Returns why the ranks cannot use it for an exchange of so many bytes; collective."""
+    """Returns the reason why the ranks cannot use it for an exchange of this many bytes, or None; collective."""
 
 
 class AutoReducer(Reducer):
@@ -44,7 +44,7 @@ class AutoReducer(Reducer):
     Args:
         candidates: the reducers by name, the preferred one first.
         collective: sums small tensors over the ranks.
-        cache: what was chosen on this machine before; that of rank 0 counts.
+        cache: earlier choices on this machine; that of rank 0 counts.
         rule: names the reducer; None: exchanges are timed.
     """
 
@@ -63,7 +63,7 @@ class AutoReducer(Reducer):
         self._recalled: object = None
 
     def recall(self, name: object) -> None:
-        """Keep the choice of the run that is continued: `choose` takes it if that reducer exists here."""
+        """Store the choice of the resumed run: `choose` takes it if that reducer exists here."""
         self._recalled = name
 
     def choose(self, packing: FlatBuffer) -> str | None:
@@ -101,13 +101,13 @@ class AutoReducer(Reducer):
         return None if why is None else f"strategy.reduce=auto: {rule.otherwise}, because {why}."
 
     def _shape(self, packing: FlatBuffer) -> str:
-        """Return the words for what is exchanged, and between how many ranks."""
+        """Return a description of the exchange and the number of ranks."""
         places = "" if packing.places is None else f" at {len(packing.parts)} places"
         kind = f"{packing.numel} {str(packing.dtype).removeprefix('torch.')} on {packing.device.type}{places}"
         return f"{kind}, {self._collective.num_ranks} ranks, {' '.join(self._candidates)}"
 
     def _known(self, shape: str, names: Sequence[str]) -> str | None:
-        """Return what rank 0's machine has chosen for a shape before; collective."""
+        """Return the earlier choice of rank 0's machine for a shape; collective."""
         found = None
         if self._cache is not None and self._collective.rank == 0:
             found = self._cache.find(shape, names)

@@ -1,6 +1,7 @@
-"""The backend's all-reduce (NCCL, gloo) in buckets, overlapping with backward; fastest, in no fixed order of summation.
+"""The backend's all-reduce (NCCL, gloo) in buckets, overlapping with backward; fastest, without a fixed order of
+summation.
 
-The gradients of a step lie in the vector that ranks exchange, so that no second copy of them is alive.
+The gradients of a step are views of the exchanged vector, so no second copy of them is alive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainkit.strategies.tensors.layouts import FlatBuffer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """A range of the packing's tensors that is exchanged at once."""
+    """A range of the packing's tensors that is exchanged together."""
 
     first: int
     """The index of its first tensor."""
@@ -80,10 +81,10 @@ def largest_bucket(model: nn.Module, dtype: torch.dtype, bucket_bytes: float) ->
 
 
 class GradientVector:
-    """The flat vector of a step's exchange, which holds the gradients from the backward passes on.
+    """The flat vector of a step's exchange, which holds the gradients starting with the backward passes.
 
-    Backward leaves a gradient in memory of its own. When the last gradient of a bucket is there, all of the bucket are
-    copied into the vector in one operation, and their own memory is freed: alive are the vector and a bucket, instead
+    Backward allocates separate memory for each gradient. When the last gradient of a bucket exists, all of them are
+    copied into the vector in one operation and their memory is freed: only the vector and one bucket are alive, instead
     of all gradients twice. The copy becomes `param.grad`, to which autograd adds those of later shards. Gradients in
     another dtype than the vector's are added to it here instead, and `param.grad` is None.
 
@@ -107,18 +108,18 @@ class GradientVector:
         self._is_last = False
 
     def begin_step(self) -> None:
-        """Begin a new sum: what the vector holds is of an earlier step."""
+        """Start a new sum: the content of the vector belongs to an earlier step."""
         self._held, self._params = [False] * len(self.packing.shapes), None
 
     def begin_backward(
         self, params: Sequence[Tensor], on_full: Callable[[int], None] | None = None, *, is_last: bool = False
     ) -> None:
-        """Take the gradients of the next backward pass.
+        """Collect the gradients of the next backward pass.
 
         Args:
-            params: one a gradient of the packing; the same in every pass.
+            params: the parameters of the packing's gradients, the same in every pass.
             on_full: called with the number of a bucket when the vector holds all of its final gradients. None: more
-                passes follow, or nothing is exchanged meanwhile.
+                passes follow, or nothing is exchanged during backward.
             is_last: whether no pass of the step follows.
         """
         if len(self._ranges) > 1:
@@ -131,19 +132,21 @@ class GradientVector:
         self._params, self._on_full, self._is_last = params, on_full, is_last
 
     def end_backward(self) -> None:
-        """Take the gradients of buckets that did not become full: of the only one, or because some are not used.
+        """Collect the gradients of buckets that did not become full: of the only bucket, or of those with unused
+        parameters.
 
-        After the last pass new ones stay where they are: `fill_rest` copies them together with the buffers.
+        After the last pass, new gradients stay in their memory: `fill_rest` copies them together with the buffers.
         """
         for first, last in self._ranges:
             self._take(first, last, leaves_new=self._is_last)
         self._params = self._on_full = None
 
     def fill_rest(self, sums: Sequence[Tensor | None]) -> None:
-        """Copy what no backward pass has brought: buffers, the counted weight, and gradients; None gives zeros.
+        """Copy the remaining tensors into the vector: buffers, the counted weight, and missing gradients; None gives
+        zeros.
 
         Args:
-            sums: one a tensor of the packing; those of gradients that the vector holds are ignored.
+            sums: one per tensor of the packing; those of gradients in the vector are ignored.
         """
         rest = [place for place, held in enumerate(self._held) if not held]
         self.packing.fill([self.views[place] for place in rest], [sums[place] for place in rest])
@@ -156,7 +159,7 @@ class GradientVector:
         missing = self._missing[number]
         if place not in missing:
             if self._on_full is None:
-                return  # `end_backward` takes the other part
+                return  # `end_backward` collects the other part
             raise TrainingError(
                 "a parameter got its gradient in two parts of one backward pass, as reentrant activation checkpointing "
                 "does. Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0."
@@ -202,11 +205,12 @@ class BackendReducer(Reducer):
     """Sums over a process group, always with SUM: converting an average back to a sum would lose bits.
 
     Gradients lie in one vector, cut into buckets. In the last backward pass of a step a bucket is exchanged as soon as
-    it is full and those before it have been started: the same order on every rank. A rank without a shard sends zeros.
+    it is full and all previous ones have been started: the same order on every rank. A rank without a shard sends
+    zeros.
 
     Args:
         bucket_mb: MiB from which a bucket is full; 0: one exchange after backward.
-        compressor: exchanges gradients in fewer bytes, and less exactly.
+        compressor: exchanges gradients in fewer bytes, with a loss of precision.
         group: the ranks to sum over; None: all of them.
     """
 
@@ -235,7 +239,7 @@ class BackendReducer(Reducer):
         self._waits.clear()
         self._reducing = True
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
-        for _, sums in partials:  # noqa: B007 - at most one; computing it runs backward, which launches buckets
+        for _, sums in partials:  # noqa: B007 - at most one item; computing it runs backward, which starts the buckets
             pass
         self._reducing = False
         vector.fill_rest(sums)
@@ -259,19 +263,19 @@ class BackendReducer(Reducer):
         return self._vector
 
     def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
-        """Take the gradients of the next backward pass; exchange buckets during the last one of a step."""
+        """Collect the gradients of the next backward pass; exchange buckets during the last one of a step."""
         if not self._reducing or self._vector is None:
-            return  # another reducer has this step
+            return  # another reducer sums this step
         self._full.clear()
         self._vector.begin_backward(params, self._on_full if is_last else None, is_last=is_last)
 
     def end_backward(self) -> None:
-        """Take gradients that filled no bucket."""
+        """Collect gradients that filled no bucket."""
         if self._reducing and self._vector is not None:
             self._vector.end_backward()
 
     def _on_full(self, number: int) -> None:
-        """Exchange the buckets that are full and whose predecessors are: the same order on every rank."""
+        """Exchange full buckets whose predecessors are full too: the same order on every rank."""
         assert self._vector is not None
         self._full.add(number)
         while len(self._waits) in self._full:

@@ -36,12 +36,12 @@ class Reducer(ABC):
     def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:  # noqa: B027 - most keep no gradients
         """Announce a backward pass of this rank inside `reduce`.
 
-        A reducer may take the gradients as they are computed, and exchange those of the last pass, which are final. It
-        leaves `param.grad` of what it has taken a view of its own memory, or None; in `partials`, None stands for it.
+        A reducer may take the gradients as they are computed, and exchange those of the last pass, which are final. For
+        a gradient that it has taken, `param.grad` becomes a view of its own memory, or None; `partials` then has None.
 
         Args:
-            params: those whose gradients it sums, in the order of the packing; the same in every pass.
-            is_last: whether it is this rank's last pass of the step.
+            params: parameters whose gradients it sums, in the order of the packing; the same in every pass.
+            is_last: whether this is the last pass of this rank in the step.
         """
 
     def end_backward(self) -> None:  # noqa: B027

@@ -18,15 +18,14 @@ from trainkit.files import cache_folder, read_map, write_json_atomically
 VERSION: Final = 1
 """The version of the file."""
 _MOST: Final = 64
-"""Choices that are kept; the oldest ones are left out."""
+"""Limit of the stored choices; the oldest ones are dropped."""
 _MOST_BYTES: Final = 64 << 10
 
 
 class ChoiceCache:
-    """What was chosen on this machine for an exchange of a shape.
+    """The choices on this machine, by the shape of the exchange.
 
-    A file that is damaged, or that another program wrote, counts as empty and is replaced.
-    Without a home folder nothing is kept.
+    A damaged or foreign file counts as empty and is replaced. Without a home folder nothing is stored.
     """
 
     def __init__(self) -> None:
@@ -37,12 +36,12 @@ class ChoiceCache:
             self.path = None
 
     def find(self, shape: str, names: Sequence[str]) -> str | None:
-        """Return what was chosen for a shape, if it is one of these names."""
+        """Return the choice for a shape, if it is one of `names`."""
         found = self._read().get(shape)
         return found if found in names else None
 
     def keep(self, shape: str, name: str) -> None:
-        """Store a choice; a cache that cannot be written is left as it is."""
+        """Store a choice; write errors are ignored."""
         if self.path is None:
             return
         choices = {**{key: one for key, one in self._read().items() if key != shape}, shape: name}

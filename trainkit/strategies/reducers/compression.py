@@ -24,7 +24,7 @@ _RELEASE_S: Final = 1.0
 
 
 class Compressor:
-    """Sums buckets of gradients over the default group, in fewer bytes.
+    """Sums buckets of gradients over the default group, with fewer bytes.
 
     Args:
         kind: bf16 and fp16 round every gradient to 2 bytes; powersgd sends two low-rank matrices instead of one matrix,
@@ -37,10 +37,11 @@ class Compressor:
 
     def __init__(self, kind: Compression, *, powersgd_rank: int = 1, powersgd_after: int = 1000) -> None:
         self.takes_buckets = kind != "powersgd"
-        """Whether another exchange may begin before one has ended. PowerSGD's hook begins exchanges in callbacks, at
-        unpredictable moments: concurrent exchanges could be matched with wrong ones on other ranks (gloo then hangs).
+        """Whether an exchange may start before the previous one has ended. PowerSGD's hook begins exchanges in
+        callbacks, at unpredictable moments: concurrent exchanges could be matched with wrong ones of other ranks (gloo
+        then hangs).
         """
-        # Only here: they import torch's optimizers, which would slow every start.
+        # Import them here: they import torch's optimizers, which would slow down every start.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: PLC0415
 
         self._state: powerSGD_hook.PowerSGDState | None = None
@@ -79,11 +80,11 @@ class Compressor:
 
     @property
     def steps(self) -> int:
-        """Steps that PowerSGD has seen."""
+        """Number of steps of PowerSGD."""
         return int(self._state.iter) if self._state is not None else 0
 
     def set_steps(self, value: int) -> None:
-        """Continue as after so many steps."""
+        """Continue after `value` steps."""
         if self._state is not None:
             self._state.iter = value
 

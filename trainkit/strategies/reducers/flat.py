@@ -18,11 +18,13 @@ from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _BUCKET_BYTES: Final = 25 * 2**20
-"""Gradients that are copied into the vector together."""
+"""Bytes of gradients that are copied into the vector together."""
 
 
 class FlatReducer(Reducer):
-    """Sums the vector that holds the gradients of a step over the ranks, in one exchange; subclasses sum."""
+    """Sums the vector that holds the gradients of a step over the ranks, in one exchange; subclasses implement
+    `sum`.
+    """
 
     _vector: GradientVector | None = None
     _reducing: bool = False
@@ -45,17 +47,19 @@ class FlatReducer(Reducer):
         return vector.views
 
     def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
-        """Take the gradients of the next backward pass."""
+        """Collect the gradients of the next backward pass."""
         if self._reducing and self._vector is not None:
             self._vector.begin_backward(params, is_last=is_last)
 
     def end_backward(self) -> None:
-        """Take gradients that filled no bucket."""
+        """Collect gradients that filled no bucket."""
         if self._reducing and self._vector is not None:
             self._vector.end_backward()
 
     def allocate(self, packing: FlatBuffer) -> Tensor:
-        """Return the vector for this rank's part, (numel,); one for all steps, since new memory costs page faults."""
+        """Return the vector for this rank's part, (numel,); the same one for all steps, since new memory costs page
+        faults.
+        """
         return packing.empty()
 
     @abstractmethod
@@ -85,7 +89,7 @@ class HierarchicalReducer(FlatReducer):
     """Reduces to the first rank of each host, all-reduces among those ranks, and broadcasts on each host.
 
     Args:
-        hosts: the host of every rank, by any number; construction is collective.
+        hosts: the host of every rank, as arbitrary numbers; construction is collective.
 
     Source: tf.distribute.HierarchicalCopyAllReduce.
     """
@@ -112,7 +116,7 @@ class HierarchicalReducer(FlatReducer):
 class RingReducer(FlatReducer):
     """Reduce-scatter, then all-gather, each in n - 1 rounds of one slice to the right and one from the left.
 
-    Slice *s* is summed in the order of the ranks from *s* on, in one place, so that all ranks end with equal bits.
+    Slice *s* is summed in the order of the ranks from *s* on, by one rank, so all ranks end with equal bits.
 
     Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
     """
@@ -122,7 +126,7 @@ class RingReducer(FlatReducer):
         self._rank, self._num_ranks = collective.rank, collective.num_ranks
 
     def allocate(self, packing: FlatBuffer) -> Tensor:
-        """Return the vector for this rank's part, and allocate a slice that receives."""
+        """Return the vector for this rank's part, and allocate a receive buffer for a slice."""
         flat = super().allocate(packing)
         self._slices = flat.tensor_split(self._num_ranks)
         self._received = torch.empty_like(self._slices[0])  # the first slice is the longest

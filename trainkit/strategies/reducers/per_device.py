@@ -1,4 +1,4 @@
-"""Sum the tensors of a replica that spans several devices, each device's in a vector of its own."""
+"""Sum the tensors of a replica that spans several devices, those of each device in a separate vector."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from trainkit.strategies.tensors.layouts import FlatBuffer, unsplit
 
 
 class PerDeviceReducer(Reducer):
-    """Sums the tensors of each device of a replica by a reducer of its own, one device after another.
+    """Sums the tensors of each device of a replica with a separate reducer, one device after the other.
 
     No gradient leaves its device, and no device holds a vector of all gradients. The exchanges begin when backward has
-    ended: the devices of two ranks may finish their buckets in different orders, and every rank must exchange in one.
+    ended: the devices of two ranks may finish their buckets in different orders, and every rank must exchange in the
+    same order.
 
     Args:
-        make: makes a reducer; called once for each place that holds tensors, in the same order on every rank.
+        make: function that makes a reducer; called once for each place that holds tensors, in the same order on every
+            rank.
     """
 
     def __init__(self, make: Callable[[], Reducer]) -> None:

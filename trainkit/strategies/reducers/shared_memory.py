@@ -26,24 +26,24 @@ _LINE: Final = 64
 """Size of a cache line: no two ranks write into the same one."""
 _WORDS: Final = _LINE // 8
 _ARRIVED: Final = 0
-"""Index in a rank's line: how often it has arrived at a barrier."""
+"""Index in the line of a rank: number of its arrivals at a barrier."""
 _GONE: Final = 1
-"""Index in a rank's line: 1 once it has left."""
+"""Index in the line of a rank: 1 after it has left."""
 _PAGE: Final = 4096
 _REMEDY: Final = "Use strategy.reduce=backend."
 _SPINS: Final = 2000
-"""Reads of a counter before the first sleep, about 0.1 ms: a rank that arrives soon costs no wake-up."""
+"""Reads of a counter before the first sleep, about 0.1 ms: a rank that arrives soon needs no wake-up."""
 _SLEEP_S: Final = 5e-5
 _LONGEST_SLEEP_S: Final = 1e-3
 _CHECK_S: Final = 0.05
-"""How often a waiting rank checks whether the other is alive."""
+"""Seconds between two checks of a waiting rank that the other one is alive."""
 
 
 class SharedMemorySegment:
     """One slot per rank and one total, in anonymous memory mapped by all ranks; construction is collective.
 
-    The memory is a memfd of rank 0 that the others open through /proc: it never has a name, so that nothing is left
-    behind however a process ends, and no limit of /dev/shm applies.
+    The memory is a memfd of rank 0 that the others open through /proc: it never has a name, so nothing is left behind,
+    even if a process is killed, and no limit of /dev/shm applies.
 
     Memory order: a rank writes data, then its own counter (one aligned 8-byte store); another reads the counter (one
     aligned 8-byte load), then data. x86-64 keeps the order of stores among stores and of loads among loads. Other
@@ -110,16 +110,16 @@ class SharedMemorySegment:
             return  # it arrived, and ended afterwards
         # Both report the end of another rank, not a failure of this one: the cause marks the error as secondary.
         if lost:
-            cause: ConnectionError = ConnectionResetError(f"rank {rank} is gone")
+            cause: ConnectionError = ConnectionResetError(f"rank {rank} has left")
             raise TrainingError(f"rank {rank} ended while rank {self._rank} waited for its gradients.") from cause
         if waited_s > timeout_s:
-            cause = ConnectionAbortedError(f"rank {rank} is silent")
+            cause = ConnectionAbortedError(f"rank {rank} did not arrive")
             raise TrainingError(
-                f"rank {rank} brought no gradients in {timeout_s:g} s (strategy.timeout_s), says rank {self._rank}."
+                f"rank {rank} sent no gradients to rank {self._rank} in {timeout_s:g} s (strategy.timeout_s)."
             ) from cause
 
     def close(self) -> None:
-        """Mark this rank as gone for the others."""
+        """Mark this rank as left for the others."""
         self._words[self._rank * _WORDS + _GONE] = 1
 
 
@@ -165,7 +165,7 @@ def _make(size: int) -> int:
 
 
 def available_bytes() -> int:
-    """Return how much new allocations may take without swapping, as estimated by Linux."""
+    """Return the bytes that new allocations may take without swapping, as estimated by Linux."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
@@ -196,7 +196,7 @@ def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
 
 
 class SharedMemoryReducer(FlatReducer):
-    """Sums over the ranks of one host through memory that all have mapped.
+    """Sums over the ranks of one host through memory that all of them have mapped.
 
     Args:
         timeout_s: seconds to wait for another rank in an exchange.
@@ -235,7 +235,7 @@ class SharedMemoryReducer(FlatReducer):
         flat.copy_(segment.total)
 
     def close(self) -> None:
-        """Mark this rank as gone for the others, and release the memory."""
+        """Mark this rank as left for the others, and release the memory."""
         super().close()
         if self._segment is not None:
             self._segment.close()

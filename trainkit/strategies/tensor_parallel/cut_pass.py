@@ -25,10 +25,10 @@ class CutPass(RankPass):
     """The pass of a rank with a part of each layer of a plan.
 
     Args:
-        fitted: matches the plan with a model.
-        degree: ranks that each layer is cut over.
-        by_gloo: whether gloo is the backend: that of ranks on the CPU.
-        gathered: the pass of a rank whose parts are sharded over the replicas; None: they are not.
+        fitted: function that matches the plan with a model.
+        degree: number of ranks over which each layer is sharded.
+        by_gloo: whether the backend is gloo, that of ranks on the CPU.
+        gathered: the pass of a rank whose parts are sharded over the replicas; None: they are not sharded.
     """
 
     cuts_operations = True
@@ -41,7 +41,7 @@ class CutPass(RankPass):
         self.sums_in_master_dtype = gathered is not None  # type: ignore[misc]
 
     def prepare(self, model: nn.Module) -> None:
-        """Keep the first rank's part of each layer, and let the layers exchange activations."""
+        """Keep the first rank's part of each layer, and register the exchange of activations of the layers."""
         fit = self._fitted(model)
         cut_parameters(model, fit, place=0, degree=self._degree, is_first=True)
         self._gathered.prepare(model)
@@ -58,13 +58,13 @@ class CutPass(RankPass):
 
 
 class _ExchangeWithoutData(Exchange):
-    """Changes layouts as the first rank of a mesh does: it allocates the same tensors, and sends nothing."""
+    """Changes layouts like the first rank of a mesh: it allocates the same tensors, and sends nothing."""
 
     def __init__(self, degree: int, regions: ActivationRngRegions, *, by_gloo: bool) -> None:
         self.regions, self.place, self.degree, self._by_gloo = regions, 0, degree, by_gloo
 
     def vocabulary_part(self, layer: nn.Linear) -> VocabularyPart:  # noqa: ARG002 - the first rank has the first tokens
-        """Return the tokens of the first rank, whose exchange is in place."""
+        """Return the tokens of the first rank; their collectives are in place."""
         return _VocabularyWithoutData(None, start=0)  # type: ignore[arg-type]
 
     def changed(self, tensor: Tensor, layout: Placement, to: Placement, *, used_by_parts: bool = False) -> Tensor:
@@ -75,7 +75,9 @@ class _ExchangeWithoutData(Exchange):
         return found
 
     def allocated(self, tensor: Tensor, layout: Placement, to: Placement) -> Tensor:
-        """Return what DTensor's `redistribute` returns, with the temporary tensors of its functional collectives."""
+        """Return the result of DTensor's `redistribute`, allocating the temporary tensors of its functional
+        collectives.
+        """
         if layout == to:
             return tensor.view_as(tensor)
         if isinstance(layout, Shard):
@@ -91,11 +93,11 @@ class _ExchangeWithoutData(Exchange):
         tensor = tensor.contiguous()
         stacked = tensor.new_empty((tensor.shape[0] * self.degree, *tensor.shape[1:]))
         if self._by_gloo:
-            torch.empty_like(stacked)  # gloo receives into memory of its own
+            torch.empty_like(stacked)  # gloo receives into separate memory
         return stacked if dim == 0 else torch.cat(stacked.chunk(self.degree), dim=dim)
 
     def _sum_by_parts(self, tensor: Tensor, dim: int) -> Tensor:
-        """Lay the parts after each other, and keep the first one of the sum."""
+        """Concatenate the parts, and keep the first one of the sum."""
         laid = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.degree, dim))
         kept = laid.new_empty((laid.shape[0] // self.degree, *laid.shape[1:]))
         if self._by_gloo:

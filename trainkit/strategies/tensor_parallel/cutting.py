@@ -1,7 +1,7 @@
 """Shard the parameters of a model, and exchange activations between its modules.
 
-Parameters become this rank's parts, as plain tensors: the module's own code computes with them as with any weight.
-Inputs and outputs change their layout by DTensor, in the forward pass and, by autograd, in the backward pass.
+Parameters become this rank's parts, as plain tensors: the module's own code uses them like any weight. Inputs and
+outputs change their layout by DTensor, in the forward pass and, by autograd, in the backward pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ActivationRngRegions:
         self._generators = [torch.default_generator] if draws else []
         if draws:
             self._generators += [torch.cuda.default_generators[d.index or 0] for d in devices if d.type == "cuda"]
-        self._inside: tuple[int, int] | None = None  # the key inside, and the one before
+        self._inside: tuple[int, int] | None = None  # the key inside, and the previous one
 
     def _enter(self, name: str) -> None:
         for generator in self._generators[:1]:
@@ -70,7 +70,7 @@ class ActivationRngRegions:
 def cut_parameters(
     model: nn.Module, fit: MatchedPlan, *, place: int, degree: int, is_first: bool
 ) -> dict[str, ShardSlice]:
-    """Keep of each parameter only the part of a rank.
+    """Reduce each parameter to the part of this rank.
 
     Returns:
         The slice of each parameter, by canonical name.
@@ -102,7 +102,7 @@ def exchange_activations(fit: MatchedPlan, exchange: Exchange) -> None:
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The tokens whose scores one rank computes, and the exchange with the ranks that compute the others."""
+    """The tokens whose scores one rank computes, and the collectives with the ranks of the other tokens."""
 
     mesh: DeviceMesh
     """The ranks of one replica."""
@@ -110,7 +110,7 @@ class VocabularyPart:
     """The first token of this rank."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyPart:
-        """Return itself: a copy of the model is on the same ranks."""
+        """Return this object: a copy of the model is on the same ranks."""
         return self
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Exchange:
         self.place, self.degree = mesh.get_local_rank(), mesh.size()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
-        """Return itself: a copy of the model is on the same ranks."""
+        """Return this object: a copy of the model is on the same ranks."""
         return self
 
     def vocabulary_part(self, layer: nn.Linear) -> VocabularyPart:
@@ -145,7 +145,7 @@ class Exchange:
         """Return a tensor in another layout.
 
         Args:
-            tensor: this rank's, in `layout`.
+            tensor: the tensor of this rank, in `layout`.
             layout: its layout.
             to: the required layout.
             used_by_parts: whether every rank uses it for its own part of the result, so that gradients are parts of a
@@ -227,6 +227,6 @@ def _stretch(one: MatchedModule, exchange: Exchange, outputs: Tensor) -> Tensor:
     if outputs.shape[1] % exchange.degree:
         raise TrainingError(
             f"{one.name} gives sequences of {outputs.shape[1]}, which strategy.degree={exchange.degree} does not "
-            "divide: sequence_split makes stretches of one length. Use another length, or a plan without sequence."
+            f"divide: sequence_split needs parts of equal length. Use another length, or a plan without sequence."
         )
     return exchange.changed(outputs, Replicate(), Shard(1))

@@ -1,8 +1,8 @@
 """Match the patterns of a plan with the modules of a model, and validate them.
 
-A style says how a module is sharded over the ranks of a replica: the dim of its weights, and the layouts of its input
-and output. Activations between modules are plain tensors in one of three layouts: *whole* on every rank, *cut* in the
-last dim (features), or a *stretch* of dim 1 (the sequence).
+A style defines how a module is sharded over the ranks of a replica: the dim of its weights, and the layouts of its
+input and output. Activations between modules are plain tensors in one of three layouts: `whole` on every rank, `cut` in
+the last dim (features), or a `stretch`, a slice of dim 1 (the sequence).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Style:
     """One way to shard a module."""
 
     name: str
-    """Its name in a plan."""
+    """Name of the style in a plan."""
     linear: Mapping[str, int] | None = None
     """Parameter -> the sharded dim, of an nn.Linear; None: the style does not support it."""
     embedding: Mapping[str, int] | None = None
-    """The same for an nn.Embedding."""
+    """Parameter -> the sharded dim, of an nn.Embedding; None: the style does not support it."""
     other: bool = False
     """Whether it supports any module: only activations are sharded."""
     takes: Layout = "whole"
-    """The layout of its input."""
+    """The layout of the input."""
     gives: Layout = "whole"
-    """The layout of its output."""
+    """The layout of the output."""
     sums: bool = False
     """Whether every rank's output is a part of a sum that must be added up."""
 
@@ -108,9 +108,9 @@ def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degr
     (`blocks.*.mlp.expand`), or one on classes (`type:Linear`). The first matching pattern applies.
 
     Args:
-        model: may be on the meta device.
-        plan: pattern -> style; `auto`: the model's own, `tensor_plan(degree)`.
-        degree: number of ranks that a module is sharded over.
+        model: the model, possibly on the meta device.
+        plan: pattern -> style; `auto`: the plan of the model, `tensor_plan(degree)`.
+        degree: number of ranks over which a module is sharded.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -133,12 +133,14 @@ def shares_rng_across_ranks(model: nn.Module, fit: MatchedPlan) -> list[Problem]
     drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
     if cut is None or drawing is None:
         return []
-    rule = f"cuts the sequence, and {drawing} would draw the same for each stretch. Use no dropout, or no sequence."
+    rule = (
+        f"shards the sequence, and {drawing} would draw the same numbers in each part. Use no dropout, or no sequence."
+    )
     return [Problem(key=f"{_KEY}.{cut.pattern}", value=cut.style.name, rule=rule)]
 
 
 def described(fit: MatchedPlan) -> str:
-    """Describe which modules are sharded, and how.
+    """Describe the sharded modules and their styles.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -159,7 +161,7 @@ def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
         found: Mapping[str, str] = own(degree)
         return found
     kind = type(model).__name__
-    rule = f"{kind} brings no plan along. Name its layers and how each is cut, {{expand:colwise,project:rowwise}}."
+    rule = f"{kind} has no plan. Name its layers with their styles, {{expand:colwise,project:rowwise}}."
     return Problem(key=_KEY, value="auto", rule=rule)
 
 
@@ -178,13 +180,13 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[MatchedModu
         if not found:
             problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=_unknown(pattern, modules)))
         elif all(name in taken for name in found):
-            rule = f"names nothing that is left: {found[0]} is in {taken[found[0]].pattern} already."
+            rule = f"names no remaining module: {found[0]} is in {taken[found[0]].pattern} already."
             problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
         for name in found:
             one = MatchedModule(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
             taken.setdefault(name, one)
     if not plan:
-        rule = "cuts nothing. Name layers and how each is cut, {expand:colwise,project:rowwise}, or use auto."
+        rule = "shards nothing. Name layers with their styles, {expand:colwise,project:rowwise}, or use auto."
         problems.append(Problem(key=_KEY, value="{}", rule=rule))
     return [taken[name] for name in modules if name in taken], problems
 
@@ -221,7 +223,7 @@ def _one_a_pattern(chosen: Sequence[MatchedModule]) -> Iterator[MatchedModule]:
 
 
 def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
-    """Return why a module cannot be sharded by its style; None: it can."""
+    """Return why a module cannot be sharded by its style; None if it can."""
     style, module = one.style, one.module
     dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
     if dims is None:
@@ -247,9 +249,9 @@ def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None
 def _uncuttable(one: MatchedModule, model: nn.Module) -> str | None:
     owner = model.get_submodule(one.name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention):
-        return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be cut."
+        return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be sharded."
     if isinstance(one.module, nn.Embedding) and (one.module.sparse or one.module.max_norm is not None):
-        return f"{one.name} has sparse gradients or a largest norm, which need its rows whole: it cannot be cut."
+        return f"{one.name} has sparse gradients or a largest norm, which need whole rows: it cannot be sharded."
     return None
 
 
@@ -271,6 +273,6 @@ def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, 
 def _tied_problem(uses: Sequence[tuple[str, int | None, MatchedModule | None]]) -> Problem:
     name, dim, one = next((name, dim, one) for name, dim, one in uses if dim is not None and one is not None)
     other, how, _ = next(use for use in uses if use[1] != dim)
-    is_cut = "is whole" if how is None else f"is cut by its {'columns' if how else 'rows'}"
-    rule = f"{name} and {other} are one parameter (tied), and {other} {is_cut}. Cut both alike, or neither."
+    is_cut = "is not sharded" if how is None else f"is sharded by {'columns' if how else 'rows'}"
+    rule = f"{name} and {other} are one parameter (tied), and {other} {is_cut}. Shard both in the same way, or neither."
     return Problem(key=f"{_KEY}.{one.pattern}", value=one.style.name, rule=rule)

@@ -69,10 +69,10 @@ from trainkit.strategies.traffic import ModuleCall, StepCut, Transfer, WorkShare
 
 @dataclass(frozen=True, kw_only=True)
 class OnMesh(SingleDevicePlacement):
-    """A rank's device and its place on the mesh."""
+    """The device of a rank and its place on the mesh."""
 
     axes: Axes = field(default_factory=Axes)
-    """How the ranks are arranged."""
+    """The axes along which the ranks are arranged."""
     rank: int = 0
     """This rank."""
     mesh: DeviceMesh | None = None
@@ -89,10 +89,10 @@ class OnMesh(SingleDevicePlacement):
 
 
 def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
-    """Return the slice of a part of a part in the full tensor.
+    """Return the slice of the full tensor that a part of a part is.
 
     Args:
-        outer: the slice of the layer's part.
+        outer: the slice of this rank's part of the layer.
         part: a DTensor, sharded over the replicas, or a plain tensor, which is the whole part.
     """
     inner = ShardSlice.of(part, is_first=outer.is_written)
@@ -104,7 +104,7 @@ def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
 def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
     """Broadcast the whole tensors of the first rank, and the parts of the first replica; collective.
 
-    A model may draw numbers that no seed controls. Parts that are sharded over replicas are equal already.
+    A model may draw numbers that no seed controls. Parts that are sharded over replicas are already equal.
     """
     if place.mesh is None or place.axes.shard > 1:
         return
@@ -121,7 +121,7 @@ def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
 
 
 def drifted_part(replica: ShardedReplica) -> str | None:
-    """Return the first parameter of which two ranks hold the same part in different bits; collective."""
+    """Return the first parameter whose same part has different bits on two ranks; collective."""
     names = list(replica.parts)
     rows = [
         [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
@@ -142,7 +142,7 @@ def drifted_part(replica: ShardedReplica) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(ProcessGroupOptions, Strategy):
-    """Train replicas of which each layer is cut over `degree` ranks.
+    """Train replicas whose layers are each sharded over `degree` ranks.
 
     Example:
         >>> len(TensorParallel(degree=2, replicas=2).tasks(PlanContext()))
@@ -155,15 +155,17 @@ class TensorParallel(ProcessGroupOptions, Strategy):
     )
 
     degree: Annotated[int, placement, at_most(MOST_PROCESSES)] = 1
-    """Ranks that each layer of the plan is cut over; 1 cuts nothing."""
+    """Number of ranks over which each layer of the plan is sharded; 1 shards nothing."""
     shard: Annotated[bool, placement] = False
-    """Cut what a rank holds over the replicas as well, and gather it block by block, as fsdp does."""
+    """Shard the parts of a rank over the replicas as well, and gather them block by block, as in fsdp."""
     plan: Annotated[Mapping[str, str] | Literal["auto"], placement] = "auto"
-    """Module names, their ends or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own plan."""
+    """Module names, suffixes of names or globs, each with a style (`colwise`, `rowwise` ...); `auto`: the model's own
+    plan.
+    """
 
     @property
     def ranks_a_replica(self) -> int:
-        """The ranks that each layer is cut over."""
+        """The number of ranks over which each layer is sharded."""
         return max(self.degree, 1)
 
     def validate(self, context: PlanContext) -> list[Problem]:
@@ -172,7 +174,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             return [Problem(key="strategy.degree", value=self.degree, rule="must be 1 or more.")]
         problems = [*super().validate(without_order(context)), *sharding_problems(context)]
         if self.degree == 1 and self.plan != "auto":
-            rule = "has no effect with strategy.degree=1, which cuts nothing. Use a degree of 2 or more."
+            rule = "has no effect with strategy.degree=1, which shards nothing. Use a degree of 2 or more."
             problems.append(Problem(key="strategy.plan", value=_plan_text(self.plan), rule=rule))
         if self.shard and not problems and self.num_replicas(context) == 1:
             rule = "has no effect with 1 replica. Use strategy.replicas=2 or more."
@@ -185,7 +187,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return {"replicas": 1, "degree": count}
 
     def withheld(self, context: PlanContext) -> Mapping[Access, str]:
-        """Return what needs whole parameters, where ranks hold parts of them."""
+        """Return the access to whole parameters that is refused because ranks hold only parts."""
         if self.shard and self.num_replicas(context) > 1:
             return withheld_where_sharded("tensor_parallel")
         found = withheld_where_sharded("tensor_parallel") if self.degree > 1 else {}
@@ -200,19 +202,22 @@ class TensorParallel(ProcessGroupOptions, Strategy):
     def notes(self, model: nn.Module) -> tuple[str, ...]:
         """Return notes: how layers are sharded, and whether their random numbers differ from those of one device."""
         if self.degree == 1:
-            return ("strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",)
+            return ("strategy.degree=1 shards no layer: every rank has a whole replica, as in strategy=mirrored.",)
         fit = self._fitted(model)
         if fit.problems or not fit.chosen:
             return ()
         whole = sum(param.numel() for name, param in model.named_parameters() if name not in fit.dims)
         count = sum(param.numel() for param in model.parameters())
-        line = f"cut over {self.degree} ranks: {described(fit)}. {whole:,} of {count:,} parameters are whole on each."
+        line = (
+            f"sharded over {self.degree} ranks: {described(fit)}. "
+            f"Each rank has {whole:,} of {count:,} parameters whole."
+        )
         if not any(draws_at_random(module) for module in model.modules()):
             return (line,)
-        return (line, "the model draws random numbers: where layers are cut, alike in distribution only.")
+        return (line, "the model draws random numbers: for sharded layers, only the distribution is the same.")
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return the memory of a rank, and the vector that replicas exchange, unless backward sums by parts."""
+        """Return the memory of a rank, and the vector that replicas exchange, unless backward sums in parts."""
         return ModelMemory(
             resident=self._resident_elements(model, context),
             transient=self._transient_elements(model, context),
@@ -222,7 +227,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         )
 
     def _resident_elements(self, model: nn.Module, context: PlanContext) -> dict[str, int]:
-        """Count the elements of a rank's part of each cut parameter; with `shard`, of its rows of all parameters."""
+        """Count the elements of each sharded parameter on a rank; with `shard`, of its rows of all parameters."""
         fit, sharers = self._fitted(model), self.num_replicas(context) if self.shard else 1
         found = {}
         for name, param in model.named_parameters():
@@ -233,7 +238,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return found
 
     def _transient_elements(self, model: nn.Module, context: PlanContext) -> int:
-        """With `shard`, count the model's own tensors, two blocks, the gradients of one, and their send buffers."""
+        """Count, with `shard`, the unsharded tensors, two blocks, the gradients of one, and their send buffers."""
         if not self.shard or self.num_replicas(context) == 1:
             return 0
         fit = self._fitted(model)
@@ -267,7 +272,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         )
 
     def rank_passes(self, model: nn.Module, context: PlanContext, shard: PlannedShard) -> tuple[RankPass, ...]:  # noqa: ARG002 - any
-        """Return the pass of a rank with a part of each layer; none where a rank has whole layers."""
+        """Return the pass of a rank with a part of each layer; none if a rank has whole layers."""
         by_gloo, sharers = self.tasks(context)[0].device == "cpu", self.num_replicas(context)
         gathered = None
         if self.shard and sharers > 1:
@@ -278,14 +283,14 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return (CutPass(self._fitted, self.degree, by_gloo=by_gloo, gathered=gathered),)
 
     def work_share(self, cut: StepCut) -> WorkShare:  # noqa: ARG002 - the same of any number of shards
-        """Return that of layers that are all cut."""
+        """Return the share if all layers are sharded."""
         return WorkShare(size=1 / self.degree)
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
         """Join the other ranks, and keep this rank's part of every layer of the plan.
 
         Raises:
-            ConfigError: the plan does not fit the model, or the degrees do not make up the ranks of the run.
+            ConfigError: the plan does not fit the model, or the degrees do not multiply to the number of ranks.
         """
         ranks = self.join(request.identity)
         place, cuts = self._place(request.identity), dict[str, ShardSlice]()
@@ -309,7 +314,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         """Return the device of this rank, and its place on the mesh; collective.
 
         Raises:
-            ConfigError: the degrees do not make up the ranks of the run.
+            ConfigError: the degrees do not multiply to the number of ranks.
         """
         device = torch.device(identity.task.device)
         if identity.store is None:
@@ -328,7 +333,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         precision: Precision,
         placement: Placement,
     ) -> PlacedModel:
-        """Keep this rank's part of each layer of the plan, and let the layers exchange activations.
+        """Keep this rank's part of each layer of the plan, and register the exchange of activations of the layers.
 
         Raises:
             ConfigError: the plan does not fit the model.

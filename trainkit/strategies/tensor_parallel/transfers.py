@@ -1,4 +1,4 @@
-"""What the ranks of cut layers send each other in a step: activations, their gradients, and sums over the replicas."""
+"""The transfers between ranks of sharded layers in a step: activations, their gradients, and sums over the replicas."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
 @dataclass(frozen=True, kw_only=True)
 class CutRanks:
-    """The ranks of a run, those of a replica as neighbours, and what they send."""
+    """The ranks of a run (those of a replica are neighbours), and the widths of sent elements."""
 
     ranks: Sequence[int]
     """All ranks that compute."""
     degree: int
-    """Ranks that each layer is cut over."""
+    """Number of ranks over which each layer is sharded."""
     device_type: str
     """cpu or cuda."""
     model_width: int
@@ -63,7 +63,7 @@ def activation_transfers(
 
     Args:
         fit: the plan.
-        calls: of its modules, in forward and backward of a shard that is not cut.
+        calls: calls of its modules in forward and backward of an unsharded replica.
         where: the ranks.
         cut: the shards of the step.
         repeats: whether a replica with fewer shards than others repeats one, because all of them exchange parameters.
@@ -95,14 +95,14 @@ def _flows(name: Collective, ranks: Sequence[int], num_bytes: float, device_type
 
 
 def sent_by(one: MatchedModule, call: ModuleCall, *, width: int) -> Iterator[tuple[Collective, int]]:
-    """Yield the collectives of a call of a sharded module, forward and backward, and the bytes of each whole tensor.
+    """Yield the collectives of a call of a sharded module, forward and backward, and the bytes of each full tensor.
 
-    They are those of DTensor for the layouts of `cutting`. A call that backward recomputes sends again what forward
-    sends.
+    They are those of DTensor for the layouts of `cutting`. A call that backward recomputes repeats the sends of
+    forward.
 
     Args:
         one: the module, with its style.
-        call: with the tensors of a replica that is not cut.
+        call: the call, with the tensors of an unsharded replica.
         width: bytes of an element of a parameter's gradient.
 
     Example:
@@ -125,20 +125,22 @@ def sent_by(one: MatchedModule, call: ModuleCall, *, width: int) -> Iterator[tup
 
 
 def _with_scores(one: MatchedModule, call: ModuleCall, chosen: Container[str]) -> ModuleCall:
-    """Return a call with scores in the place of their loss, unless the ranks compute that from their parts of them."""
+    """Return a call with scores instead of their loss, unless the ranks compute the loss from their parts of the
+    scores.
+    """
     layer: Any = one.module
     parents = one.name.split(".")[:-1]
     is_within = any(".".join(parents[:end]) in chosen for end in range(1, len(parents) + 1))
     if not call.has_loss or call.given is None or (one.style.name == "colwise_gathered" and not is_within):
         return call
-    if not hasattr(layer, "in_features"):  # a module around the output layer: its inputs are exchanged alone
+    if not hasattr(layer, "in_features"):  # a module around the output layer: only its inputs are exchanged
         return replace(call, has_loss=False)
     scores = replace(call.given, numel=call.given.numel // layer.in_features * layer.out_features)
     return replace(call, returned=scores, has_loss=False)
 
 
 def _of_loss(one: MatchedModule, call: ModuleCall) -> Iterator[tuple[Collective, int]]:
-    """Yield the exchange of an output layer of which each rank has a part of the vocabulary.
+    """Yield the exchange of an output layer whose vocabulary is sharded over the ranks.
 
     For each token a maximum, a sum, and two sums, in float32 at least; then the gradient of the layer's input.
     """
@@ -187,14 +189,14 @@ def _backward(one: MatchedModule, call: ModuleCall, width: int) -> Iterator[tupl
 def gradient_transfers(
     model: nn.Module, fit: MatchedPlan, where: CutRanks, cut: StepCut, *, shares: bool
 ) -> tuple[Transfer, ...]:
-    """Return the sums of gradients over the replicas, and the gathers of parameters that they share out.
+    """Return the sums of gradients over the replicas, and the gathers of parameters that are sharded over them.
 
     Args:
-        model: may be on the meta device; unchanged.
+        model: the model, possibly on the meta device; unchanged.
         fit: the plan.
         where: the ranks.
         cut: the shards of the step.
-        shares: whether what a rank holds is cut over the replicas as well.
+        shares: whether the parts of a rank are sharded over the replicas as well.
     """
     part = part_of(model, fit.dims, where.degree)
     if not shares:
@@ -213,7 +215,7 @@ def gradient_transfers(
 
 
 def part_of(model: nn.Module, dims: Mapping[str, int], degree: int) -> nn.Module:
-    """Return the model that a rank holds, without data.
+    """Return the model of a rank, without data.
 
     Example:
         >>> part = part_of(nn.Linear(4, 6), {"weight": 0}, 2)
@@ -230,5 +232,5 @@ def part_of(model: nn.Module, dims: Mapping[str, int], degree: int) -> nn.Module
 
 
 def _together(several: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:
-    """Return the transfers of groups of ranks that exchange the same at the same time."""
+    """Return the transfers of groups of ranks that make the same exchange at the same time."""
     return tuple(replace(alike[0], flows=joined(*(one.flows for one in alike))) for alike in zip(*several, strict=True))

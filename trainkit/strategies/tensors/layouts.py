@@ -3,7 +3,7 @@
 Fused kernels and flat exchanges walk memory linearly: for two tensors with different strides they would combine
 different elements. A parameter whose elements are contiguous in memory in any order of its dims (contiguous,
 channels_last, transposed) is *dense*, and gradients, optimizer slots and copies of it use its strides. `make_dense`
-copies any other. A `FlatBuffer` lays all tensors of a step's exchange into one vector. A `Placement` says on which
+copies all others. A `FlatBuffer` lays all tensors of a step's exchange into one vector. A `Placement` says on which
 device each tensor lies.
 """
 
@@ -44,7 +44,7 @@ def dense_strides(tensor: Tensor) -> Strides:
 
 
 def part_strides(shape: Sequence[int], whole: Strides) -> Strides:
-    """Return the strides of a dense part of a tensor whose dims lie in memory in the order of the whole's.
+    """Return the strides of a dense part of a tensor whose dims have the memory order of the whole tensor.
 
     Example:
         >>> part_strides((2, 5), (1, 4)), part_strides((2, 5), None)
@@ -83,7 +83,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
-    """Return a tensor with given strides: itself if it has them, else a view or a copy.
+    """Return a tensor with given strides: the tensor itself if it has them, else a view or a copy.
 
     Example:
         >>> in_layout(torch.ones(2, 3), (1, 2)).stride()
@@ -101,7 +101,7 @@ def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
 
 
 def make_dense(model: nn.Module) -> None:
-    """Copy the parameters and buffers of a model that are not dense; others stay.
+    """Copy the parameters and buffers of a model that are not dense; others do not change.
 
     Torch itself gives the gradient of such a parameter other strides than the optimizer's slots, and its fused kernels
     write over elements that do not belong to the parameter.
@@ -129,7 +129,7 @@ def layout_problems(model: nn.Module) -> list[Problem]:
     ]
 
 
-_REMEDY = "torch cannot update them apart. Make it a tensor of its own, nn.Parameter(tensor.clone())."
+_REMEDY = "torch cannot update them separately. Make it a tensor of its own, nn.Parameter(tensor.clone())."
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -155,12 +155,12 @@ class TensorPlaces:
     """The places of tensors that several devices of a replica hold."""
 
     places: tuple[int, ...]
-    """The place of each tensor, alike in every replica."""
+    """The place of each tensor, the same in every replica."""
     devices: tuple[torch.device, ...]
     """The device of each place in this replica; two places may be on one device."""
 
     def and_more(self, count: int) -> TensorPlaces:
-        """Return the places of these tensors and of some more beside the last one."""
+        """Return the places of these tensors and of `count` more at the place of the last one."""
         last = self.places[-1] if self.places else 0
         return TensorPlaces(places=(*self.places, *[last] * count), devices=self.devices)
 
@@ -183,7 +183,7 @@ class Placement(Protocol):
         ...
 
     def places_of(self, names: Sequence[str]) -> TensorPlaces | None:
-        """Return the places of parameters and buffers; None where all are on one device."""
+        """Return the places of parameters and buffers; None if all are on one device."""
         ...
 
     def move(self, model: nn.Module) -> nn.Module:
@@ -223,7 +223,7 @@ class FlatBuffer:
     """The layout of tensors in a flat vector.
 
     Args:
-        num_grads: how many of the tensors are gradients, which come first; None: all.
+        num_grads: number of gradients among the tensors, which come first; None: all.
         strides: the strides of each tensor's view, dense; None: all are contiguous.
         places: where the tensors are, if several devices hold them: `parts` then has a vector for each place.
 
@@ -261,7 +261,7 @@ class FlatBuffer:
 
     @cached_property
     def parts(self) -> tuple[FlatPart, ...]:
-        """The tensors of each place, with a vector on its device; one part where the tensors have no places."""
+        """The tensors of each place, with a vector on its device; one part if the tensors have no places."""
         if self.places is None:
             return (FlatPart(indices=tuple(range(len(self.shapes))), packing=self),)
         return tuple(self._part(place) for place in sorted(set(self.places.places)))
@@ -320,15 +320,15 @@ class FlatBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPart:
-    """Those tensors of a flat buffer that share a vector on one device."""
+    """The tensors of a flat buffer that share a vector on one device."""
 
     indices: tuple[int, ...]
-    """Their places in the whole buffer, ascending."""
+    """Indices of the tensors in the whole buffer, ascending."""
     packing: FlatBuffer
-    """Their layout."""
+    """Layout of these tensors."""
 
     def chosen(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the tensors of this part, of those of the whole buffer."""
+        """Return the tensors of this part, out of those of the whole buffer."""
         return [tensors[index] for index in self.indices]
 
 

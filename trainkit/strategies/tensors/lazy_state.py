@@ -12,7 +12,9 @@ from trainkit.adapters.average import AVERAGE
 
 
 class LazyStateDict(Mapping[str, Tensor]):
-    """Tensors by name on the host; each access may read a tensor again, so callers that need several parts keep it."""
+    """Tensors by name on the host; each access may read a tensor again, so callers that need several parts should keep
+    it.
+    """
 
     @abstractmethod
     def shape_of(self, name: str) -> torch.Size:
@@ -84,7 +86,8 @@ def model_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def averaged_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the parameters and buffers of a checkpoint, those with an average replaced by it, still read lazily.
+    """Return the parameters and buffers of a checkpoint, those with an average replaced by their average, still read
+    lazily.
 
     Example:
         >>> found = averaged_weights({"param/w": torch.zeros(1), "optimizer/average/w": torch.ones(1)})

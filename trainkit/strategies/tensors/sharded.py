@@ -28,9 +28,9 @@ class TensorShard:
     """
 
     tensor: Tensor
-    """The part itself."""
+    """The values of the part."""
     offset: tuple[int, ...]
-    """Its start in the full tensor, dim by dim."""
+    """Start of the part in the full tensor, dim by dim."""
     shape: tuple[int, ...]
     """The shape of the full tensor."""
 
@@ -60,7 +60,7 @@ ShardedState = Mapping[str, Sequence[TensorShard]]
 
 
 def nonfinite(pieces: ShardedState) -> list[str]:
-    """Return the names of the floating-point tensors with a shard that is not finite; waits for the device.
+    """Return the names of the floating-point tensors with a shard that is not finite; synchronises with the device.
 
     Example:
         >>> whole = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}

@@ -1,4 +1,4 @@
-"""Move many tensors between devices as one vector of bytes: one transfer, whatever their number, dtypes and strides.
+"""Move many tensors between devices as one vector of bytes: one transfer for any number, dtypes and strides.
 
 Each transfer costs a call of the driver, and one from or to ordinary memory of the host goes through a small buffer of
 the driver piece by piece, while the host waits. Here tensors are laid into a vector where they are, the vector travels,
@@ -19,16 +19,16 @@ from torch import Tensor
 from trainkit.strategies.tensors.layouts import Strides, dense_strides, view_of
 
 _ALIGNMENT: Final = 64
-"""Each tensor starts at a multiple of so many bytes: every dtype may be viewed there, and vectors of kernels fit."""
+"""Alignment of each tensor in bytes: it allows a view of every dtype, and vector instructions of kernels."""
 
 
 class TensorKind(NamedTuple):
-    """A tensor without its numbers."""
+    """Description of a tensor without its data."""
 
     shape: torch.Size
     dtype: torch.dtype
     strides: Strides = None
-    """Dense; None: contiguous."""
+    """Strides of a dense tensor; None: contiguous."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
@@ -37,12 +37,12 @@ class TensorKind(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of its elements."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class ByteLayout:
-    """The places of tensors in a vector of bytes.
+    """The positions of tensors in a vector of bytes.
 
     Example:
         >>> layout = ByteLayout([TensorKind(torch.Size([3]), torch.bfloat16), TensorKind(torch.Size([]), torch.int64)])
@@ -56,7 +56,7 @@ class ByteLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of the vector."""
+        """Number of bytes of the vector."""
         return self._starts[-1]
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -69,12 +69,12 @@ class ByteLayout:
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """Return (size,) uint8 memory of the host for a transfer from or to a device; page-locked where CUDA copies it."""
+    """Return (size,) uint8 memory of the host for a transfer from or to a device; page-locked if CUDA copies it."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class Parcel:
-    """Tensors of one device, laid into a vector that travels to other devices.
+    """Tensors of one device, packed into a vector for the transfer to other devices.
 
     Args:
         tensors: strided, one at least.
@@ -90,7 +90,7 @@ class Parcel:
         torch._foreach_copy_(self._layout.views(self._flat), list(tensors))
 
     def on(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors on another device; one that arrives on the host has arrived when this returns."""
+        """Return the tensors on another device; a transfer to the host is complete on return."""
         if device.type == "cpu":
             flat = host_bytes(self._layout.size, self._flat.device)
             flat.copy_(self._flat)
@@ -100,11 +100,11 @@ class Parcel:
 
 
 def moved(tensors: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Return tensors on a device: those of another device after one transfer, all others as they are.
+    """Return tensors on a device: those of another device after one transfer, all others unchanged.
 
     Args:
         tensors: strided or sparse; None stays None.
-        device: where they go.
+        device: the target device.
 
     Example:
         >>> there = moved([torch.ones(2, 3), None, torch.eye(3).to_sparse()], torch.device("meta"))
@@ -126,7 +126,7 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def assembled(like: Tensor, parts: Iterator[Tensor]) -> Tensor:
-    """Return the tensor whose parts come next; `like` is what they were parts of."""
+    """Return the tensor that consists of the next parts; `like` is the original tensor."""
     if not like.is_sparse:
         return next(parts)
     indices, values = next(parts), next(parts)

@@ -1,4 +1,4 @@
-"""What the ranks of a strategy send each other in a step: the bytes of each transfer, by sender and receiver."""
+"""The transfers between the ranks of a strategy in a step: the bytes of each, by sender and receiver."""
 
 from trainkit.strategies.traffic.dry_run import DryRun, ModuleCall, TensorFacts
 from trainkit.strategies.traffic.flows import Flows, all_gather, all_reduce, joined, reduce_scatter, times

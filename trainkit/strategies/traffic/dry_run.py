@@ -1,4 +1,4 @@
-"""What a run without data shows of a step: the calls of modules, and the state of the optimizer."""
+"""Facts about a step from a run without data: the calls of modules, and the state of the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TensorFacts:
     """The size of a tensor in a dry run."""
 
     numel: int
-    """Elements, of a replica that is not cut."""
+    """Number of elements, in an unsharded replica."""
     width: int
     """Bytes of an element."""
     requires_grad: bool = False
@@ -20,7 +20,7 @@ class TensorFacts:
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes, which are also those of its gradient."""
+        """Bytes of the tensor, which are also those of its gradient."""
         return self.numel * self.width
 
 
@@ -31,11 +31,11 @@ class ModuleCall:
     name: str
     """The canonical name of the module."""
     given: TensorFacts | None
-    """Its first argument; None if that is no tensor."""
+    """First argument of the call; None if it is not a tensor."""
     returned: TensorFacts | None = None
-    """Its output; None if that is no tensor, or if recomputation ended before."""
+    """Output of the call; None if it is not a tensor, or if recomputation ended earlier."""
     has_loss: bool = False
-    """Whether it returns the loss of its outputs in their place (`trainkit.objectives.from_hidden`)."""
+    """Whether it returns the loss of its outputs instead of the outputs (`trainkit.objectives.from_hidden`)."""
     is_again: bool = False
     """Whether backward recomputes it."""
 
@@ -44,11 +44,13 @@ class DryRun(Protocol):
     """Runs the largest shard of a step, or an update, on tensors without data."""
 
     def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
-        """Return the calls of modules in forward and backward of a shard, in order; None if it cannot run so.
+        """Return the calls of modules in forward and backward of a shard, in order; None if it cannot run without data.
 
         Args:
             names: canonical names of the modules.
         """
 
     def state_elements(self) -> int | None:
-        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run so."""
+        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run without
+        data.
+        """

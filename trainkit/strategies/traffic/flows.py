@@ -9,7 +9,7 @@ Flows = Mapping[tuple[int, int], float]
 
 
 def ring(ranks: Sequence[int], num_bytes: float) -> Flows:
-    """Return flows in which each rank sends so many bytes to the next one; none for a single rank.
+    """Return flows in which each rank sends `num_bytes` to the next one; none for a single rank.
 
     Example:
         >>> ring([0, 1, 2], 8.0)
@@ -46,7 +46,7 @@ def reduce_scatter(ranks: Sequence[int], num_bytes: float, *, device_type: str) 
 
 
 def reduce_to_first(ranks: Sequence[int], num_bytes: float) -> Flows:
-    """Return the flows of summing a vector on the first rank: a reduce-scatter, then each part goes there."""
+    """Return the flows of summing a vector on the first rank: a reduce-scatter, then each part is sent there."""
     return joined(all_gather(ranks, num_bytes), {(rank, ranks[0]): num_bytes / len(ranks) for rank in ranks[1:]})
 
 

@@ -27,18 +27,18 @@ class Vector:
 
     num_bytes: float
     element_bytes: int
-    """Bytes of an element on the way."""
+    """Bytes of a sent element."""
     bucket_mb: float = 25.0
     """MiB that the backend exchanges at once; 0: all."""
 
     @classmethod
     def of(cls, num_elements: int, width: int) -> Vector:
-        """Return a vector of elements of so many bytes, in the backend's own buckets."""
+        """Return a vector of elements of `width` bytes, in the backend's own buckets."""
         return cls(num_bytes=num_elements * width, element_bytes=width)
 
     @property
     def num_buckets(self) -> int:
-        """Exchanges into which the backend cuts it."""
+        """Number of exchanges into which the backend cuts the vector."""
         return max(1, math.ceil(self.num_bytes / (self.bucket_mb * 2**20))) if self.bucket_mb else 1
 
 
@@ -85,10 +85,10 @@ def powersgd(
 
     Args:
         ranks: the replicas.
-        vector: what the first steps send.
-        model: unchanged.
+        vector: the vector of the first steps.
+        model: the model; unchanged.
         rank: columns of the matrices.
-        after: the first steps.
+        after: number of first steps.
         sparse: the parameters whose gradients are not in the vector.
 
     Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, whose
@@ -98,7 +98,9 @@ def powersgd(
         return ()
     left_out = set(map(id, sparse))
     grads = [param for param in model.parameters() if param.requires_grad and id(param) not in left_out]
-    beside = vector.num_bytes - sum(param.numel() for param in grads) * vector.element_bytes  # buffers stay whole
+    beside = (
+        vector.num_bytes - sum(param.numel() for param in grads) * vector.element_bytes
+    )  # buffers are not compressed
     thin = sum(_thin_elements(tuple(param.shape), rank) for param in grads) * vector.element_bytes + beside
     rounds = 2 * (len(ranks) - 1)
     whole = all_reduce(ranks, vector.num_bytes)

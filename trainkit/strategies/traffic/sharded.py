@@ -13,21 +13,21 @@ from trainkit.strategies.traffic.transfers import Transfer
 
 @dataclass(frozen=True, kw_only=True)
 class Gathers:
-    """How often the units are gathered and summed in a step, and in which widths."""
+    """Numbers and widths of the gathers and sums of the units in a step."""
 
     groups: int
-    """Groups of ranks, each with a whole model."""
+    """Number of groups of ranks, each with a whole model."""
     device_type: str
     gathered_bytes: int
     """Bytes of an element of a gathered parameter."""
     summed_bytes: int
     """Bytes of an element of a gradient."""
     gathers: int
-    """Forward passes, each of which gathers each unit."""
+    """Number of forward passes, each of which gathers each unit."""
     sums: int
-    """Sums of the gradients of each unit."""
+    """Number of sums of the gradients of each unit."""
     again: bool = True
-    """Whether backward gathers the units again, but for the last one and the rest of the model, which stay gathered."""
+    """Whether backward gathers the units again, except the last one and the rest of the model, which stay unsharded."""
 
 
 def sharded_traffic(
@@ -36,7 +36,7 @@ def sharded_traffic(
     """Return the transfers of FSDP2 in a step; ranks of a group are neighbours.
 
     Each rank holds as many rows of a parameter as the first one, which may have more than the others: the rest is
-    padding, and is sent too.
+    padding, which is also sent.
     """
     size = len(ranks) // how.groups
     if size == 1:
@@ -74,7 +74,7 @@ def sharded_traffic(
 
 
 def _unit_params(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each unit, and then those of the model that are in none."""
+    """Yield the parameters of each unit, and then those of the model outside of units."""
     taken: set[int] = set()
     for unit in [*units, model]:
         found = [param for param in unit.parameters() if id(param) not in taken]
@@ -84,7 +84,7 @@ def _unit_params(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[list[
 
 
 def _gathered_again(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each unit but the last one in the order of the model."""
+    """Return the parameters of each unit except the last one, in the order of the model."""
     chosen = set(units)
     *_, last = [model, *(module for module in model.modules() if module in chosen)]
     kept = {id(param) for param in last.parameters()}

@@ -1,4 +1,4 @@
-"""The rows of tables with sparse gradients that a step touches at most, and their exchange between replicas."""
+"""The largest number of rows of tables with sparse gradients that a step reads, and their exchange between replicas."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainkit.strategies.traffic.flows import all_gather, joined
 from trainkit.strategies.traffic.transfers import StepCut, Transfer
 
 AT_MOST: Final = (
-    "the rows of sparse tables are counted as if each lookup of a step read a row of its own: equal indices make them "
-    "fewer."
+    "the rows of sparse tables are counted as if each lookup of a step read a different row: equal indices reduce "
+    "their number."
 )
 """The note of transfers of rows."""
 _INT32: Final = 2**31
@@ -23,7 +23,7 @@ _INT32: Final = 2**31
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
     """Return the tables with sparse gradients, by name.
 
-    A table whose weight another module uses as well is left out: the sum of its gradients is dense.
+    A table whose weight another module uses as well is excluded: the sum of its gradients is dense.
 
     Example:
         >>> list(sparse_tables(nn.Sequential(nn.Linear(2, 2), nn.Embedding(9, 2, sparse=True))))
@@ -46,14 +46,14 @@ class Lookups:
 
     table: nn.Embedding | nn.EmbeddingBag
     indices: int
-    """Indices of the forward pass."""
+    """Number of indices of the forward pass."""
     reads: int
-    """Indices of the forward pass and of its recomputation in backward."""
+    """Number of indices of the forward pass and of its recomputation in backward."""
     calls: int
-    """Lookups that follow each other, recomputed ones too."""
+    """Number of lookups in sequence, including recomputed ones."""
 
     def rows(self, shards: int) -> int:
-        """Return the rows that so many shards touch at most."""
+        """Return the largest number of rows that `shards` shards read."""
         return min(self.indices * shards, self.table.num_embeddings)
 
 
@@ -61,8 +61,8 @@ def lookups_of(model: nn.Module, cut: StepCut) -> Mapping[str, Lookups] | None:
     """Return the lookups of a shard in each table with sparse gradients; None if they are not known before the run.
 
     Args:
-        model: unchanged.
-        cut: with a dry run.
+        model: the model; unchanged.
+        cut: the cut of a step, with a dry run.
     """
     tables = sparse_tables(model)
     if not tables:
@@ -90,12 +90,12 @@ def weights_of(lookups: Mapping[str, Lookups]) -> list[Tensor]:
 def gathered_rows(
     lookups: Mapping[str, Lookups], ranks: Sequence[int], *, shards: int, width: int
 ) -> tuple[Transfer, ...]:
-    """Return the exchange of sparse gradients between replicas: every rank gathers the rows and values of all.
+    """Return the exchange of sparse gradients between replicas: every rank gathers the rows and values of all ranks.
 
     Args:
-        lookups: of a shard, by the name of the table.
+        lookups: the lookups of a shard, by the name of the table.
         ranks: the replicas.
-        shards: shards of the replica with the most.
+        shards: number of shards of the replica with the most.
         width: bytes of an element of a gradient.
     """
     if not lookups or len(ranks) == 1:

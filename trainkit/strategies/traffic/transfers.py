@@ -1,4 +1,4 @@
-"""The transfers of a step, and the protocol by which a strategy gives them.
+"""The transfers of a step, and the protocol by which a strategy describes them.
 
 Bytes are those of the tensors. Headers of TCP and of the transport, and the small sums of losses and counters, come on
 top: below 5 % of transfers of 100 kB and more.
@@ -25,37 +25,37 @@ class Transfer:
     """The bytes of a step that serve one purpose."""
 
     what: str
-    """What is sent: gradients, parameters, activations or variables."""
+    """Kind of data: gradients, parameters, activations or variables."""
     how: str
     """The operation, such as `all-reduce` or `pull`."""
     flows: Flows
     """Bytes of a step by sender and receiver."""
     messages: int = 1
-    """Messages of a rank that follow each other in a step: each costs the latency of a link."""
+    """Number of messages of a rank in sequence in a step; each costs the latency of a link."""
     overlaps: bool = False
-    """Whether ranks compute while it is under way."""
+    """Whether ranks compute during the transfer."""
     by: Literal["network", "memory"] = "network"
-    """The way: the links between devices, or memory of a host that all ranks map."""
+    """Path: the links between devices, or memory of a host that all ranks map."""
     first_step: int = 0
-    """The first step of the phase that has it."""
+    """The first step with this transfer."""
     end_step: int | None = None
-    """The first step after that phase; None: it lasts to the end."""
+    """The first later step without it; None: it lasts to the end."""
     every: int = 1
-    """Only the last of so many steps has it, counted from `first_step`."""
+    """Interval in steps between two transfers, counted from `first_step`; the last step of each interval has it."""
     note: str | None = None
-    """What its figures leave open."""
+    """Note about the limits of its figures."""
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that all ranks together send in a step that has it."""
+        """Bytes that all ranks together send in a step with this transfer."""
         return sum(self.flows.values())
 
     def lasts_at(self, step: int) -> bool:
-        """Return whether a step is in the phase that has it."""
+        """Return whether a step lies between `first_step` and `end_step`."""
         return self.first_step <= step and (self.end_step is None or step < self.end_step)
 
     def occurs_at(self, step: int) -> bool:
-        """Return whether a step has it.
+        """Return whether a step has this transfer.
 
         Example:
             >>> average = Transfer(what="parameters", how="all-reduce", flows={}, first_step=2, every=4)
@@ -67,14 +67,14 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCut:
-    """How a full step is cut, as far as the bytes of its transfers depend on it."""
+    """The division of a full step, as far as it determines the bytes of transfers."""
 
     num_shards: int
-    """Shards of the step, over all replicas."""
+    """Number of shards of the step, over all replicas."""
     num_replicas: int = 1
-    """Replicas that share them."""
+    """Number of replicas that share the shards."""
     dry_run: DryRun | None = field(default=None, compare=False)
-    """Runs the largest shard without data; None: what depends on it is not known."""
+    """The dry run of the largest shard; None: facts that need it are unknown."""
 
     def shards_of(self, replica: int) -> int:
         """Return the shards of a replica: the replicas take them in turn.
@@ -87,7 +87,7 @@ class StepCut:
 
     @property
     def shards_a_replica(self) -> int:
-        """Shards of the replica with the most.
+        """Number of shards of the replica with the most.
 
         Example:
             >>> StepCut(num_shards=5, num_replicas=2).shards_a_replica
@@ -113,12 +113,14 @@ def traffic_of(strategy: Strategy, model: nn.Module, context: PlanContext, cut: 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkShare:
-    """The share of a replica's work that each of its ranks does."""
+    """The share of a replica's work that each of its ranks computes."""
 
     operations: float = 1.0
-    """Of the operations: below 1 where a rank has some of the layers; waiting counts as operations."""
+    """Fraction of the operations of a replica that a rank runs (< 1 if it has only some layers); waiting counts as
+    operations.
+    """
     size: float = 1.0
-    """Of each operation: below 1 where every layer is cut. The host starts each of them all the same."""
+    """Fraction of each operation that a rank computes (< 1 if layers are sharded); kernel launches do not decrease."""
 
 
 @runtime_checkable
@@ -130,13 +132,15 @@ class DividesWork(Protocol):
 
 
 def work_share(strategy: Strategy, cut: StepCut) -> WorkShare:
-    """Return the share of a replica's work that each of its ranks does; all of it where one rank computes a replica."""
+    """Return the share of a replica's work that each of its ranks computes; everything if one rank computes a
+    replica.
+    """
     return strategy.work_share(cut) if isinstance(strategy, DividesWork) else WorkShare()
 
 
 @runtime_checkable
 class WaitsForStages(Protocol):
-    """A strategy whose devices wait for each other's results within a step."""
+    """A strategy whose devices wait for results of each other within a step."""
 
     def bubble(self, cut: StepCut) -> float:
         """Return the share of a step that each device waits, if all stages take equally long; pure."""
@@ -165,7 +169,7 @@ def precision_of(context: PlanContext) -> Precision:
 def exchanged_elements(model: nn.Module) -> int:
     """Return the elements of the vector that replicas sum: gradients, and buffers that forward passes update.
 
-    Of buffers those of batch normalisation count: torch has no other layer that updates one.
+    Only buffers of batch normalisation count: torch has no other layer that updates a buffer.
 
     Example:
         >>> exchanged_elements(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))

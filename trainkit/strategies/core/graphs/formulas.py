@@ -1,4 +1,4 @@
-"""The updates of torch's optimizers as plain tensor operations, which a compiler fuses with what precedes them.
+"""The updates of torch's optimizers as plain tensor operations, which a compiler fuses with the preceding operations.
 
 A value that changes from step to step (learning rate, bias corrections) is an element of a tensor: a number of Python
 would be a constant of the graph, and each step would compile another one.
@@ -20,16 +20,16 @@ class Formula(Protocol):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The slots of the optimizer that it reads and writes, all with the shape of the parameter."""
+        """The slots of the optimizer that the update reads and writes, all with the shape of the parameter."""
         ...
 
     @property
     def num_values(self) -> int:
-        """The numbers that change from step to step."""
+        """The number of values that change from step to step."""
         ...
 
     def values(self, lr: float, count: int) -> tuple[float, ...]:
-        """Return these numbers for an update.
+        """Return these values for an update.
 
         Args:
             lr: the learning rate.

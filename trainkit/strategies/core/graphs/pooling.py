@@ -17,16 +17,16 @@ from torch.nn.modules.utils import _pair
 
 _POOLS: Final = (functional.max_pool2d, torch.max_pool2d)
 _LEAST_ELEMENTS: Final = 1 << 18
-"""Elements of an input below which calling an operator of a library costs more than a slow kernel."""
+"""Number of input elements below which a call of a library operator costs more than a slow kernel."""
 _LEAST_CHANNELS: Final = 8
-"""Channels from which the kernel for channels that lie last is the faster one, copies of input and output included."""
+"""Number of channels from which the channels_last kernel is faster, including copies of input and output."""
 
 
 @torch.library.custom_op("trainkit::max_pool2d", mutates_args=(), device_types="cpu", tags=(torch.Tag.flexible_layout,))
 def _max_pool2d(  # noqa: PLR0917 - as torch calls an operator
     inputs: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the maxima and their places, in the memory format of the inputs."""
+    """Return the maxima and their indices, in the memory format of the inputs."""
     settings = (kernel, stride, padding, dilation, ceil_mode)
     if not inputs.is_contiguous() or inputs.shape[1] < _LEAST_CHANNELS:
         found: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(inputs, *settings)
@@ -81,7 +81,8 @@ _max_pool2d.register_autograd(_backward, setup_context=_save)
 
 
 def keep_pool_kernels(graph: fx.GraphModule, *, is_joint: bool) -> None:
-    """Replace the max pools of a graph for which torch's kernels are faster than compiled ones; the numbers stay.
+    """Replace the max pools of a graph for which torch's kernels are faster than compiled ones; the numbers do not
+    change.
 
     Args:
         graph: traced by torch.compile, with example values.
@@ -111,6 +112,6 @@ def _is_slow(node: fx.Node, *, is_joint: bool) -> bool:
 def settings_of(
     kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False, **_: Any
 ) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    """Return the arguments of a pool as the operator takes them; no stride is the size of the kernel."""
+    """Return the arguments of a pool in the form of the operator; without a stride, it is the kernel size."""
     kernel = [*_pair(kernel)]
     return kernel, [*_pair(stride)] if stride else kernel, [*_pair(padding)], [*_pair(dilation)], ceil_mode

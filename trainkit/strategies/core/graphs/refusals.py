@@ -1,4 +1,4 @@
-"""What `compile.mode=step` cannot make graphs of, found before anything starts."""
+"""Trainings that `compile.mode=step` cannot compile to graphs, found before anything starts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def step_problems(
     Args:
         model: the model, possibly without data.
         transforms: the requested transforms.
-        context: optimizer, objective and numbers settings.
-        traits: of the strategy.
+        context: optimizer, objective and `numerics` settings.
+        traits: traits of the strategy.
         strategy: the name of the strategy, for the message.
     """
     if transforms.compile_mode != "step":
@@ -37,7 +37,7 @@ def step_problems(
 def _of_strategy(traits: Traits, strategy: str) -> Iterator[str]:
     if not traits.compiles_step:
         other = "Leave it out" if traits.compiles == "nothing" else "Use compile.mode=default"
-        yield f"{strategy} takes no step as a graph. {other}, or use strategy=mirrored."
+        yield f"{strategy} does not run steps as graphs. {other}, or use strategy=mirrored."
     from torch._dynamo import config  # noqa: PLC0415 - slow to import, and most runs compile nothing
 
     if not hasattr(config, "trace_autograd_ops"):
@@ -46,9 +46,9 @@ def _of_strategy(traits: Traits, strategy: str) -> Iterator[str]:
 
 def _of_settings(context: PlanContext) -> Iterator[str]:
     if context.numerics.reproducible:
-        yield f"cannot be had with numerics.reproducible=true, whose order of summation is fixed. {_DEFAULT}"
+        yield f"does not work with numerics.reproducible=true, whose order of summation is fixed. {_DEFAULT}"
     if context.optimizers:
-        yield f"is for one update a step, and with optimizers there may be several. {_DEFAULT}"
+        yield f"supports one update per step, and with optimizers there may be several. {_DEFAULT}"
     elif context.optimizer is not None and context.optimizer not in FORMULAS:
         known = ", ".join(one.__name__ for one in FORMULAS)
         yield (

@@ -17,10 +17,10 @@ class ShardGradients:
     """Computes loss and gradients of a shard, with the numbers of `ShardStep`.
 
     Args:
-        replica: its model and its parameters.
-        training: the objective.
-        used: which parameters get a gradient, in canonical order; None: not known, and not checked.
-        by_others: whether shards of other ranks may use a parameter that one of this rank does not.
+        replica: provides the model and the parameters.
+        training: provides the objective.
+        used: for each parameter in canonical order, whether it gets a gradient; None: not known, and not checked.
+        by_others: whether shards of other ranks may use parameters that those of this rank do not use.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class ShardGradients:
     def __call__(
         self, batch: Batch, seed: Tensor
     ) -> tuple[Tensor, Tensor | float, tuple[Tensor, ...], list[Tensor | None]]:
-        """Return the loss, its weight, its terms, and the gradients in the masters' dtype; None where there is none.
+        """Return the loss, its weight, its terms, and the gradients in the masters' dtype; None for a parameter without
+        a gradient.
 
         Args:
             batch: a collated shard, on the device.

@@ -1,11 +1,11 @@
-"""Take the steps of a replica as graphs of torch.compile.
+"""Run the steps of a replica as graphs of torch.compile.
 
-Where nothing happens between the gradients of a step and its update, both are one graph: forward and backward of the
-last shard, clipping, the update of the optimizer. The shards before it are runs of a second graph, which adds their
-gradients to sums that this class holds. Where ranks exchange gradients, or a step may be left out, that second graph
-computes every shard, and clipping and the update are a graph of their own.
+If nothing happens between the gradients of a step and its update, both are one graph: forward and backward of the last
+shard, clipping, the update of the optimizer. Earlier shards are runs of a second graph, which adds their gradients to
+sums that this class holds. If ranks exchange gradients, or a step may be skipped, the second graph computes every
+shard, and clipping and the update are a separate graph.
 
-The first step of a start is eager: it shows which parameters get gradients, and makes the slots of the optimizer.
+The first step of a start is eager: it finds the parameters that get gradients, and creates the slots of the optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainkit.strategies.core.step import ShardStep, divisor_of
 
 
 class StepGraphs:
-    """The graphs of a replica's steps, made at the first step that needs them.
+    """The graphs of a replica's steps, created at the first step that needs them.
 
     Args:
         replica: a whole model on one device.
@@ -52,23 +52,25 @@ class StepGraphs:
         self._updates: Updates | None = None
         self._sums: list[Tensor | None] = []
         self.ready = False
-        """Whether an eager step has shown what the graphs need."""
+        """Whether an eager step has found the facts that the graphs need."""
 
     @classmethod
     def of(cls, request: SetupRequest, replica: Replica, shard_step: type[ShardStep]) -> StepGraphs:
-        """Return the graphs of a run whose request asks for them.
+        """Return the graphs of a run that requests them.
 
         Raises:
-            ConfigError: a class of the strategy takes the steps, which no graph would run.
+            ConfigError: a class of the strategy runs the steps, and a graph would not call it.
         """
         assert request.graphs is not None
         if shard_step is not ShardStep:
-            rule = f"{shard_step.__name__} takes the steps of this strategy, and no graph would run it. Leave it out."
+            rule = (
+                f"{shard_step.__name__} runs the steps of this strategy, and a graph would not call it. Leave it out."
+            )
             raise ConfigError([Problem(key="compile.mode", value="step", rule=rule)])
         return cls(replica, request.training, request.graphs)
 
     def forget(self) -> None:
-        """Take the next step eagerly: slots of the optimizer have been replaced."""
+        """Run the next step eagerly, because slots of the optimizer were replaced."""
         self.ready = False
 
     @contextmanager
@@ -76,7 +78,7 @@ class StepGraphs:
         """Run the eager step inside, without keys.
 
         Raises:
-            TrainingError: it has drawn random numbers.
+            TrainingError: the step has drawn random numbers.
         """
         self._keys.silence(silent=True)
         try:
@@ -88,7 +90,7 @@ class StepGraphs:
             self._keys.silence(silent=False)
 
     def learn(self, sums: Sequence[Tensor | None]) -> None:
-        """Take the coming steps as graphs, by what the sums of an eager step show.
+        """Run the following steps as graphs, by the layout of the sums of an eager step.
 
         Raises:
             TrainingError: a gradient is sparse, or the optimizer has hooks.
@@ -99,7 +101,8 @@ class StepGraphs:
             raise TrainingError("compile.mode=step: a gradient is sparse. Use compile.mode=default, or a dense one.")
         if stepper.has_other_hooks:
             raise TrainingError(
-                "compile.mode=step: hooks are registered on the optimizer, and no graph would call them. Remove them, "
+                "compile.mode=step: hooks are registered on the optimizer, and a graph would not call them. Remove "
+                "them, "
                 "or use compile.mode=default."
             )
         if self._updates is None:
@@ -111,7 +114,7 @@ class StepGraphs:
         self.ready = True
 
     def take(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Take a step whose gradients and update are one graph; only where `is_whole`."""
+        """Run a step whose gradients and update are one graph; only if `is_whole`."""
         replica, training, updates = self._replica, self._training, self._updates
         assert updates is not None
         batch_size = training.plan.batch_size(ticket.step)
@@ -256,7 +259,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 class _Sums:
-    """What the shards of a step add up to."""
+    """The sums over the shards of a step."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.loss_sum: Tensor | None = None

@@ -23,15 +23,15 @@ class Member:
     """A parameter that the optimizer updates."""
 
     place: int
-    """Its place among the trained parameters."""
+    """Index among the trained parameters."""
     formula: Formula
     first: int
-    """The place of its formula's first value among the values of a step."""
+    """Index of its formula's first value among the values of a step."""
 
 
 @dataclass(kw_only=True)
 class _Class:
-    """Parameters of one group that have seen equally many updates: they share the values of a step."""
+    """Parameters of one group with equally many updates, which share the values of a step."""
 
     formula: Formula
     base_lr: float
@@ -45,12 +45,12 @@ class _Class:
 class Updates:
     """Clips gradients and updates the parameters, their slots and their rounded copies, in place.
 
-    The slots must exist: the first step of an optimizer makes them.
+    The slots must exist: the first step of an optimizer creates them.
 
     Args:
-        replica: the parameters.
-        stepper: steps the optimizer; every group has a formula.
-        used: which parameters get a gradient.
+        replica: provides the parameters.
+        stepper: provides the optimizer; every group has a formula.
+        used: for each parameter, whether it gets a gradient.
     """
 
     def __init__(self, replica: Replica, stepper: OptimizerStepper, used: Sequence[bool]) -> None:
@@ -102,8 +102,8 @@ class Updates:
         """Update everything from mean gradients; return the global norm before clipping, if they are clipped. Traced.
 
         Args:
-            grads: one a parameter.
-            values: as `values` returns them.
+            grads: mean gradients, one per parameter.
+            values: the result of `values`.
             slots: `self.slots`.
             clips: whether gradients are scaled down to the largest norm.
         """

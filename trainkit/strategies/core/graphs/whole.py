@@ -15,7 +15,7 @@ from trainkit.strategies.core.graphs.pooling import keep_pool_kernels
 from trainkit.strategies.step_values import GraphSettings
 
 _MOST_GRAPHS: Final = 64
-"""Graphs of one function, for other shapes of a shard or other values in the model's code."""
+"""Largest number of graphs of one function, for other shapes of a shard or other values in the model's code."""
 
 
 class UntraceableError(Exception):
@@ -23,7 +23,7 @@ class UntraceableError(Exception):
 
 
 class GeneratorStates:
-    """The states of the generators that a step may draw from: torch's of some devices, `random` and NumPy.
+    """The states of the generators from which a step may draw: torch's of some devices, `random` and NumPy.
 
     Example:
         >>> before = GeneratorStates([])
@@ -52,12 +52,13 @@ class GeneratorStates:
 class WholeGraph:
     """A function that is compiled at its first call, as a whole, and again for other shapes.
 
-    Its guards notice code that behaves otherwise later. A graph fixes what it draws, so its first run shows it.
+    Guards detect code that behaves differently later. The random operations of a graph are fixed, so its first run
+    shows them.
 
     Args:
-        function: takes tensors, and values that contain tensors.
+        function: the function; its arguments are tensors, and values that contain tensors.
         settings: backend and mode of torch.compile.
-        device: of the tensors.
+        device: the device of the tensors.
         is_joint: whether the function computes gradients as well.
     """
 
@@ -83,7 +84,7 @@ class WholeGraph:
             made: Callable[..., Any] = lookup_backend(settings.backend)(graph, inputs, **options)
             self._drawn = drawing_operation(graph)
             if self._before is None:
-                GENERATORS_LOCK.acquire()  # until the graph has run: other threads draw from these generators, too
+                GENERATORS_LOCK.acquire()  # until the graph has run: other threads also draw from these generators
             self._before = GeneratorStates(self._devices)
             return made
 
@@ -93,8 +94,8 @@ class WholeGraph:
         """Run the function.
 
         Raises:
-            UntraceableError: it cannot be one graph.
-            TrainingError: it draws random numbers.
+            UntraceableError: the function cannot be one graph.
+            TrainingError: the function draws random numbers.
         """
         try:
             found = self._compiled(*args)
@@ -120,7 +121,7 @@ class WholeGraph:
 
 
 def refuse_draws(key: str, drawn: str | None) -> None:
-    """Raise an error that names what draws.
+    """Raise an error that names the source of the random numbers.
 
     Raises:
         TrainingError: always.
@@ -132,7 +133,7 @@ def refuse_draws(key: str, drawn: str | None) -> None:
 
 
 def drawing_operation(graph: fx.GraphModule) -> str | None:
-    """Return the module and the operation of the first operation of a graph that draws; None where none is found."""
+    """Return module and name of the first random operation of a graph; None if there is none."""
     for node in _nodes(graph):
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if node.op in {"call_function", "call_method"} and target in _DRAWS and node.kwargs.get("training", True):
@@ -160,7 +161,7 @@ def _nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _own_error(error: BaseException | None) -> TrainkitError | None:
-    """Return the error of trainkit, such as a hang, that tracing has turned into one of its own."""
+    """Return the error of trainkit, such as a hang, that tracing has wrapped in its own error."""
     while error is not None and not isinstance(error, TrainkitError):
         error = error.__cause__ or error.__context__
     return error

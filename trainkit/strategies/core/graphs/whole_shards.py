@@ -1,9 +1,9 @@
-"""Compute loss and gradients of a shard as compiled code as a whole, where a step draws no random number.
+"""Compile loss and gradients of a shard as one graph, if a step draws no random numbers.
 
 Keys of randomness are functions of Python around blocks, which no graph can hold: a model with keys is compiled block
-by block, and its loss is eager. A model and an objective that draw nothing need no keys. Whether they draw is found in
-three ways: their code is read, a first pass shows whether a generator moves, and the first run of each graph shows it
-again. A generator that moves there ends the run.
+by block, and its loss is eager. Without random numbers no keys are needed. This is checked in three ways: the code is
+inspected, a first pass shows whether a generator advances, and the first run of each graph checks it again; if a
+generator advances there, the run ends.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from trainkit.strategies.tensors.layouts import in_layout
 _LOG: Final = logging.getLogger(__name__)
 _FEW_OPERATIONS: Final = 100_000_000
 """Floating point operations of a forward pass below which one graph of both passes is faster than two: autograd calls
-the second through functions of Python, which takes as long as about so many operations.
+the second through functions of Python, which takes about as long as this many operations.
 """
 
 
 def makers_of(
     request: SetupRequest, replica: Replica, shard_step: type[ShardStep], *, is_whole: bool = True
 ) -> tuple[MakeStep[Replica], StepGraphs | None]:
-    """Return what makes the steps of a replica of a compiled run, and the graphs of whole steps, if it asks for them.
+    """Return the function that makes the steps of a replica in a compiled run, and the graphs of whole steps, if
+    requested.
 
     Args:
-        request: names what is compiled, in `graphs`.
-        replica: on its devices.
+        request: its `graphs` are the settings of compilation.
+        replica: the replica on its devices.
         shard_step: the class of a try at a step.
         is_whole: whether the strategy calls the whole model on one device.
 
     Raises:
-        ConfigError: a class of the strategy takes the steps, which no graph would run.
+        ConfigError: a class of the strategy runs the steps, and a graph would not call it.
     """
     settings = request.graphs
     assert settings is not None
@@ -63,7 +64,7 @@ def makers_of(
 
 
 def _may_be_whole(request: SetupRequest) -> bool:
-    """Return whether nothing that is known before the first step speaks against whole graphs of a shard."""
+    """Return whether the facts before the first step allow whole graphs of a shard."""
     training = request.training
     if request.optimizers or request.numerics.reproducible or type(training) is not StepContext:
         return False
@@ -76,7 +77,7 @@ class ShardGraph:
 
     Args:
         replica: a whole model on one device.
-        training: the objective.
+        training: provides the objective.
         settings: backend and mode of torch.compile.
     """
 
@@ -90,7 +91,7 @@ class ShardGraph:
         self._like = torch.zeros((), dtype=replica.precision.master_dtype, device=replica.device)
 
     def decide(self, work: WholeShards) -> None:
-        """Run a forward pass of the first shard, and discard it; the ranks agree on what it shows. Collective."""
+        """Run a forward pass of the first shard, and discard it; the ranks agree on its result. Collective."""
         found = self._probe(work) if work.ticket.shards else True
         ranks = self._replica.data_ranks
         if ranks.num_ranks > 1:
@@ -131,7 +132,7 @@ class ShardGraph:
         self._graph = WholeGraph(function, self._settings, replica.device, is_joint=self.is_joint)
 
     def run(self, *args: Any) -> Any:
-        """Run the graph; None where it cannot be one, now or any more: blocks are compiled then."""
+        """Run the graph; None if the shard cannot be one graph: blocks are compiled then."""
         try:
             return self._graph(*args)
         except UntraceableError as error:
@@ -146,7 +147,7 @@ class ShardGraph:
 
 
 def _has_channels_last(model: nn.Module) -> bool:
-    """Return whether the channels of a weight lie last: a backward graph of its own would copy gradients."""
+    """Return whether a weight is channels_last: a separate backward graph would copy its gradients."""
     last = torch.channels_last
     return any(
         p.dim() == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=last) for p in model.parameters()
@@ -154,7 +155,9 @@ def _has_channels_last(model: nn.Module) -> bool:
 
 
 def _has_own_derivative(loss: Tensor) -> bool:
-    """Return whether a loss comes through a function with a backward pass in Python, such as a loss in chunks."""
+    """Return whether the graph of a loss contains a function with a backward pass in Python, such as a loss in
+    chunks.
+    """
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()
@@ -168,7 +171,7 @@ def _has_own_derivative(loss: Tensor) -> bool:
 
 
 class WholeShards(ShardStep):
-    """One try at a step on one rank, whose shards are runs of a graph where that is possible."""
+    """One try at a step on one rank, whose shards are runs of a graph if possible."""
 
     def __init__(
         self, replica: Replica, ticket: Ticket, batches: Sequence[Batch], training: StepContext, *, graph: ShardGraph
@@ -178,7 +181,7 @@ class WholeShards(ShardStep):
         self._held: list[Tensor | None] | None = None
 
     def run(self) -> Sequence[Tensor | None]:
-        """Return what `ShardStep.run` returns; in the first step, decide what is compiled. Collective."""
+        """Run the step like `ShardStep.run`; in the first step, decide what is compiled. Collective."""
         graph = self._graph
         if graph.is_whole is None:
             graph.decide(self)

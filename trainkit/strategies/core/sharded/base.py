@@ -40,7 +40,7 @@ def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective
     """Broadcast rank 0's batch to every rank that has none; collective over all ranks.
 
     Args:
-        batch: this rank's own, which it keeps; None if it has none. Rank 0 has one.
+        batch: the batch of this rank, which it keeps; None if it has none. Rank 0 always has one.
         device: the device for collectives.
         all_ranks: all ranks.
 
@@ -62,7 +62,8 @@ def _described(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return {"value": leaf}
     raise TrainingError(
-        f"a batch holds a {type(leaf).__name__}, which cannot be told to a rank without a batch of its own. Choose "
+        f"a batch holds a {type(leaf).__name__}, which cannot be sent to a rank that has no shard in this step. "
+        f"Choose "
         "batch.micro_size so that every step has a shard for each rank, or use batch.drop_last=true."
     )
 
@@ -142,7 +143,7 @@ class ShardedWork(ShardStep):
         return self.batches[-1] if self.batches else replica.stand_in
 
     def _repeat(self, batch: Batch) -> None:
-        """Take part in the collectives of a shard, and add nothing."""
+        """Take part in the collectives of a shard, with weight 0."""
         seen, terms, self._counts = self.loss_sum, dict(self.terms), False
         self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
         self.loss_sum, self.terms, self._counts = seen, terms, True
@@ -170,11 +171,11 @@ class ShardedWork(ShardStep):
 
 
 CutModel = Callable[[nn.Module, Precision, Placement], nn.Module]
-"""Shards a model over the ranks: its parameters become DTensors in their stored dtype; collective."""
+"""Function that shards a model over the ranks: its parameters become DTensors in their stored dtype; collective."""
 
 
 def without_order(context: PlanContext) -> PlanContext:
-    """Return a context without the order of summation, which `sharding_problems` checks."""
+    """Return a context without the reproducible order of summation, which `sharding_problems` checks."""
     return replace(context, numerics=replace(context.numerics, reproducible=False))
 
 
@@ -192,22 +193,23 @@ def unsharded_model_problems(model: nn.Module) -> list[Problem]:
     found = sparse_problems(model, "which are not summed in parts")
     for name, param in model.named_parameters():
         if not param.dim():
-            rule = f"{name} has no dims, and cannot be cut. Give it the shape (1,)."
+            rule = f"{name} has no dims, and cannot be sharded. Give it the shape (1,)."
             found.append(Problem(key="model", rule=rule))
     return found
 
 
 def withheld_where_sharded(name: str) -> dict[Access, str]:
-    """Return what an objective cannot have of a model whose parameters are whole in its forward pass alone.
+    """Return the access that an objective cannot have to a model whose parameters are unsharded only in its forward
+    pass.
 
     Args:
         name: the strategy, for messages.
     """
-    choose = "Use strategy=mirrored, where each replica is whole"
+    choose = "Use strategy=mirrored, whose replicas are unsharded"
     return {
         Access.methods: f"{name} gathers parameters for forward only. {choose}, or let forward call them.",
         Access.parameters: f"each rank of {name} holds a part of them. {choose}.",
-        Access.derivatives: f"{name} lets go of gathered parameters after the first backward pass. {choose}.",
+        Access.derivatives: f"{name} reshards parameters after the first backward pass. {choose}.",
     }
 
 
@@ -237,7 +239,7 @@ def cuts_of(model: nn.Module, *, is_rank0: bool) -> dict[str, ShardSlice]:
 
 
 class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
-    """A rank with parts of the parameters, or whole ones if the replica has no cuts."""
+    """A rank with parts of the parameters, or unsharded ones if the replica has no slices."""
 
     def __init__(
         self,
@@ -280,5 +282,5 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
         return False
 
     def check_replicas(self) -> str | None:
-        """Return a parameter of which two ranks hold the same part in different bits; collective."""
+        """Return a parameter whose same part has different bits on two ranks; collective."""
         return self._check(self._replica)

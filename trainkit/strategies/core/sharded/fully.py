@@ -31,9 +31,9 @@ def give_freed_memory_back() -> bool:
     """Make this process return large blocks of memory as soon as they are freed; return whether the C library supports
     it.
 
-    Gathered parameters are allocated and freed all the time. After glibc has freed a block once, it keeps blocks of
-    that size on its heap from then on, up to 32 MiB, and the heap fragments: a rank's memory grows far beyond what it
-    needs. A fixed threshold costs new pages for every block above it.
+    Gathered parameters are allocated and freed repeatedly. Once glibc has freed a block, it keeps blocks of that size
+    (up to 32 MiB) on its heap, and the heap fragments: the memory of a rank grows far beyond its need. A fixed
+    threshold costs new pages for every block above it.
 
     Source: mallopt(3), M_MMAP_THRESHOLD.
     """
@@ -100,7 +100,7 @@ def modules_above(model: nn.Module, num_bytes: float) -> dict[str, nn.Module]:
 
 
 def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that share no parameter with the rest of the model, which keeps tied parameters."""
+    """Return the modules that share no parameter with the rest of the model, which keeps the shared ones."""
     owners = Counter(
         id(param)
         for module in model.modules()
@@ -132,7 +132,7 @@ def _above(name: str, module: nn.Module, num_bytes: float, taken: set[int]) -> I
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How parameters are sharded and gathered."""
+    """The way in which parameters are sharded and gathered."""
 
     mesh: DeviceMesh
     """One dim: sharded over its ranks. Two: replicated over the first, sharded over the second."""
@@ -152,9 +152,9 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     are summed in the master dtype.
 
     Args:
-        model: on the CPU or the device, in any dtype; or without data, and then its parameters are initialised one by
-            one.
-        units: modules that are gathered separately, inner ones first; the rest of the model is one more.
+        model: the model, on the CPU or the device, in any dtype; or without data: then its parameters are initialised
+            one by one.
+        units: modules that are gathered separately, inner ones first; the rest of the model is one more unit.
         sharding: the settings.
     """
     precision, policy, values = sharding.precision, _policy(sharding.precision), lazy_init_values(model)
@@ -167,7 +167,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         fully_shard(
             module,
             mesh=sharding.mesh,
-            reshard_after_forward=sharding.reshard_after_forward and module is not model,  # backward begins with it
+            reshard_after_forward=sharding.reshard_after_forward and module is not model,  # backward starts with it
             mp_policy=policy,
             offload_policy=offload,
         )
@@ -180,13 +180,13 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         _fill(model, values, sharding)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # the only one that gloo supports
+        module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
     precision.accept_floats(model)
     return model
 
 
 def _free_after_evaluation(model: nn.Module, *_: object) -> None:
-    """Free what a forward pass without backward has left gathered: an average may stand in for the shards meanwhile."""
+    """Reshard parameters after a forward pass without backward, because averages may replace the shards in between."""
     if not torch.is_grad_enabled():
         gathers_anew(model)
 
@@ -194,11 +194,11 @@ def _free_after_evaluation(model: nn.Module, *_: object) -> None:
 def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
     """Gather each module once in forward and once in backward, as the first forward pass calls them.
 
-    The last module that is called stays gathered between forward and backward, as the rest of the model does, because
-    backward begins with both.
+    The last module that is called stays gathered between forward and backward, like the rest of the model, because
+    backward starts with both.
 
     Args:
-        model: sharded; its modules that are gathered separately have been, too.
+        model: the sharded model, including its separately gathered modules.
         prefetches: whether each module begins the gather of the next one, in either direction. Gathers of gloo run
             before the next operation, and would only hold memory earlier.
     """
@@ -210,7 +210,7 @@ def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
     def after(*_: object) -> None:
         for handle in handles:
             handle.remove()
-        if called and len(set(called)) == len(called):  # a module that is called twice has no place in an order
+        if called and len(set(called)) == len(called):  # a module that is called twice has no unique position
             called[-1].set_reshard_after_forward(False, recurse=False)
             if prefetches:
                 _prefetch(model, called)
@@ -231,13 +231,13 @@ def _prefetch(model: Any, order: list[Any]) -> None:
 
 
 def reduces_when(model: nn.Module, is_last: bool) -> None:
-    """Set whether the next backward pass exchanges gradients, or accumulates them for one that will."""
+    """Set whether the next backward pass exchanges gradients, or accumulates them for a later one that will."""
     for module in _sharded(model):
         module.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def gathers_anew(model: nn.Module) -> None:
-    """Free all gathered parameters, because the shards were replaced."""
+    """Reshard all parameters, because the shards were replaced."""
     for module in _sharded(model):
         module.reshard()
 
@@ -247,7 +247,7 @@ def _sharded(model: nn.Module) -> Iterable[Any]:
 
 
 def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP's precision policy; autocast makes its own casts, so gathering casts only to a lower model dtype."""
+    """Return FSDP's precision policy; autocast casts by itself, so gathering casts only to a lower model dtype."""
     if precision.model_dtype is precision.master_dtype:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(

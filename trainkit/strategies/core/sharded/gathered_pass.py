@@ -1,9 +1,9 @@
 """The tensors that FSDP2 allocates in a forward and backward pass, on a model without data.
 
-Each rank gathers the parameters of a module into a flat tensor, copies them out into one tensor a parameter, and copies
-the gradients of the module into a flat tensor whose sum over the ranks it keeps a part of. The order of the allocations
-is that of torch 2.13, `torch.distributed.fsdp._fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`), and of
-`ProcessGroupGloo.cpp`, which copies the whole of what it gathers and sums.
+Each rank gathers the parameters of a module into a flat tensor, copies them out into one tensor per parameter, and
+copies the gradients into a flat buffer, reduce-scatters it and keeps its shard. The order of the allocations is that of
+torch 2.13, `torch.distributed.fsdp._fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`), and of
+`ProcessGroupGloo.cpp`, which copies all gathered and summed tensors.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from trainkit.strategies.memory_capabilities import RankPass
 
 @dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """How the parameters of a model are gathered, and their gradients summed."""
+    """Settings of the gathers of parameters and the sums of gradients."""
 
     num_ranks: int
-    """Ranks that a parameter is sharded over."""
+    """Number of ranks over which a parameter is sharded."""
     precision: Precision
     by_gloo: bool
-    """Whether gloo is the backend: that of ranks on the CPU."""
+    """Whether the backend is gloo, that of ranks on the CPU."""
     reshard_after_forward: bool = True
-    """Whether a module frees its gathered parameters between forward and backward; the model and the last do not."""
+    """Whether a module reshards after forward; the root module and the last one stay unsharded."""
     sums_each: bool = True
-    """Whether gradients are summed after each shard, or only after the last one, and kept whole until then."""
+    """Whether gradients are summed after each shard, or only after the last one; then they are unsharded until that."""
 
 
 @dataclass(kw_only=True)
@@ -41,11 +41,11 @@ class _Buffers:
     """Flat tensors that outlive the work of a module."""
 
     gathered: Tensor | None = None
-    """Of the last gather of a forward pass: freed by the next one."""
+    """Flat buffer of the last all-gather in forward; the next all-gather frees it."""
     summed: Tensor | None = None
-    """Of the last sum of gradients: freed before the next one."""
+    """Flat buffer of the last reduce-scatter; freed before the next one."""
     order: list[_Group] = field(default_factory=list)
-    """The groups, as their forward passes ended."""
+    """The groups, in the order in which their forward passes ended."""
 
 
 def _memory(num_bytes: int) -> Tensor:
@@ -64,11 +64,11 @@ class _Group:
         self._turns: list[int] = []
         self.in_backward = self.ended = False
         self.is_kept = not how.reshard_after_forward
-        """Whether it stays gathered between forward and backward."""
+        """Whether the parameters of this group stay unsharded until backward."""
         self.next: _Group | None = None
-        """The group whose gather it begins in forward."""
+        """The group that this group prefetches in forward."""
         self.adds = False
-        """Whether an earlier shard has left a part of the summed gradients."""
+        """Whether a part of the summed gradients of an earlier shard exists."""
         self.part: Tensor | None = None
         """The part of the summed gradients that this rank keeps."""
 
@@ -97,7 +97,7 @@ class _Group:
         self._buffers.order.append(self)
 
     def begin_backward(self, *_: object) -> None:
-        """Gather the parameters, and begin to gather those of the module before."""
+        """Gather the parameters, and begin to gather those of the previous module."""
         if self.in_backward:
             return
         self.in_backward = True
@@ -110,7 +110,7 @@ class _Group:
             self._buffers.order[turn - 1]._begin_gather()  # noqa: SLF001 - of its own class
 
     def recompute(self) -> None:
-        """Gather the parameters for a recomputation, if they are not."""
+        """Gather the parameters for a recomputation, unless they are unsharded."""
         self._begin_gather()
         self._end_gather(in_forward=False)
 
@@ -170,7 +170,7 @@ class GatheredPass(RankPass):
     """The pass of a rank with a part of each parameter.
 
     Args:
-        units: returns the modules of a model that are gathered separately, inner ones first; the rest is one more.
+        units: function that returns the separately gathered modules of a model, inner ones first; the rest is one more.
         how: the settings.
     """
 
@@ -181,7 +181,7 @@ class GatheredPass(RankPass):
         self._groups: dict[nn.Module, _Group] = {}
 
     def prepare(self, model: nn.Module) -> None:
-        """Let each unit gather its parameters when it computes."""
+        """Register hooks by which each unit gathers its parameters when it computes."""
         taken, found = set[int](), dict[nn.Module, _Group]()
         for module in [*self._units(model), model]:
             params = [param for param in module.parameters() if id(param) not in taken]
@@ -195,7 +195,7 @@ class GatheredPass(RankPass):
         model.register_forward_hook(self._after_forward)
 
     def _link(self, groups: Sequence[_Group], root: _Group | None) -> None:
-        """Let the model and its last module stay gathered, and with streams let each begin the gather of the next."""
+        """Keep the model and its last module unsharded, and, with streams, let each group prefetch the next."""
         for one in (root, *groups[-1:]):
             if one is not None:
                 one.is_kept = True
@@ -207,7 +207,7 @@ class GatheredPass(RankPass):
         self._buffers.gathered = None
 
     def keep_gradients(self, model: nn.Module) -> Sequence[Tensor]:  # noqa: ARG002 - the groups hold them
-        """Give groups the gradients of an earlier shard: summed parts, which the plan counts, or whole ones."""
+        """Give groups the gradients of an earlier shard: shards, which the plan counts, or unsharded ones."""
         for group in self._groups.values():
             if self._how.sums_each:
                 group.adds = True
@@ -263,6 +263,6 @@ class _After(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return their gradients."""
+        """Return the gradients of the inputs."""
         ctx.group.end_backward()
         return None, *grads

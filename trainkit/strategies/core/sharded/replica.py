@@ -1,4 +1,4 @@
-"""A replica whose parameters are cut over ranks: its own parts as plain tensors, which the optimizer steps."""
+"""A replica whose parameters are sharded over ranks: its own shards as plain tensors, which the optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ShardSlice:
     """
 
     offset: tuple[int, ...]
-    """Its start in the full tensor, dim by dim."""
+    """Start of the part in the full tensor, dim by dim."""
     size: tuple[int, ...]
-    """Its own shape."""
+    """Shape of the part."""
     shape: tuple[int, ...]
     """The shape of the full tensor."""
     is_written: bool
-    """Whether this rank writes it and counts it in sums; exactly one of the ranks with the same part does."""
+    """Whether this rank writes the part and counts it in sums; exactly one of the ranks with the same part does."""
 
     @classmethod
     def of(cls, tensor: Tensor, *, is_first: bool) -> Self:
@@ -64,7 +64,7 @@ class ShardSlice:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Its region in the full tensor."""
+        """Region of the part in the full tensor."""
         return region(self.offset, self.size)
 
     @property
@@ -77,7 +77,9 @@ class ShardSlice:
         return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return a copy of the part of a full tensor; one of another shape is not sharded and returned as it is."""
+        """Return a copy of the part of a full tensor; a tensor of another shape is not sharded and returned
+        unchanged.
+        """
         return whole[self.region].clone() if tuple(whole.shape) == self.shape else whole
 
 
@@ -87,7 +89,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _order(placements: tuple[Any, ...]) -> list[int]:
-    """Return the mesh axes in the order in which they shard: one that shards the parts of another comes last."""
+    """Return the mesh axes in the order in which they shard: an axis that shards the parts of another one comes
+    last.
+    """
     return sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor"))
 
 
@@ -97,16 +101,16 @@ def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
 
     @lru_cache(maxsize=4)
     def on_device(places: tuple[int, ...], like: tuple[torch.dtype, torch.device]) -> tuple[Tensor, Tensor]:
-        """Return (present gradients,) their places, and 1 for those counted here: copied to the device once."""
+        """Return (present gradients,) their indices, and 1 for those counted here: copied to the device once."""
         dtype, here = like
         written = torch.tensor([counts[place] for place in places], dtype=dtype, device=here)
         return torch.tensor(places, device=device), written
 
     def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
-        """Return (number of present gradients,) their norms; collective, and waits for no device."""
+        """Return (number of present gradients,) their norms; collective, without synchronisation with the device."""
         found = torch.zeros(len(cuts), dtype=norms.dtype, device=device)
         chosen, written = on_device(tuple(places), (norms.dtype, norms.device))
-        if order == float("inf"):  # values that are not finite must win, and a maximum may lose a NaN
+        if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
             found[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             return found[chosen]
@@ -122,12 +126,12 @@ class ShardedReplica(Replica):
     """The parts of a model on one rank.
 
     `params` and `masters` are this rank's parts of the trainable parameters, as plain tensors in the memory of the
-    model's own parameters: the optimizer, its kernels and the update are those of a whole replica. A single rank, which
-    shards nothing, has a whole replica.
+    model's own parameters: the optimizer, its kernels and the update are those of a whole replica. A single rank shards
+    nothing and has a whole replica.
 
     Args:
         cuts: the slice of each parameter, trainable or not; empty if the replica is whole.
-        expect: called before each shard with whether it is the last one of this rank and step.
+        expect: called before each shard; its argument is whether the shard is the last one of this rank and step.
         reload: called when parameters were replaced, so that the model frees gathered copies.
     """
 
@@ -145,7 +149,7 @@ class ShardedReplica(Replica):
         """The model's own parameters, which get the gradients of backward, by canonical name."""
         self.expect, self.reload = expect or (lambda _is_last: None), reload or (lambda: None)
         self.stand_in: Batch = None
-        """A batch for steps in which this rank has none, but must take part in the collectives of the others."""
+        """A batch for steps in which this rank has none but must take part in collectives."""
 
     def restricted(self, names: Container[str], stepper: Updater) -> Self:
         """Return a replica of the same parts of a model that computes and updates some of its parameters."""
@@ -157,7 +161,7 @@ class ShardedReplica(Replica):
 
     @property
     def counted_parts(self) -> Mapping[str, bool] | None:
-        """Whether this rank counts its part of each parameter in sums over ranks; None where it holds them whole."""
+        """Whether this rank counts its part of each parameter in sums over ranks; None if it holds them unsharded."""
         return {name: self.cuts[name].is_written for name in self.params} if self.cuts else None
 
     def set_stand_in(self, batch: Batch) -> None:
@@ -187,7 +191,9 @@ class ShardedReplica(Replica):
 
 
 def sharded_pieces(replica: ShardedReplica) -> ShardedState:
-    """Return what this rank writes to a checkpoint: its shards, and, if it is the owner, the unsharded tensors."""
+    """Return the tensors that this rank writes to a checkpoint: its shards, and, if it is the owner, the unsharded
+    tensors.
+    """
     found: dict[str, tuple[TensorShard, ...]] = {}
     for name, part in replica.parts.items():
         _add(found, f"param/{name}", part, replica.cuts[name], replica.is_rank0)
@@ -231,7 +237,7 @@ def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut:
 
 
 class _Local(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each cut to this rank's part on access."""
+    """The tensors of a checkpoint, each reduced to this rank's part on access."""
 
     def __init__(self, wholes: Mapping[str, Tensor], cuts: Mapping[str, ShardSlice]) -> None:
         self._wholes, self._cuts = wholes, cuts

@@ -1,4 +1,4 @@
-"""The chief's dispatcher: it assigns work to the workers, and orders the servers to make updates of their gradients."""
+"""The chief's dispatcher: it assigns work to the workers, and makes the servers apply updates of their gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainkit.strategies.parameter_server.wire.work_channel import (
 from trainkit.strategies.parameter_server.worker_task import Mode
 
 OWN: Final = "chief"
-"""The name of the worker in the chief's own process."""
+"""Name of the worker in the chief's own process."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,13 +46,13 @@ class WorkerHandle:
 
     name: str
     send: Callable[[WorkOrder | None], None]
-    """Sends a work order, or the request to end (None)."""
+    """Function that sends a work order, or the request to end (None)."""
     cut: Callable[[], None] = lambda: None
-    """Closes the connection."""
+    """Function that closes the connection."""
     order: WorkOrder | None = None
     """The current work order."""
     since: float = field(default_factory=time.monotonic)
-    """When it was assigned."""
+    """Time of its assignment."""
 
     def give(self, order: WorkOrder | None) -> None:
         """Assign a work order, or request the end."""
@@ -60,13 +60,13 @@ class WorkerHandle:
         self.send(order)
 
     def finish_order(self) -> None:
-        """Note that the worker has reported, and has no work now."""
+        """Record that the worker has reported and is idle."""
         self.order = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """A message of a worker, or the loss of one."""
+    """A message from a worker, or its loss."""
 
     worker: WorkerHandle
     kind: str
@@ -134,13 +134,13 @@ _POLL_S: Final = 1.0
 
 @dataclass(kw_only=True)
 class UpdateDispatcher:
-    """Makes one update after the other of staged gradients. Everything here runs on the main thread."""
+    """Makes updates of staged gradients, one after the other. All methods run on the main thread."""
 
     local: Replica
     """The chief's model; its loss scale is adjusted here."""
     scheduler: WorkScheduler
     servers: ParameterServerClient
-    """Connections for orders to the servers."""
+    """Connections to the servers."""
     registry: WorkerRegistry
     record: UpdateLog
     mode: Mode
@@ -151,7 +151,7 @@ class UpdateDispatcher:
     mixes: bool
     """Whether an update may contain shards of several steps."""
     timeout_s: float
-    """How long a worker may take for one work item."""
+    """Seconds that a worker may take for one work item."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of updates by staleness."""
     mixed: int = 0
@@ -273,7 +273,7 @@ class UpdateDispatcher:
                 self._reports.pop(item.number, None)
 
     def _drop(self, items: Iterable[WorkItem]) -> None:
-        """Make the servers discard the staged gradients of work items."""
+        """Discard the staged gradients of work items at the servers."""
         each = self.lanes is not None
         counts = [(item.number, len(item.ticket.shards) if each else 1) for item in items]
         self.servers.discard_staged([key for number, count in counts for key in gradient_keys(number, count)])
@@ -325,7 +325,7 @@ class UpdateDispatcher:
     def _apply_sum(
         self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
     ) -> tuple[Status, Tensor | None]:
-        """Apply the sum of shards' gradients: the same as `apply_update`, but on the servers."""
+        """Apply the sum of shards' gradients: like `apply_update`, but on the servers."""
         scale, update = self.local.loss_scale, training.rule(merge.version)
         staged = _staged(merge, reports)
         weight_factor, buffer_factor = self._factors(merge, [weight for _, weight in staged], training)

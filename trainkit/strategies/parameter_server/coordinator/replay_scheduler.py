@@ -18,8 +18,8 @@ from trainkit.strategies.parameter_server.coordinator.update_log import UpdateRe
 class ReplayScheduler(WorkScheduler):
     """Makes every gradient read its recorded version, and applies the updates in their recorded order.
 
-    A gradient that arrives early waits at the servers, so any number of workers will do. An update waits until all work
-    items that read the version before it have read it.
+    A gradient that arrives early waits at the servers, so any number of workers is possible. An update waits until all
+    work items that read the version before it have read it.
     """
 
     script: Sequence[UpdateRecord]
@@ -60,7 +60,7 @@ class ReplayScheduler(WorkScheduler):
             del self._results[item.ticket]
 
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
-        """Compute the gradients again: in the record, too, all were of one version."""
+        """Compute the gradients again: in the record, all were of one version as well."""
         for item in merge.items:
             del self._results[item.ticket]
             self._to_read[self.version].append(item.ticket)
@@ -73,7 +73,7 @@ class ReplayScheduler(WorkScheduler):
         """Restore the position in the record.
 
         Raises:
-            TrainingError: gradients to come were computed from variables that no longer exist.
+            TrainingError: later gradients were computed from variables that no longer exist.
         """
         del remembered
         self.version = version
@@ -81,8 +81,8 @@ class ReplayScheduler(WorkScheduler):
             for gradient in line.parts:
                 if gradient.read < version:
                     raise TrainingError(
-                        f"a replay cannot go on from step {version}: update {line.version} is made of a gradient that "
-                        f"was computed at version {gradient.read}. Let it begin anew, with resume=null."
+                        f"a replay cannot continue from step {version}: update {line.version} uses a gradient that "
+                        f"was computed at version {gradient.read}. Start it from the beginning with resume=null."
                     )
                 self._to_read[gradient.read].append(gradient.ticket)
 
@@ -94,7 +94,7 @@ class ReplayScheduler(WorkScheduler):
     def _line(self) -> UpdateRecord:
         if self.version >= len(self.script):
             raise TrainingError(
-                f"the recorded run made {len(self.script)} updates, and this one is to make more. "
+                f"the recorded run made {len(self.script)} updates, and this run needs more. "
                 f"Use steps={len(self.script)}, or stop_at_step."
             )
         return self.script[self.version]
@@ -120,7 +120,7 @@ class ReplayScheduler(WorkScheduler):
         self._reading.discard(item.number)
         if item.version < self.version:
             raise TrainingError(
-                f"{item.worker} is gone, and what it was to compute from version {item.version} cannot be read "
-                "again: a replay begins anew."
+                f"{item.worker} was lost, and version {item.version}, which it needed, cannot be read again: start "
+                f"the replay from the beginning."
             )
         self._to_read[self.version].append(item.ticket)

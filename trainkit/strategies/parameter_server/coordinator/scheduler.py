@@ -1,5 +1,5 @@
-"""Work scheduler of the chief: which worker computes what, and which gradients form the next update. It uses no thread,
-no socket and no tensor.
+"""Work scheduler of the chief: it assigns work items to workers and chooses the gradients of the next update, without
+threads, sockets and tensors.
 
 A scheduler assigns work items to idle workers (`next`), is notified of staged gradients (`report`) and of lost workers
 (`leave`), and returns the next update (`next_ready_update`), which the dispatcher applies.
@@ -21,11 +21,11 @@ class WorkItem:
     """A ticket that is assigned to a worker."""
 
     number: int
-    """Its number since this start; part of the name of its gradient."""
+    """Number of the item since this start; part of the name of its gradient."""
     worker: str
     ticket: Ticket
     version: int
-    """Updates that the variables had seen when it was assigned."""
+    """Version of the variables (number of updates) when it was assigned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +33,11 @@ class PendingUpdate:
     """The gradients of the next update."""
 
     version: int
-    """Updates before it."""
+    """Number of updates before this one."""
     items: tuple[WorkItem, ...]
     """The work items whose gradients are summed, in the order of their steps and shards."""
     reads: tuple[int, ...]
-    """For each, the updates that the variables had seen when it was computed."""
+    """For each item, the version of the variables from which it was computed."""
     factor: float = 1.0
     """Factor of the gradient."""
     lr_divisor: float = 1.0
@@ -54,7 +54,7 @@ class WorkScheduler(ABC):
     """The state common to all schedulers: the workers and their work items."""
 
     version: int = 0
-    """Updates that the variables have seen."""
+    """Version of the variables: their number of updates."""
     running: dict[int, WorkItem] = field(default_factory=dict)
     """Work items by number, in the order in which they were assigned."""
     late: Counter[str] = field(default_factory=Counter)
@@ -69,7 +69,7 @@ class WorkScheduler(ABC):
         return tuple(self._clocks)
 
     def join(self, worker: str) -> None:
-        """Add a worker; it starts with the update count of the slowest worker."""
+        """Add a worker; its update count starts at that of the slowest worker."""
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def leave(self, worker: str) -> tuple[WorkItem, ...]:

@@ -15,15 +15,15 @@ Policy = Literal["accept", "drop", "scale", "lr", "bound"]
 """Policies for staleness: the number of updates since the variables of a gradient were read."""
 
 BOUNDED: Final = ("drop", "bound")
-"""Policies that need a bound; it has no effect on the others."""
+"""Policies that need a bound; the other policies ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How a gradient is applied."""
+    """The way in which a gradient is applied."""
 
     takes: bool = True
-    """Whether it is applied; else its shards are assigned again."""
+    """Whether the gradient is applied; else its shards are assigned again."""
     factor: float = 1.0
     """Factor of the gradient."""
     lr_divisor: float = 1.0
@@ -32,13 +32,15 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """How the staleness of gradients is handled.
+    """The treatment of stale gradients.
 
-    | policy | a gradient of staleness s | source | |---|---|---| | accept | is applied unchanged | Dean et al. 2012,
-    section 4.1 | | drop | is discarded if s > bound; its shards are assigned again | | | scale | is multiplied by 1 /
-    (1 + s): not for Adam, which is invariant to scale | | | lr | is applied at the learning rate divided by max(1, s) |
-    Zhang et al. 2015, arXiv:1511.05950, equation 5 | | bound | is applied; a worker more than bound updates ahead of
-    the slowest waits | Ho et al. 2013, section 2 |
+    | policy | a gradient of staleness s                                          | source                             |
+    |--------|--------------------------------------------------------------------|------------------------------------|
+    | accept | is applied unchanged                                               | Dean et al. 2012, section 4.1      |
+    | drop   | is discarded if s > bound; its shards are assigned again           |                                    |
+    | scale  | is multiplied by 1 / (1 + s): not for Adam, invariant to scale     |                                    |
+    | lr     | is applied at the learning rate divided by max(1, s)               | Zhang et al. 2015, 1511.05950 (5)  |
+    | bound  | is applied; a worker over bound updates ahead of the slowest waits | Ho et al. 2013, section 2          |
 
     Example:
         >>> Staleness(policy="scale").decide(3).factor, Staleness(policy="lr").decide(3).lr_divisor
@@ -50,7 +52,7 @@ class Staleness:
     policy: Annotated[Policy, maths(neutral="accept")] = "accept"
     """`accept`, `drop` above the bound, `scale` by 1/(1+s), `lr` divided by s, or `bound`: fast workers wait."""
     bound: Annotated[int | None, maths(neutral=None), at_least(0)] = None
-    """Updates; for `drop` and `bound`."""
+    """Number of updates; for `drop` and `bound`."""
 
     def problems(self) -> list[Problem]:
         """Return problems: a policy without its bound, or a bound without a policy that uses it."""
@@ -64,7 +66,7 @@ class Staleness:
         return []
 
     def decide(self, staleness: int) -> Decision:
-        """Decide how a gradient is applied whose variables have seen so many updates since they were read."""
+        """Decide how a gradient is applied whose variables were updated `staleness` times since they were read."""
         return _DECISIONS[self.policy](staleness, self.bound or 0)
 
     def may_begin(self, clock: int, slowest: int) -> bool:

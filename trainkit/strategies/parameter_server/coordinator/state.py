@@ -1,4 +1,4 @@
-"""The chief's process: the model that is evaluated, the one that computes, and the dispatcher of updates."""
+"""The chief's process: the model for evaluation, the model for computing, and the dispatcher of updates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CoordinatorExecutor(Executor):
         self._addresses = AddressBook.of(request.identity, settings.timeout_s)
         self._shares = settings.shares(eval_model)
         self._servers = settings.servers(self._addresses, self._shares, "chief")
-        """Connections for orders."""
+        """Connections to the servers."""
         self._listener = self._addresses.listener("chief")
         """Accepts the connections of workers in other processes."""
         numerics = eval_model.numerics
@@ -52,7 +52,7 @@ class CoordinatorExecutor(Executor):
         self._recalled: JsonMap = {}
         """The assigned work in a checkpoint."""
         self._chief: UpdateDispatcher | None = None
-        """None until the first step."""
+        """The dispatcher; None until the first step."""
         self._scheduler: WorkScheduler | None = None
         self._version = 0
         self._seen = 0
@@ -66,7 +66,7 @@ class CoordinatorExecutor(Executor):
         return self._eval_model
 
     def assign(self, step: int) -> tuple[int, ...]:
-        """Return nothing: shards are assigned to idle workers."""
+        """Return an empty tuple: shards are assigned to idle workers."""
         del step
         return ()
 
@@ -86,13 +86,15 @@ class CoordinatorExecutor(Executor):
         return outcome
 
     def refresh_model(self) -> None:
-        """Read the variables into the model that is evaluated."""
+        """Read the variables into the model for evaluation."""
         if self._seen != self._version:
             self._servers.pull(tensors_of(self._eval_model.model))
             self._seen = self._version
 
     def swap_averages(self) -> bool:
-        """Read the averages from the servers into the model that is evaluated, or else the variables again."""
+        """Read the averages from the servers into the model for evaluation; if they are there already, read the
+        variables again.
+        """
         if self._shows_averages:
             self._shows_averages, self._seen = False, -1
             self.refresh_model()
@@ -138,7 +140,7 @@ class CoordinatorExecutor(Executor):
             found["mixed_reads"] = self._chief.mixed
         return found
 
-    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - the others wait for no exchange
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - other tasks wait for no exchange
         """End the other tasks, and close all connections."""
         self._addresses.end()
         if self._chief is not None:
@@ -154,7 +156,7 @@ class CoordinatorExecutor(Executor):
         try:
             self._scheduler.recall(self._recalled, version)
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"meta.json does not tell which steps were handed out: {error}.") from None
+            raise CheckpointError(f"meta.json does not hold the assigned steps: {error}.") from None
         self._version = self._seen = version
         unsaved = unsaved_of(self._eval_model.model)
         self._servers.load_state(replica_state(self._eval_model), version=version, unsaved=unsaved)
@@ -187,7 +189,7 @@ class CoordinatorExecutor(Executor):
         return chief
 
     def _record(self) -> UpdateLog:
-        """Return the record of updates, cut at the version that the training begins with."""
+        """Return the record of updates, truncated at the version with which the training begins."""
         folder = self._request.folder
         return NoUpdateLog() if folder is None else UpdateLog(folder / FILE, self._version)
 

@@ -28,7 +28,7 @@ class SyncScheduler(WorkScheduler):
 
     plan: BatchPlan
     spares: int = 0
-    """Number of shards that may be in progress beyond those of an update."""
+    """Number of shards that may be in progress in addition to those of an update."""
     width: int = 1
     """Shards that a worker takes at a time; more than 1 only if an update consists of its own step's shards."""
     replaces: bool = False
@@ -49,7 +49,7 @@ class SyncScheduler(WorkScheduler):
         return PendingUpdate(version=self.version, items=items, reads=reads)
 
     def merged(self, merge: PendingUpdate) -> None:
-        """Advance to the next step; outstanding results will be too late."""
+        """Advance to the next step; outstanding results are then too late."""
         super().merged(merge)
         self._results.clear()
         self._abandon_outstanding()
@@ -82,7 +82,7 @@ class SyncScheduler(WorkScheduler):
     def _is_over(self) -> bool:
         return self.until is not None and self.version >= self.until
 
-    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - all workers are alike
+    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - all workers are equivalent
         if self._is_over:
             return None
         out = self._outstanding()

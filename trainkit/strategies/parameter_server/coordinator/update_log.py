@@ -1,8 +1,8 @@
 """The log of a run's updates, `updates.jsonl`: the gradients of each update, their workers and the versions they read.
 
 One compact line per update: `{"version":12,"of":[[13,[0,1],11,"worker:1"]]}` means that the update after the 12th was
-made of the shards 0 and 1 of step 13, computed by worker:1 from variables that had seen 11 updates. It accounts for
-every sample, and a replay follows it.
+made of the shards 0 and 1 of step 13, computed by worker:1 from variables of version 11. The log accounts for every
+sample, and a replay follows it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainkit.storage import naming
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate
 
 FILE: Final = "updates.jsonl"
-"""Its name in the run folder."""
+"""Name of the log in the run folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class GradientRef:
 
     ticket: Ticket
     read: int
-    """Updates that the variables had seen when it was computed."""
+    """Version of the variables from which it was computed."""
     worker: str
 
 
@@ -48,7 +48,7 @@ class UpdateRecord:
     """
 
     version: int
-    """Updates before it."""
+    """Number of updates before this one."""
     parts: tuple[GradientRef, ...]
     """The summed gradients, in their order."""
 
@@ -78,7 +78,7 @@ class UpdateRecord:
 def _part(step: int, shards: object, read: int, worker: object) -> GradientRef:
     whole_numbers([step, read])
     if not isinstance(worker, str):
-        raise ValueError("the name of a worker is not text")  # noqa: TRY004 - it is an error of the text
+        raise ValueError("the name of a worker is not text")  # noqa: TRY004 - the text is at fault
     return GradientRef(Ticket(step, tuple(whole_numbers(shards))), read, worker)
 
 
@@ -111,7 +111,7 @@ class UpdateLog:
 
 
 class NoUpdateLog(UpdateLog):
-    """Writes nothing: the log of a training without a folder."""
+    """The log of a training without a folder, which writes nothing."""
 
     def __init__(self) -> None:
         self.kept = ()
@@ -130,10 +130,10 @@ def read_record(path: Path) -> Iterator[UpdateRecord]:
     """Yield the updates of a log; a truncated last line is skipped.
 
     Raises:
-        CheckpointError: a line is no update.
+        CheckpointError: a line is not an update.
     """
     for number, text in enumerate(read_lines(path), start=1):
         try:
             yield UpdateRecord.parse(text)
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}:{number} is no update of a run: {error}") from error
+            raise CheckpointError(f"{path}:{number} is not an update of a run: {error}") from error

@@ -44,7 +44,7 @@ def joined(parts: Mapping[int, Sequence[Tensor]], gather: Callable[[int], Tensor
     """Return the norms of whole variables.
 
     Args:
-        parts: variable index -> the norms of its parts.
+        parts: index of a variable -> norms of its parts.
         gather: returns a whole gradient, whose norm then equals that of one device to the last bit; None: norms of
             parts are combined, which rounds differently.
 
@@ -134,7 +134,7 @@ class GradientAggregator:
         """
         missing = [key for key in keys if key not in self._staged]
         if missing:
-            raise RequestRejectedError(f"no gradient {missing[0]} is here")
+            raise RequestRejectedError(f"there is no gradient {missing[0]}")
         self.forget()
         self._taken = [self._staged.pop(key) for key in keys]
         return self._taken

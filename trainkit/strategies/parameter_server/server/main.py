@@ -1,4 +1,4 @@
-"""The server process: it answers pulls and pushes of workers, and executes orders of the chief."""
+"""The server process: it answers pulls and pushes of workers, and executes requests of the chief."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.strategies.parameter_server.wire.transport import Connection, Fram
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 
 CHIEF: Final = "chief"
-"""The name of the only task whose orders change anything."""
+"""Name of the only task whose requests may change the state."""
 _POLL_S: Final = 0.5
 
 
@@ -55,7 +55,7 @@ def serve(
         index: the index of this server's shard.
         make_optimizer: creates the optimizer over named parameters.
         on_phase: receives (phase, version): `update` when one begins, `idle` when it is finished.
-        timeout_s: how long a pull waits for a version.
+        timeout_s: seconds that a pull waits for a version.
         stopped: returns whether to end; called at intervals.
 
     Raises:
@@ -114,7 +114,7 @@ class _Server:
         known = {**self._requests, **self._orders} if link.peer == CHIEF else self._requests
         if frame.kind not in known:
             link.close()
-            raise LinkError(f"{link.peer} asked for {frame.kind}, which is not for it")
+            raise LinkError(f"{link.peer} requested {frame.kind}, which it may not request")
         try:
             known[frame.kind](link, frame)
         except RequestRejectedError as error:
@@ -145,7 +145,7 @@ class _Server:
                 self._held.end_read(lease)
 
     def _await(self, version: int) -> None:
-        """Wait until the variables have seen so many updates; the caller holds the lock."""
+        """Wait until the variables have this version; the caller holds the lock."""
 
         def is_there() -> bool:
             return self.ended.is_set() or (self._held.version is not None and self._held.version >= version)
@@ -192,7 +192,7 @@ class _Server:
     def _total(self, link: Connection, frame: Frame) -> None:
         found = self._merging.total[as_count(frame, "piece", len(self._merging.total) - 1)]
         if found is None or found.is_sparse:
-            raise RequestRejectedError("total: it is not there as a whole")
+            raise RequestRejectedError("total: this server does not hold all of it")
         link.send("total", {}, [found])
 
     def _apply(self, link: Connection, frame: Frame) -> None:

@@ -38,10 +38,10 @@ class ReadLease:
 
     version: int
     loads: int
-    """How often variables were loaded: untrained ones change only then."""
+    """Number of loads of the variables: untrained ones change only by a load."""
     tensors: list[Tensor]
     memory: _Memory | None
-    """The memory that they are views of; None if they are copies."""
+    """Memory of which the tensors are views; None if they are copies."""
 
 
 class ServerShard:
@@ -115,7 +115,7 @@ class ServerShard:
         self.version = version
 
     def stays_finite(self, sums: Parts) -> bool:
-        """Return whether finite buffers are finite in their sums, too."""
+        """Return whether finite buffers stay finite in their sums."""
         pairs = zip(self._rest, sums[len(self.params) :], strict=False)
         floats = [(tensor, total) for tensor, total in pairs if total is not None and tensor.is_floating_point()]
         return all(bool(total.isfinite().all()) or not bool(tensor.isfinite().all()) for tensor, total in floats)

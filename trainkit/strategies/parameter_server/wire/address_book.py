@@ -30,7 +30,7 @@ class AddressBook:
             LinkError: the task was started without others.
         """
         if identity.store is None:
-            raise LinkError(f"{identity.task}: there is no store to meet at (TRAINKIT_STORE)")
+            raise LinkError(f"{identity.task}: there is no rendezvous store (TRAINKIT_STORE)")
         store = store_client(identity.store, timeout_s)
         prefixed = dist.PrefixStore(f"{identity.prefix}/tasks", store)  # type: ignore[attr-defined]
         return cls(prefixed, token=identity.token.encode(), timeout_s=timeout_s, host=identity.host)
@@ -59,8 +59,8 @@ class AddressBook:
         return host, int(port)
 
     def end(self) -> None:
-        """Publish that the training is over: tasks that start later need not begin."""
-        with suppress(RuntimeError):  # the store may be gone
+        """Publish that the training is over, so that tasks that start later end at once."""
+        with suppress(RuntimeError):  # the store may have ended
             self._store.set(_OVER, "")
 
     @property

@@ -34,7 +34,7 @@ class AuthenticatedListener:
 
     Args:
         port: 0: any free port.
-        timeout_s: how long a peer may pause within a frame.
+        timeout_s: seconds that a peer may pause within a frame.
 
     Example:
         >>> with AuthenticatedListener("ps:0", token=b"secret") as listener:
@@ -54,7 +54,7 @@ class AuthenticatedListener:
         self._token = token
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
-        self._socket.settimeout(1.0)  # if nothing wakes a thread in accept, it checks at this interval
+        self._socket.settimeout(1.0)  # interval at which a thread in accept checks for the end
         address: tuple[str, int] = self._socket.getsockname()[:2]
         self.address = address
         self._unauthenticated = BoundedSemaphore(MAX_UNAUTHENTICATED)
@@ -167,10 +167,10 @@ def connect(
 
     Args:
         address: host and port.
-        token: the run's.
-        name: of this task, which is sent to the peer.
+        token: the token of the run.
+        name: name of this task, sent to the peer.
         peer: name of the peer, for messages.
-        timeout_s: how long to retry, and how long the peer may later pause within a frame.
+        timeout_s: seconds to retry, and seconds that the peer may later pause within a frame.
         is_over: returns whether the training has ended meanwhile, so that no server will listen again.
 
     Raises:
@@ -187,7 +187,7 @@ def connect(
         except _RejectedError as error:
             reason = str(error)
         if is_over():
-            raise LinkError(f"{peer} at {address[0]}:{address[1]} listens no more: the training is over")
+            raise LinkError(f"{peer} at {address[0]}:{address[1]} no longer listens: the training is over")
         if time.monotonic() + _RETRY_S > until:
             raise LinkError(f"{peer} at {address[0]}:{address[1]} cannot be reached: {timeout_s:g} s, {reason}")
         time.sleep(_RETRY_S)
@@ -247,6 +247,6 @@ def _text(frame: Frame, kind: str, key: str) -> str:
 
 
 def _proof(token: bytes, role: str, name: str, client_nonce: str, server_nonce: str) -> str:
-    """Return the proof that its sender knows the token."""
+    """Return the proof that the sender knows the token."""
     message = f"{role}\n{name}\n{client_nonce}\n{server_nonce}".encode()
     return hmac.new(token, message, hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""A task's client of all servers: a request goes to each of them at once, for the part that it holds."""
+"""A task's client of all servers: it sends a request to all of them at once, to each for its part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainkit.strategies.tensors.layouts import in_layout
 
 T = TypeVar("T")
 _MORE_S = 10.0
-"""A server reports a timeout itself, before its silence would count as one."""
+"""Extra seconds, so that a server can report a timeout before the client times out."""
 _PULLS = 8
 """Attempts to read all servers at one version."""
 
@@ -41,7 +41,7 @@ class ParameterServerClient:
 
     Args:
         transfer: the dtype of transferred gradients and parameters; None: their own dtype.
-        timeout_s: how long an answer may take.
+        timeout_s: seconds that an answer may take.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class ParameterServerClient:
         self.version = -1
         """The version of the variables that were pulled last."""
         self.mixed = False
-        """Whether they are of several versions: no attempt found all servers at one."""
+        """Whether the pulled variables have several versions, because no attempt found all servers at one."""
         self.loads: int | None = None
-        """How often the servers had been loaded when they were pulled last."""
+        """Number of loads of the servers at the last pull."""
         self._buffers: dict[int, tuple[tuple[Any, ...], PullBuffer]] = {}
 
     @classmethod
@@ -75,7 +75,7 @@ class ParameterServerClient:
         transfer: torch.dtype | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Self:
-        """Connect to all servers, retrying for `timeout_s`; they execute orders of the task `chief` only.
+        """Connect to all servers, retrying for `timeout_s`; they execute requests of the task `chief` only.
 
         Raises:
             LinkError: a server cannot be reached.
@@ -115,7 +115,7 @@ class ParameterServerClient:
         if frame.kind == "refused":
             raise TrainingError(f"ps:{server} refuses: {frame.meta.get('why')}")
         if frame.kind not in kinds:
-            raise LinkError(f"ps:{server} says {frame.kind}, and {' or '.join(kinds)} was expected")
+            raise LinkError(f"ps:{server} sent {frame.kind}, and {' or '.join(kinds)} was expected")
         return frame
 
     def each(self, request: Callable[[int], T], servers: Sequence[int] | None = None) -> list[T]:
@@ -132,13 +132,13 @@ class ParameterServerClient:
         return [one.result() for one in futures]
 
     def pull(self, into: Sequence[Tensor | None]) -> int:
-        """Read the variables; untrained ones only if they were loaded since.
+        """Read the variables; untrained ones only if they were loaded since the last pull.
 
         Args:
             into: one tensor per variable, which is overwritten; None: skip it (its rows are pulled by `pull_rows`).
 
         Returns:
-            The version: how many updates they have seen. Of several (`mixed`), the oldest.
+            The version (number of updates) of the variables; the oldest if there are several (`mixed`).
 
         Raises:
             LinkError: the connection to a server broke.
@@ -155,7 +155,7 @@ class ParameterServerClient:
         return self.version
 
     def _pulled_alike(self, into: Sequence[Tensor | None], *, whole: bool) -> list[tuple[int, int]]:
-        """Read all servers, again if an update came in between; return version and loads of each.
+        """Read all servers, and repeat if an update came in between; return version and loads of each.
 
         All servers are read again, not only the ones behind, so that the requests arrive at the same time.
         """
@@ -197,7 +197,7 @@ class ParameterServerClient:
 
     def pull_rows(self, place: int, rows: Tensor) -> Tensor:
         """Return the current rows of a trainable variable, (len(rows), ...), in the order of `rows`: (n,) int64,
-        perhaps with duplicates.
+        possibly with duplicates.
 
         Raises:
             LinkError: the connection to a server broke.
@@ -220,10 +220,10 @@ class ParameterServerClient:
         return found[order]
 
     def push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None] = ()) -> None:
-        """Stage a gradient at the servers, until the chief has it applied.
+        """Stage a gradient at the servers, until the chief makes them apply it.
 
         Args:
-            key: its name; it replaces another of that name.
+            key: name of the gradient; it replaces another one of that name.
             grads: one per trainable parameter, dense or sparse; None if there is none.
             buffers: one per buffer, in the dtype of the master parameters: from `StepBuffers.take`, None for missing
                 ones.
@@ -254,11 +254,11 @@ class ParameterServerClient:
         Args:
             tensors: parameters, buffers and the optimizer's state, from `replica_state`; a checkpoint is read piece by
                 piece.
-            version: updates that they have seen.
+            version: number of updates of the variables.
             unsaved: `buffer/<name>` -> buffers that no checkpoint holds (`unsaved_of`).
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: they belong to another model.
         """
         own = {one.key: one.shape for one in self.shares.variables if one.saved}
         refuse_mismatch(own, tensors)
@@ -348,7 +348,7 @@ class ParameterServerClient:
     def discard_staged(self, keys: Sequence[str]) -> None:
         """Discard staged gradients of these names, if they exist; for the chief.
 
-        No server does so by itself: gradients of a dead worker may be reported, and must then be applied by all
+        A server does not do this by itself: gradients of a dead worker may be reported, and must then be applied by all
         servers.
         """
         self._order("drop", {"keys": list(keys)}, "dropped")

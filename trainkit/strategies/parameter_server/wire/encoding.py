@@ -1,4 +1,4 @@
-"""Encode what a client and a server exchange: pulled variables, gradients, and the rows of a checkpoint."""
+"""Encode the data between a client and a server: pulled variables, gradients, and rows of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainkit.strategies.tensors.staging import ByteLayout, TensorKind, host_byt
 
 
 class PullBuffer:
-    """The memory that a server's variables are read into: that of the tensors themselves, if possible.
+    """The memory into which a server's variables are read: that of the tensors themselves, if possible.
 
     Args:
         into: one tensor per variable; None: not read.
-        whole: whether untrained variables are read, too.
+        whole: whether untrained variables are read as well.
         dtype: the dtype in which trainable parameters are transferred.
     """
 
@@ -32,7 +32,7 @@ class PullBuffer:
     ) -> None:
         self.dtype = dtype
         self._apart: list[Tensor] = []
-        """Tensors that the numbers cannot be read into: they are on another device, of another dtype or layout."""
+        """Tensors into which the numbers cannot be read directly: they have another device, dtype or layout."""
         flags, kinds, targets = [], [], []
         for piece in pieces:
             target = into[piece.place]
@@ -54,7 +54,7 @@ class PullBuffer:
         self.views = [memory_of(in_memory_order(one)) for one in own if one.numel()]
 
     def settle(self) -> None:
-        """Copy what was received into separate memory to its tensors: in one transfer to their device."""
+        """Copy the numbers received into separate memory to their tensors, in one transfer to the device."""
         if self._apart:
             torch._foreach_copy_(self._apart, self._layout.views(self._host.to(self._device)))
 
@@ -66,7 +66,9 @@ def _takes(tensor: Tensor, kind: TensorKind) -> bool:
 
 
 def on_the_wire(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    """Return gradients, or sums of buffers, as they are sent: on the CPU after one transfer, sparse ones coalesced."""
+    """Return gradients, or sums of buffers, in the form for sending: on the CPU after one transfer, sparse ones
+    coalesced.
+    """
     pairs = zip(tensors, dtypes, strict=True)
     return moved([None if one is None else _plain(one.detach()).to(dtype) for one, dtype in pairs], torch.device("cpu"))
 

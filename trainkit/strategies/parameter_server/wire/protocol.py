@@ -60,7 +60,7 @@ def as_flags(frame: Frame, key: str, count: int) -> list[bool]:
     except ValueError:
         mask = -1
     if mask < 0 or mask >> count:
-        raise RequestRejectedError(f"{frame.kind}: {key} is no mask of {count}")
+        raise RequestRejectedError(f"{frame.kind}: {key} is not a mask of {count}")
     bits = bin(mask)[:1:-1].ljust(count, "0")
     return [bit == "1" for bit in bits[:count]]
 
@@ -69,7 +69,7 @@ def as_dtype(frame: Frame) -> torch.dtype:
     """Decode the dtype of a frame's numbers."""
     found = _DTYPES.get(str(frame.meta.get("dtype")))
     if found is None:
-        raise RequestRejectedError(f"{frame.kind}: no type of numbers")
+        raise RequestRejectedError(f"{frame.kind}: not a dtype")
     return found
 
 
@@ -77,7 +77,7 @@ def as_count(frame: Frame, key: str, most: int = 2**53) -> int:
     """Decode a non-negative whole number."""
     value = frame.meta.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise RequestRejectedError(f"{frame.kind}: {key} is no number up to {most}")
+        raise RequestRejectedError(f"{frame.kind}: {key} is not a number up to {most}")
     return value
 
 
@@ -85,7 +85,7 @@ def as_float(frame: Frame, key: str) -> float:
     """Decode a factor; 1 if it is missing."""
     value = frame.meta.get(key, 1.0)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RequestRejectedError(f"{frame.kind}: {key} is no number")
+        raise RequestRejectedError(f"{frame.kind}: {key} is not a number")
     return float(value)
 
 
@@ -93,7 +93,7 @@ def as_keys(frame: Frame) -> list[str]:
     """Decode names of gradients."""
     value = frame.meta.get("keys")
     if not isinstance(value, list) or not all(isinstance(one, str) and len(one) <= _KEY_LENGTH for one in value):
-        raise RequestRejectedError(f"{frame.kind}: keys are no names")
+        raise RequestRejectedError(f"{frame.kind}: keys are not names")
     return value
 
 
@@ -106,7 +106,7 @@ def take_tensor(link: Connection, frame: Frame, most_bytes: int) -> Tensor:
     for size in shape:
         num_bytes *= size
     if num_bytes > most_bytes:
-        raise RequestRejectedError(f"{frame.kind}: {num_bytes} bytes, and it takes {most_bytes}")
+        raise RequestRejectedError(f"{frame.kind}: {num_bytes} bytes, and at most {most_bytes} are allowed")
     tensor = torch.empty(shape, dtype=dtype)
     link.read([tensor])
     return tensor
@@ -117,7 +117,7 @@ def decode_gradient(link: Connection, frame: Frame, pieces: Sequence[RowShard], 
     flags, counts, wire_dtype = as_flags(frame, "have", len(pieces)), _as_rows(frame, pieces), as_dtype(frame)
     dense = [number for number, flag in enumerate(flags) if flag and number not in counts]
     if any(pieces[number].variable.kind == "frozen" for number in dense):
-        raise RequestRejectedError(f"{frame.kind}: a gradient of what is not trained")
+        raise RequestRejectedError(f"{frame.kind}: a gradient of an untrained variable")
     params = [number for number in dense if pieces[number].variable.kind == "param"]
     memory = pool.take(sum(pieces[number].numel for number in params))
     received = memory if wire_dtype is pool.dtype else torch.empty(memory.numel(), dtype=wire_dtype)
@@ -141,16 +141,16 @@ def _as_rows(frame: Frame, pieces: Sequence[RowShard]) -> dict[int, int]:
     """Decode the indices of sparse pieces, and the number of their rows."""
     described = frame.meta.get("rows", {})
     if not isinstance(described, dict):
-        raise RequestRejectedError(f"{frame.kind}: rows of nothing")
+        raise RequestRejectedError(f"{frame.kind}: row indices without a variable")
     found = {}
     for text, count in described.items():
         number = int(text) if text.isdecimal() and len(text) < 9 else -1
         if not 0 <= number < len(pieces):
-            raise RequestRejectedError(f"{frame.kind}: rows of nothing")
+            raise RequestRejectedError(f"{frame.kind}: row indices without a variable")
         if pieces[number].variable.kind != "param" or not pieces[number].variable.shape:
-            raise RequestRejectedError(f"{frame.kind}: rows of what has none")
+            raise RequestRejectedError(f"{frame.kind}: the variable is not sparse")
         if not isinstance(count, int) or not 0 <= count <= pieces[number].shape[0]:
-            raise RequestRejectedError(f"{frame.kind}: more rows than there are")
+            raise RequestRejectedError(f"{frame.kind}: more row indices than rows")
         found[number] = count
     return found
 
@@ -162,6 +162,6 @@ def _allocate_sparse(piece: RowShard, count: int, dtype: torch.dtype) -> tuple[T
 
 def _sparse(piece: RowShard, rows: Tensor, values: Tensor) -> Tensor:
     if len(rows) and not (rows[0] >= 0 and rows[-1] < piece.shape[0] and bool((rows[1:] > rows[:-1]).all())):
-        raise RequestRejectedError("push: rows that are not there, or not in order")
+        raise RequestRejectedError("push: row indices that do not exist, or are not in order")
     indices = rows.long().unsqueeze(0)
     return torch.sparse_coo_tensor(indices, values, piece.shape, is_coalesced=True, check_invariants=False)

@@ -1,7 +1,7 @@
 """Connections between tasks: frames of a kind, a small JSON text, and raw numbers read into and sent from tensors.
 
 Received data is never unpickled, and a peer cannot cause large allocations: a frame's text is bounded, and its numbers
-are read into tensors that the reader has allocated for what it expects, or the connection is closed.
+are read into tensors that the reader has allocated for the expected message, or the connection is closed.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ class Connection:
     """One end of a connection. One thread at a time receives; any thread may send.
 
     Args:
-        timeout_s: how long the other end may pause within a frame.
-        until: on the clock of time.monotonic: when a peer that is not authenticated must have authenticated itself;
-            None: it is authenticated.
+        timeout_s: seconds that the other end may pause within a frame.
+        until: on the clock of time.monotonic: deadline for the authentication of the peer; None: it is authenticated.
     """
 
     def __init__(self, connection: socket.socket, *, peer: str, timeout_s: float, until: float | None = None) -> None:
@@ -93,7 +92,7 @@ class Connection:
         Args:
             kind: up to 16 ASCII letters.
             meta: up to 64 KiB of JSON.
-            tensors: on the CPU; their numbers follow, without a copy if they are contiguous.
+            tensors: tensors on the CPU; their numbers follow, without a copy if they are contiguous.
 
         Raises:
             LinkError: the connection broke, or the peer accepts nothing for `timeout_s`.
@@ -110,18 +109,18 @@ class Connection:
         """Wait for the next frame; its numbers must then be read by `read`.
 
         Args:
-            timeout_s: how long to wait for it to begin; None: for ever.
+            timeout_s: seconds to wait for its begin; None: without limit.
 
         Raises:
             LinkError: the connection broke, the peer pauses, or it sends a malformed frame.
         """
         if self._unread:
-            raise self._refusal(f"sent {self._unread} bytes that nothing was expected to follow")
+            raise self._refusal(f"sent {self._unread} unexpected bytes")
         head = bytearray(_HEAD.size)
         self._fill([memoryview(head)], _LONGEST_WAIT_S if timeout_s is None else timeout_s)
         magic, kind, length, num_bytes = _HEAD.unpack(head)
         if magic != _MAGIC or length > (_META_BYTES if self._until is None else _UNAUTHENTICATED_BYTES):
-            raise self._refusal("sent what is no frame")
+            raise self._refusal("sent a malformed frame")
         text = bytearray(length)
         self._fill([memoryview(text)], self.timeout_s)
         self._unread = num_bytes
@@ -191,14 +190,14 @@ class Connection:
     def _decoded(self, kind: bytes) -> str:
         name = kind.rstrip(b"\0")
         if not name.isalpha():  # on bytes: ASCII letters only
-            raise self._refusal("sent what is no frame")
+            raise self._refusal("sent a malformed frame")
         return name.decode("ascii")
 
     def _parsed(self, text: bytearray) -> JsonMap:
         try:
             return expect_map(parse_json(text, depth=_META_DEPTH), {})
         except ValueError:
-            raise self._refusal("sent what is no frame") from None
+            raise self._refusal("sent a malformed frame") from None
 
     def _refusal(self, why: str) -> LinkError:
         """Close the connection and return the error of an invalid frame: nothing after it can be decoded."""

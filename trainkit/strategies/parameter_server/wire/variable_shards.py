@@ -1,4 +1,4 @@
-"""The variables of a training, in the order that all tasks agree on, and how they are cut over the servers."""
+"""The variables of a training, in the order on which all tasks agree, and their partition over the servers."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Variable:
     kind: Kind
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """The dtype of the master parameter of a trainable parameter, else the model's own."""
+    """The dtype of the master parameter of a trainable parameter, else the dtype in the model."""
     strides: tuple[int, ...] | None = None
     """The strides of a trainable parameter in the model, which its gradients and the optimizer's slots share; None:
     contiguous, as all other variables on a server.
     """
     saved: bool = True
-    """Whether a checkpoint holds it; some buffers are recomputed."""
+    """Whether a checkpoint holds the variable; some buffers are recomputed."""
 
     @property
     def num_rows(self) -> int:
-        """The number of rows it can be split into: its length along dim 0; a scalar is one row."""
+        """The number of rows into which the variable can be split: its length along dim 0; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -66,12 +66,12 @@ class Variable:
 
     @property
     def key(self) -> str:
-        """Its name in a checkpoint."""
+        """Name of the variable in a checkpoint."""
         return f"{'buffer' if self.kind == 'buffer' else 'param'}/{self.name}"
 
 
 def variables_of(model: nn.Module, master_dtype: torch.dtype) -> tuple[Variable, ...]:
-    """Return trainable parameters, frozen ones, and buffers of a model, perhaps on meta, each in canonical order.
+    """Return trainable parameters, frozen ones, and buffers of a model, possibly on meta, each in canonical order.
 
     Example:
         >>> [(v.name, v.kind) for v in variables_of(nn.BatchNorm1d(2), torch.float32)][:3]
@@ -126,7 +126,9 @@ def layout_digest(variables: Sequence[Variable], num_servers: int) -> str:
 
 
 _SNAP: Final = 0.05
-"""How far a boundary moves to the edge of a variable, as a fraction of a server's shard; two boundaries make 10 %."""
+"""Largest distance by which a boundary moves to the edge of a variable, as a fraction of a server's shard; two
+boundaries make 10 %.
+"""
 _VECTOR: Final = 16
 """Largest number of elements that a processor handles in one vector. A fused optimizer rounds the last elements of a
 tensor, which do not fill a vector, differently from the rest (FMA): a split at a multiple leaves each element in its
@@ -157,7 +159,7 @@ class RowShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it contains all rows."""
+        """Whether the part contains all rows."""
         return self.start == 0 and self.stop == self.variable.num_rows
 
     @property
@@ -182,7 +184,7 @@ class RowShard:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Its region in the full tensor."""
+        """Region of the part in the full tensor."""
         return tuple(slice(0, size) for size in self.variable.shape) if self.is_whole else self._cut
 
     def of(self, whole: Tensor) -> Tensor:
@@ -283,18 +285,18 @@ def _is_rough(piece: RowShard) -> bool:
 
 
 def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
-    """Return a problem if the optimizer cannot update split variables, or not to the bit where that is required."""
+    """Return a problem if the optimizer cannot update split variables, or not to the bit if that is required."""
     kind: Any = facts.optimizer
     if facts.numerics.reproducible and shares.roughly_split:
         rule = (
             f"{shares.num_servers} servers would cut {', '.join(shares.roughly_split)} within {_VECTOR} numbers that "
-            "an optimizer steps together, and round otherwise than one device. Use strategy.servers=1, or false."
+            "an optimizer steps together, and round differently from one device. Use strategy.servers=1, or false."
         )
         return [Problem(key="numerics.reproducible", value=True, rule=rule)]
     if kind is None or is_elementwise(kind) or not shares.split:
         return []
     rule = (
-        f"{kind.__name__} looks at whole parameters, and {shares.num_servers} servers would have parts of "
+        f"{kind.__name__} uses whole parameters, and {shares.num_servers} servers would have parts of "
         f"{', '.join(shares.split)}. Use an elementwise optimizer (torch.optim.AdamW), or strategy.servers=1."
     )
     return [Problem(key="optimizer._target_", value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)]

@@ -14,7 +14,7 @@ from trainkit.strategies.traffic import Transfer
 from trainkit.strategies.traffic.tables import AT_MOST, Lookups
 
 _INDEX: Final = 8
-"""Bytes of the number of a row that a worker asks for."""
+"""Bytes of the index of a row that a worker requests."""
 
 
 def pulls_of(
@@ -26,13 +26,13 @@ def pulls_of(
     width: int,
     tables: Collection[int] = (),
 ) -> Transfer:
-    """Return the pulls of a step: parameters in `width` bytes an element, and buffers, from each server.
+    """Return the pulls of a step: parameters in `width` bytes per element, and buffers, from each server.
 
     Args:
         shards: the parts of the servers.
-        servers: their ranks.
+        servers: ranks of the servers.
         workers: the ranks of the tasks that pull.
-        pulls: pulls of a step.
+        pulls: number of pulls in a step.
         width: bytes of an element of a parameter.
         tables: places of variables that are pulled row by row.
     """
@@ -52,14 +52,14 @@ def pushes_of(
     width: int,
     tables: Collection[int] = (),
 ) -> Transfer:
-    """Return the pushes of a step: gradients in `width` bytes an element, and sums of updated buffers.
+    """Return the pushes of a step: gradients in `width` bytes per element, and sums of updated buffers.
 
     Args:
-        model: unchanged.
+        model: the model; unchanged.
         shards: the parts of the servers.
-        servers: their ranks.
+        servers: ranks of the servers.
         workers: the ranks of the tasks that push.
-        pushes: pushes of a step.
+        pushes: number of pushes in a step.
         width: bytes of an element of a gradient.
         tables: places of variables whose gradients are pushed row by row.
     """
@@ -94,15 +94,15 @@ def rows_of(
     pushes: int,
     width: int,
 ) -> tuple[Transfer, ...]:
-    """Return what a step reads of sparse tables and sends of their gradients, row by row; none without tables.
+    """Return the transfers of rows of sparse tables and of their gradients in a step; none without tables.
 
     A worker reads the rows of each lookup from the servers that hold them, and pushes the rows of a work order's
     gradient. The rows of a table are counted as spread evenly over it.
 
     Args:
-        lookups: of a shard, by the place of the table.
+        lookups: lookups of a shard, by the index of the table.
         shards: the parts of the servers.
-        servers: their ranks.
+        servers: ranks of the servers.
         workers: the ranks of the tasks that compute.
         num_shards: shards of a step.
         pushes: pushes of a step; 0: gradients are pushed as dense ones.

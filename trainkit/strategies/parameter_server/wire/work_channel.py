@@ -19,13 +19,13 @@ class WorkOrder:
     """A work item as sent to a worker."""
 
     number: int
-    """Part of the name of its gradient."""
+    """Number of the order; part of the name of its gradient."""
     step: int
     shards: tuple[int, ...]
     version: int
-    """Updates that the variables have seen when it is assigned."""
+    """Version of the variables at the assignment."""
     loads: int = 1
-    """How often the servers have been loaded: more than once if the training was rolled back."""
+    """Number of loads of the servers: more than one if the training was rolled back."""
     scale: float = 1.0
     """The loss scale."""
 
@@ -47,18 +47,18 @@ class WorkReport:
 
     number: int
     read: int
-    """Updates that the variables had seen when it was computed."""
+    """Version of the variables from which it was computed."""
     loss_sum: float
     weights: tuple[float, ...]
     """The weights of the shards of each staged gradient: there is one gradient, or one per shard."""
     norm: float | None = None
     """The global norm of the gradient before clipping, if the worker clips."""
     is_finite: bool = True
-    """False: the worker skips it by policy, and has staged nothing."""
+    """False: by policy the worker skipped it and staged nothing."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """The sums of the terms of the loss, by name."""
     mixed: bool = False
-    """Whether it was computed from variables of several versions: no attempt found all servers at one."""
+    """Whether it was computed from variables of several versions, because no attempt found all servers at one."""
 
     @classmethod
     def of(cls, meta: JsonMap) -> Self:
@@ -91,7 +91,7 @@ class WorkChannel(Protocol):
 
 
 class RemoteWorkChannel:
-    """A channel over a connection to the chief; any frame except a work order and a bye ends it."""
+    """A channel over a connection to the chief; any frame except a work order and `bye` is an error."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link

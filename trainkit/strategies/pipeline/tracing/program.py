@@ -39,15 +39,15 @@ class TensorMeta:
         return torch.empty(self.size, dtype=self.dtype, device=device)
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor of another shape: the stage that receives it would wait for ever.
+        """Refuse a tensor of another shape: the receiving stage would wait for ever.
 
         Raises:
             TrainingError: its shape or dtype differs.
         """
         if tuple(tensor.shape) != self.size or tensor.dtype != self.dtype:
             raise TrainingError(
-                f"a stage has computed {tuple(tensor.shape)} {tensor.dtype} where its trace says {self.size} "
-                f"{self.dtype}: a block does something else than when it was traced. Use strategy=mirrored."
+                f"a stage has computed {tuple(tensor.shape)} {tensor.dtype} instead of {self.size} {self.dtype} as "
+                f"traced: a block behaves differently from its trace. Use strategy=mirrored."
             )
 
 
@@ -74,22 +74,22 @@ class RecordedCall:
     """One call: of a block, or of a torch function by the model's own code."""
 
     block: str | None = None
-    """The block's name; None for a function."""
+    """Name of the block; None for a function."""
     function: Callable[..., Any] | None = None
     args: Any = ()
-    """Arguments, with a `Value` or `ParamRef` in place of each tensor."""
+    """Arguments, with a `Value` or `ParamRef` instead of each tensor."""
     kwargs: Any = field(default_factory=dict)
     outputs: Any = None
-    """The result, likewise."""
+    """The result, in the same form."""
     modes: Modes | None = None
     """The modes that the model's own code has set for the call (`torch.no_grad`); None: those of the forward pass."""
 
     def reads(self) -> Iterator[Value | ParamRef]:
-        """Yield the tensors among its arguments."""
+        """Yield the tensors among the arguments."""
         yield from _tensors((self.args, self.kwargs))
 
     def makes(self) -> Iterator[Value]:
-        """Yield the tensors of its result."""
+        """Yield the tensors of the result."""
         yield from (one for one in _tensors(self.outputs) if isinstance(one, Value))
 
 
@@ -103,7 +103,7 @@ class StageProgram:
     sent: tuple[int, ...]
     """Values that are sent to the next stage; from the last one, the tensors of the outputs."""
     copied: frozenset[int] = frozenset()
-    """Received values that the stage writes into: it uses copies, because a received tensor is a leaf of its graph."""
+    """Received values into which the stage writes: it uses copies, because a received tensor is a leaf of its graph."""
 
     def held(self) -> set[str]:
         """Return the names of the model's tensors that calls between blocks use."""
@@ -118,11 +118,11 @@ class Program:
     num_inputs: int
     """Number of tensors among the inputs: the values 0 to `num_inputs - 1`."""
     outputs: Any
-    """The outputs of the model, with a `Value` in place of each tensor."""
+    """The outputs of the model, with a `Value` instead of each tensor."""
     shapes: dict[int, TensorMeta]
     """Number of a value -> its shape."""
     written: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Index of a call -> the values whose memory it writes into."""
+    """Index of a call -> the values into whose memory it writes."""
     storages: dict[int, int] = field(default_factory=dict)
     """Number of a value -> its memory: views of one tensor share one."""
 
@@ -131,11 +131,13 @@ class Program:
         return [call.block for call in self.calls if call.block is not None]
 
     def finals(self) -> tuple[int, ...]:
-        """Return the numbers of the output tensors, each once."""
+        """Return the numbers of the output tensors, without duplicates."""
         return tuple(dict.fromkeys(one.number for one in _tensors(self.outputs) if isinstance(one, Value)))
 
     def last_block(self) -> str | None:
-        """Return the block whose result is the only output tensor of the model, which nothing else reads; else None."""
+        """Return the block whose result is the only output tensor of the model, and is not read elsewhere; else
+        None.
+        """
         finals = self.finals()
         makers = [call for call in self.calls if any(one.number in finals for one in call.makes())]
         read = {one.number for call in self.calls for one in call.reads() if isinstance(one, Value)}
@@ -147,7 +149,8 @@ class Program:
         """Yield the indices of calls that must be on one stage because they share memory: a sent tensor is a copy.
 
         One of them writes into a memory that later calls use under several names, as views of one tensor that the
-        others create; or into an input of the model, of which each stage has its own copy, and which the others read.
+        others create; or it writes into an input of the model, of which each stage has its own copy, and which other
+        calls read.
         """
         uses = [{one.number for one in (*call.reads(), *call.makes()) if isinstance(one, Value)} for call in self.calls]
         for write, numbers in self.written.items():
@@ -161,7 +164,7 @@ class Program:
                     yield [*makers, write, *readers]
 
     def stages_of_calls(self, stage_of: dict[str, int]) -> list[int]:
-        """Return the stage of each call; calls between blocks belong to the block before them."""
+        """Return the stage of each call; calls between blocks belong to the previous block."""
         stages, now = [], 0
         for call in self.calls:
             now = now if call.block is None else stage_of[call.block]

@@ -43,7 +43,7 @@ _IMMUTABLE = (
 
 
 def is_immutable(value: Any) -> bool:
-    """Return whether a value is the same in every pass: nothing in it can be changed.
+    """Return whether a value is immutable, including its parts, so that every pass has the same value.
 
     Example:
         >>> is_immutable(torch.float32), is_immutable((1, "two")), is_immutable(object()), is_immutable({1})
@@ -56,7 +56,7 @@ def is_immutable(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """Return the parts of a value that cannot be changed itself; None for any other value."""
+    """Return the parts of a container that is immutable itself; None for any other value."""
     if isinstance(value, tuple | frozenset):
         return value
     if isinstance(value, slice):
@@ -71,7 +71,7 @@ def _parts(value: Any) -> Iterable[Any] | None:
 
 
 def first_mutable(tree: Any) -> Any:
-    """Return the first object of a tree that is neither a tensor nor immutable; None where there is none."""
+    """Return the first object of a tree that is neither a tensor nor immutable; None if there is none."""
     leaves = tree_flatten(tree)[0]
     return next((leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_immutable(leaf)), None)
 
@@ -79,7 +79,7 @@ def first_mutable(tree: Any) -> Any:
 def same_constant(one: Any, other: Any) -> bool:
     """Return whether two values of two passes are the same: one object, or equal immutable values.
 
-    A function that a pass makes is another object in the next pass: its code and what it closes over are compared.
+    A function created in a pass is a different object in the next pass: its code and its closure are compared.
 
     Example:
         >>> same_constant(lambda x: x, 3), same_constant((1, 2.0), (1, 2.0)), same_constant(object(), object())
@@ -100,7 +100,7 @@ def same_constant(one: Any, other: Any) -> bool:
 
 
 def _kept_by(function: FunctionType) -> Iterator[Any]:
-    """Yield the values that a function keeps between calls: the variables that it closes over, and its defaults."""
+    """Yield the values that a function keeps between calls: its closure variables and its defaults."""
     for cell in function.__closure__ or ():
         yield cell.cell_contents
     yield from function.__defaults__ or ()
@@ -110,7 +110,7 @@ def _kept_by(function: FunctionType) -> Iterator[Any]:
 _ELSEWHERE: Final = "or use strategy=mirrored."
 
 
-class CannotCut(Exception):  # noqa: N818 - a reason, which becomes a problem or an error elsewhere
+class CannotCut(Exception):  # noqa: N818 - callers turn it into a problem or an error
     """A forward pass that cannot be recorded, with the reason and a sentence about the remedy."""
 
     def __init__(self, reason: str, *, remedy: str = "Use strategy=fsdp.") -> None:
@@ -121,8 +121,8 @@ class CannotCut(Exception):  # noqa: N818 - a reason, which becomes a problem or
 class PythonState:
     """The state of Python objects around each block of one forward pass.
 
-    A block's own attributes may change in its own calls: it is called in every pass, by one rank. Other changes are
-    only visible to a pass that runs the model's own code.
+    A block may change its own attributes in its calls: every pass calls it, on one rank. Other changes are only visible
+    to a pass that runs the model's own code.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Block]) -> None:
@@ -144,7 +144,7 @@ class PythonState:
         kind = self._arguments.changed_class()
         if kind is not None:
             raise CannotCut(
-                f"the block {name} changes the {kind} that it is given, which a pipeline makes anew for every block",
+                f"the block {name} changes the {kind} among its arguments, which a pipeline copies for every block",
                 remedy=f"Return what it adds, {_ELSEWHERE}",
             )
         for path, kind in self._outside.changed():
@@ -198,6 +198,6 @@ def refused_object(crossing: str, found: Any, model: nn.Module) -> CannotCut:
 
 
 def contents_outside(model: nn.Module, units: Sequence[Block]) -> ObjectSnapshot:
-    """Return the state of the modules whose code runs between blocks, which is run only when the model is traced."""
+    """Return the state of the modules whose code runs between blocks, and therefore only during tracing."""
     inside = {id(module) for unit in units for entry in unit.entries for module in entry.modules()}
     return ObjectSnapshot((name, one) for name, one in model.named_modules() if id(one) not in inside)

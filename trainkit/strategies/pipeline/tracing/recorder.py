@@ -73,7 +73,7 @@ class Recorder(TorchFunctionMode):
         self._state.at_the_end()
         for name, tensor in chain(self._model.named_parameters(), self._model.named_buffers()):
             if name not in self._inside and name in self._own and tensor is not self._own[name]:
-                raise CannotCut(f"its own code puts another tensor in the place of {name}")
+                raise CannotCut(f"its own code replaces the tensor {name}")
 
     def _block_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
         return enter, leave
 
     def note_key(self, set_key: Callable[[], None]) -> None:
-        """Record a call that sets the random key, for the model's own code; a block sets its own."""
+        """Record a call that sets the random key, for the model's own code; a block sets its own key."""
         if self._depth == 0:
             self._calls.append(RecordedCall(function=set_key))
 
@@ -172,10 +172,10 @@ class Recorder(TorchFunctionMode):
         known = self._names.get(id(leaf))
         if known is None and is_fake(leaf):
             raise CannotCut(
-                "its own code uses a tensor that no call has returned to it: an attribute or an object has kept it",
-                remedy="Return it from the block that makes it, or use strategy=mirrored.",
+                "its own code uses a tensor that no call returned: an attribute or an object has kept it",
+                remedy="Return it from the block that creates it, or use strategy=mirrored.",
             )
-        return leaf if known is None else known  # a tensor that the model holds beside its parameters and buffers
+        return leaf if known is None else known  # a tensor of the model that is neither a parameter nor a buffer
 
     def _numbers(self, tree: Any) -> Any:
         return tree_map(self._numbered, tree)
@@ -210,7 +210,7 @@ def is_fake(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Applied:
-    """An `autograd.Function` of the user, with its own backward pass."""
+    """A user's `autograd.Function`, with its own backward pass."""
 
     kind: type[Function]
 
@@ -220,7 +220,7 @@ class _Applied:
 
 @contextmanager
 def whole_functions(recorder: Recorder) -> Iterator[None]:
-    """Record an `autograd.Function` as one call: its parts alone would lose its backward pass."""
+    """Record an `autograd.Function` as one call: its operations alone would lose its backward pass."""
     plain = Function.__dict__["apply"]
 
     def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:

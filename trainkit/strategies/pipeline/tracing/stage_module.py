@@ -55,14 +55,16 @@ class StageModule(nn.Module):
         super().__init__()
         self.blocks, self.stretch, self.shapes = blocks, stretch, shapes
         self.inputs: Sequence[Tensor] = ()
-        """The model's own inputs of the next microbatch: its code may use them on any stage."""
+        """Inputs of the whole model for the next microbatch; the code of every stage may read them."""
 
     def set_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Keep the model's own inputs of the microbatch to come."""
+        """Store the inputs of the whole model for the next microbatch."""
         self.inputs = inputs
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
-        """Compute the values for the next stage from those of the previous one; a loss if the last block gives it."""
+        """Compute the values for the next stage from those of the previous one; the loss if the last block computes
+        it.
+        """
         values: dict[int, Any] = dict(enumerate(self.inputs))
         if self.stretch.received:
             copied = self.stretch.copied

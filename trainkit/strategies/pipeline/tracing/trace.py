@@ -1,12 +1,12 @@
-"""Record what a model computes, from forward passes without data: which blocks run, and what lies between them.
+"""Record the computation of a model from forward passes without data: the blocks that run, and the code between them.
 
 The passes run on fake tensors, which have shapes and no memory. Calls of blocks are recorded as a whole, and so is each
-torch function that the model's own code calls between them. The recording shows what the model has done, not what its
-classes declare: blocks may branch, take several inputs, and be declared in any order. It is valid for inputs of the
-same shapes.
+torch function that the model's own code calls between them. The recording depends on the executed code, not on
+declarations: blocks may branch, take several inputs, and be declared in any order. It is valid for inputs of the same
+shapes.
 
-The model's own Python code is not run again. So whatever it computes without torch must be the same in every pass: two
-passes are compared, and a pass that changes Python objects is refused.
+The model's own Python code is not run again. So everything that it computes without torch must be the same in every
+pass: two passes are compared, and a pass that changes Python objects is refused.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def trace(
     autocast: AbstractContextManager[Any],
     grad: bool = True,
 ) -> Program:
-    """Record what a model computes; no data is computed, and the model is unchanged.
+    """Record the computation of a model without computing data; the model is unchanged.
 
     Args:
-        model: may be on the meta device, in part or in whole.
-        units: its blocks, from `blocks_to_cut`.
-        inputs: its arguments: tensors, or tuples, lists and dicts of them; only their shapes matter.
+        model: the model, possibly (partly) on the meta device.
+        units: the blocks of the model, from `blocks_to_cut`.
+        inputs: the arguments of the model: tensors, or tuples, lists and dicts of them; only their shapes matter.
         device: the device to compute on.
         autocast: the context of its forward pass.
         grad: whether its forward pass is followed by a backward pass.
 
     Raises:
-        CannotCut: it needs data during the pass, its outputs are not made of tensors, or it passes on Python objects
-            that a pass changes.
+        CannotCut: the model needs data during the pass, its outputs are not tensors, or it passes mutable Python
+            objects on.
     """
     with _as_it_was(model, device), autocast:
         first, second = (_pass(model, units, inputs, device=device, grad=grad) for _ in range(2))
@@ -69,7 +69,7 @@ def trace(
 
 
 def record(model: nn.Module, units: Sequence[Block], inputs: Any, *, autocast: AbstractContextManager[Any]) -> Program:
-    """Record one forward pass of training on the CPU, of a model of which `trace` has compared two.
+    """Record one forward pass of training on the CPU, of a model that `trace` has accepted.
 
     Args:
         model: as in `trace`.
@@ -124,7 +124,9 @@ def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torc
 
 @contextmanager
 def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore what the passes change besides tensors: attributes of modules, and the states of random generators."""
+    """Restore the state that passes change besides tensors: attributes of modules, and the states of random
+    generators.
+    """
     attributes = ObjectSnapshot(model.named_modules())
     host = HostStates.now()
     try:
@@ -156,13 +158,13 @@ def _compare(first: Program, second: Program) -> None:
     for one, other in zip_longest(first.calls, second.calls):
         if one is None or other is None or not _is_same(one, other):
             raise CannotCut(
-                f"two forward passes differ after {last}: something in its Python code changes from pass to pass",
+                f"two forward passes differ after {last}: its Python code behaves differently in each pass",
                 remedy="Compute it from the inputs, or use strategy=mirrored.",
             )
         last = last if one.block is None else one.block
     if not _are_same(first.outputs, second.outputs):
         raise CannotCut(
-            "what it returns differs between two forward passes, beside its tensors",
+            "Non-tensor outputs differ between two forward passes",
             remedy="Compute it from the inputs, or use strategy=mirrored.",
         )
 
@@ -182,11 +184,12 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, tuple[Program, ...] | list[Probl
 
 
 def programs_of(model: nn.Module, context: PlanContext) -> tuple[Program, ...] | list[Problem]:
-    """Return what a model computes with two samples in training, and then in evaluation; or why it cannot be cut.
+    """Return the programs of a model for two samples, in training and in evaluation; or the problems why it cannot be
+    cut.
 
     Args:
-        model: may be on the meta device.
-        context: has one sample of the training data; without one, nothing is known, and the result is empty.
+        model: the model, possibly on the meta device.
+        context: provides a sample of the training data; without one, the result is empty.
     """
     sample = context.sample
     if sample is None:
@@ -205,7 +208,7 @@ def _inputs(context: PlanContext) -> Any:
 
 
 def _tried(model: nn.Module, given: Any) -> tuple[Program, ...] | list[Problem]:
-    # The model here is in float32, whatever the run's precision.
+    # The model here is in float32, for any precision of the run.
     inputs = tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
         given,
