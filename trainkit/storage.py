@@ -1,5 +1,5 @@
-"""Errors about files that cannot be written: which errors of the system these are, and the remedy for each; and whether
-there is room for a file before it is written.
+"""Errors about files that cannot be written: which system errors these are, and the remedy for each; and checks of free
+space before a file is written.
 
 An `OSError` of a write names neither the file, nor the free space, nor a remedy. This module converts it to a
 `StorageError`, which names all three and ends the command with exit code 4.
@@ -31,7 +31,7 @@ _DENIED: Final = f"Change its permissions, {_ELSEWHERE}."
 _DEVICE: Final = f"The storage device or its connection failed: check it (dmesg), {_ELSEWHERE}."
 _REMEDIES: Final = {
     errno.ENOSPC: f"Free space there, {_ELSEWHERE}.",
-    errno.EDQUOT: f"Delete files there, ask for a larger quota, {_ELSEWHERE}.",
+    errno.EDQUOT: f"Delete files there, request a larger quota, {_ELSEWHERE}.",
     errno.EFBIG: "Raise the limit of the size of a file (ulimit -f), or lower the size of the model.",
     errno.EROFS: f"Mount the file system writable, {_ELSEWHERE}.",
     errno.EACCES: _DENIED,
@@ -303,7 +303,7 @@ class Presence:
         """Check that the folder still exists.
 
         Raises:
-            StorageError: it is gone. A file system that does not respond at the moment is no error.
+            StorageError: it is gone. A file system that does not respond at the moment does not count.
         """
         try:
             self._marker.stat()

@@ -40,12 +40,18 @@ def zero_all(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (lambda path: flip_bit(path, 10_000), "is not what was written (SHA-256 differs)"),
-    "a flipped bit in the header": (lambda path: flip_bit(path, 20), "is not what was written (SHA-256 differs)"),
-    "a flipped bit in the length": (lambda path: flip_bit(path, 3), "is not what was written (SHA-256 differs)"),
-    "a zeroed page": (zero_page, "is not what was written (SHA-256 differs)"),
-    "zeros": (zero_all, "is not what was written (SHA-256 differs)"),
-    "half the file": (truncate, "has 8248 bytes, 16496 were written"),
+    "a flipped bit": (lambda path: flip_bit(path, 10_000), "has changed since it was written (SHA-256 differs)"),
+    "a flipped bit in the header": (
+        lambda path: flip_bit(path, 20),
+        "has changed since it was written (SHA-256 differs)",
+    ),
+    "a flipped bit in the length": (
+        lambda path: flip_bit(path, 3),
+        "has changed since it was written (SHA-256 differs)",
+    ),
+    "a zeroed page": (zero_page, "has changed since it was written (SHA-256 differs)"),
+    "zeros": (zero_all, "has changed since it was written (SHA-256 differs)"),
+    "half the file": (truncate, "has 8248 bytes instead of 16496"),
     "no file": (lambda path: path.unlink(), "is absent"),
 }
 
@@ -89,7 +95,7 @@ def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Path) -> None:
 def test_a_folder_without_manifest_is_no_checkpoint(two: Path) -> None:
     (two / "step_00000002" / "manifest.json").unlink()
     assert [entry.step for entry in list_complete(two)] == [1]
-    with pytest.raises(CheckpointError, match=r"is no complete checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: it has no manifest\.json"):
         load(two / "step_00000002")
 
 
@@ -99,9 +105,9 @@ def test_where_all_are_damaged_all_are_named(two: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         newest_valid(two, print)
     assert [line.split("/")[-1] for line in str(caught.value).splitlines()] == [
-        "no checkpoint is whole:",
-        "step_00000002 is damaged: rank_00000.safetensors is not what was written (SHA-256 differs).",
-        "step_00000001 is damaged: rank_00000.safetensors is not what was written (SHA-256 differs).",
+        "no checkpoint is undamaged:",
+        "step_00000002 is damaged: rank_00000.safetensors has changed since it was written (SHA-256 differs).",
+        "step_00000001 is damaged: rank_00000.safetensors has changed since it was written (SHA-256 differs).",
     ]
 
 

@@ -114,7 +114,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_deleted(
     assert fallen_back.checkpoint.step == 2
     put(root, 2, keep=1)
     assert load(root / "step_00000003.aside").tensors["param/w"].eq(3.0).all()
-    assert "step_00000003 was passed over, and the run has gone on to step 2 from an older" in capsys.readouterr().err
+    assert "step_00000003 was skipped, and the run has continued to step 2 from an older" in capsys.readouterr().err
 
 
 def refuse_reading(patched: pytest.MonkeyPatch, folder: Path, number: int) -> None:
@@ -148,8 +148,8 @@ def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pyt
     put(root, 2, keep=1)
     assert [path.name for path in (root / "step_00000001.aside").iterdir()] == ["notes.txt"]
     assert capsys.readouterr().err == (
-        f"{root}/step_00000001.aside holds what this run did not write into its step_00000001, "
-        "which is deleted: notes.txt.\n"
+        f"{root}/step_00000001.aside holds the files of step_00000001 that this run did not write; "
+        "step_00000001 is deleted: notes.txt.\n"
     )
 
 
@@ -190,8 +190,8 @@ def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: 
     said: list[str] = []
     assert newest_valid(root, said.append) is None
     assert "".join(said) == (
-        f"{root}/step_00000099 is no complete checkpoint: it has no manifest.json. "
-        "This run has saved nothing yet: it is left where it is, and not used."
+        f"{root}/step_00000099 is not a complete checkpoint: it has no manifest.json. "
+        "This run has saved no checkpoint yet: that one stays in its place, and is not used."
     )
 
 
@@ -204,7 +204,7 @@ def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> 
     note_foreign(root, loaded.checkpoint.step, said.append)
     assert loaded.checkpoint.step == 1
     assert "".join(said) == (
-        f"{root}/step_00000099 was not written by this run: it is left where it is, and not used. "
+        f"{root}/step_00000099 was not written by this run: it stays in its place, and is not used. "
         f"To start a run from it: resume={root}/step_00000099"
     )
 

@@ -78,8 +78,8 @@ def test_an_error_of_one_rank_is_told_to_the_others(pool: Pool, tmp_path: Path) 
 def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(f"{HERE}.save_apart", tmp_path, num_ranks=2, group=True)
     expected = (
-        f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 made: each rank writes its own "
-        "part of a checkpoint there. Give all hosts one run folder, by a file system that they share."
+        f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 created: each rank writes its own "
+        f"part of a checkpoint there. Put the run folder on a file system that all hosts share."
     )
     assert told == [expected] * 2
     assert list(tmp_path.iterdir()) == []

@@ -151,7 +151,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 
 def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^param/s cannot be saved: it is no dense tensor with data\.$"):
+    with pytest.raises(CheckpointError, match=r"^param/s cannot be saved: it is not a dense tensor with data\.$"):
         save(tmp_path, step=0, tensors={"param/s": torch.eye(2).to_sparse()}, meta={})
     assert list_complete(tmp_path) == []
 

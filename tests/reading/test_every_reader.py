@@ -75,7 +75,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "data/sets/tables.py": {"open": "the same", "csv.reader": "the same"},
     "data/sets/cifar10.py": {"fromfile": "the same, of a size that is known"},
 }
-"""File -> what it calls -> why that is no file of a run and no message of another process."""
+"""File -> what it calls -> why that is not a file of a run and no message of another process."""
 
 
 def calls(tree: ast.AST, ours: set[str]) -> Iterator[tuple[str, int]]:

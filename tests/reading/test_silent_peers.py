@@ -72,7 +72,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     "nothing": ("", "it is empty"),
     "nested": ("[" * 100_000, "its JSON is nested deeper than 64"),
     "a list": ("[]", "it is a list, and a map with the keys failed, result was expected"),
-    "no report": ('{"failed": {"rank": 0}, "result": null}', "it is no report of a failure"),
+    "no report": ('{"failed": {"rank": 0}, "result": null}', "it is not a report of a failure"),
 }
 
 

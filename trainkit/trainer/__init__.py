@@ -1,1 +1,1 @@
-"""The training loop over tickets, with its state, evaluation and checkpoints."""
+"""Train over tickets: the loop, its state, evaluation and checkpoints."""

@@ -1,4 +1,4 @@
-"""Batch statistics of a model, counted anew over a dataset: those of a training are wrong for averaged weights."""
+"""Count the batch statistics of a model again over a dataset: those of a training are wrong for averaged weights."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
 def count_statistics(
     local: LocalModel, objective: Objective, batches: Iterable[Any], *, num_counted: int | None = None
 ) -> None:
-    """Replace the batch statistics of a model by means over batches, each of which counts alike; collective.
+    """Replace the batch statistics of a model by means over batches with equal weights; collective.
 
     As `torch.optim.swa_utils.update_bn`: forward passes in training mode. Random numbers of the model depend on the
     number of the batch.
 
     Args:
-        local: the model; in the mode that it had again afterwards.
+        local: the model; its mode is restored afterwards.
         objective: calls the model.
         batches: this rank's batches: together the ranks have every sample once.
-        num_counted: how many of the first batches count; None: all.
+        num_counted: number of first batches that count; None: all.
     """
     model, modules = local.model, modules_with_statistics(local.model)
     momenta = {name: module.momentum for name, module in modules.items()}
@@ -75,7 +75,7 @@ def count_statistics(
 
 
 def restore_statistics(model: nn.Module, kept: dict[str, Tensor]) -> None:
-    """Put copies of `statistics_of` back."""
+    """Restore the batch statistics from copies of `statistics_of`."""
     with torch.no_grad():
         for name, buffer in statistics_of(model).items():
             buffer.copy_(kept[name])

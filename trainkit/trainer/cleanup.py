@@ -1,4 +1,4 @@
-"""Delete checkpoints and temporary folders of saves: only those of the run that saves."""
+"""Delete checkpoints and temporary folders of saves, only those of the run that saves."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WRITTEN: Final = re.compile(r"rank_\d{5,}\.safetensors|(index|meta|manifest)\.j
 def owner_of(root: Path) -> OwnershipToken:
     """Return the run that a `checkpoints` folder belongs to.
 
-    The parent folder holds the token. If it does not, as in a folder that holds checkpoints alone, the token is that of
-    the checkpoints, if all are of one run and training; else a new one, which owns nothing.
+    The parent folder holds the token. If it does not, as in a folder with only checkpoints, the token is that of the
+    checkpoints, if all belong to one run and training; else a new one, which owns no files.
     """
     owner = OwnershipToken.found(root.parent)
     if owner is not None:
@@ -63,11 +63,11 @@ def delete(checkpoint: Checkpoint, owner: OwnershipToken) -> None:
 
 
 def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
-    """Rename an existing path with the name of a new checkpoint.
+    """Rename an existing path that has the name of a new checkpoint.
 
     Returns:
-        The temporary folder to delete once the new one is complete, if this run has saved the same step before; None if
-        nothing was there, or it was set aside.
+        The temporary folder to delete after the new one is complete, if this run has saved the same step before; None
+        if no such path existed, or it was set aside.
 
     Raises:
         OSError: the file system refuses.
@@ -84,8 +84,10 @@ def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
 
 
 def _retired(folder: Path, owner: OwnershipToken) -> Path:
-    """Rename a checkpoint before it is deleted: a kill halfway leaves no folder that looks like a damaged one."""
-    with contextlib.suppress(OSError):  # on a full disk the space is needed more than the token
+    """Rename a checkpoint before it is deleted: a kill during the deletion leaves no folder that looks like a damaged
+    checkpoint.
+    """
+    with contextlib.suppress(OSError):  # on a full disk, deleting matters more than the token
         owner.mark(folder)
     return folder.rename(free_name(folder.with_name(f"{_TEMPORARY}{_OLD}{folder.name}")))
 
@@ -96,9 +98,8 @@ def _delete(folder: Path, owner: OwnershipToken, name: str, *, proven: bool = Fa
         with contextlib.suppress(OSError):
             folder.rename(kept)
             unmark(kept)
-            print_notice(
-                f"{kept} holds what this run did not write into its {name}, which is deleted: {', '.join(left)}."
-            )
+            found = ", ".join(left)
+            print_notice(f"{kept} holds the files of {name} that this run did not write; {name} is deleted: {found}.")
 
 
 def unmark(folder: Path) -> None:
@@ -111,8 +112,8 @@ def set_aside_newer(root: Path, owner: OwnershipToken, *, step: int) -> None:
     """Set aside the checkpoints of this run that are newer than the one just written.
 
     The run continued from an older checkpoint, because the newer ones were unreadable or damaged. They would displace
-    complete ones from the last k, and a resume would take them for later states of this training.
+    complete ones from the last k, and a resume would treat them as later states of this training.
     """
     for folder, entry in list_all(root):
         if step_of(folder) > step and isinstance(entry, Checkpoint) and owner.wrote(entry.owner):
-            set_aside(folder, f"was passed over, and the run has gone on to step {step} from an older checkpoint")
+            set_aside(folder, f"was skipped, and the run has continued to step {step} from an older checkpoint")

@@ -1,4 +1,4 @@
-"""Evaluation: every sample is evaluated exactly once, on any number of ranks, and summed."""
+"""Evaluate a split: every sample exactly once, on any number of ranks, with exact sums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Evaluation:
 
 @contextmanager
 def evaluation_mode(local: LocalModel, objective: Objective) -> Iterator[Callable[[int], None]]:
-    """Hold the model in evaluation mode for the duration of the block, without gradients unless the objective needs
-    them.
+    """Keep the model in evaluation mode during the block, without gradients unless the objective needs them.
 
     Yields:
         A function that takes the number of the next batch in the split: random numbers of the model or the objective
@@ -62,16 +61,16 @@ def evaluate(
     """Evaluate the model on a split; collective.
 
     Args:
-        local: the model; in training mode again afterwards.
+        local: the model; its training mode is restored afterwards.
         objective: computes the loss and the metrics.
         batches: this rank's batches, on its device: together the ranks have every sample once.
         split: prefix of the metric names, `val/loss`.
-        num_counted: how many of the first batches count; None: all. The others exist because other ranks run the model
+        num_counted: number of first batches that count; None: all. The others exist because other ranks run the model
             together with this one.
-        more_metrics: metrics besides those of the objective, by name; new ones.
+        more_metrics: new metric objects in addition to those of the objective, by name.
 
     Raises:
-        TrainingError: a metric gives something else than numbers and tables.
+        TrainingError: a metric returns something other than numbers and tables.
     """
     model = local.model
     tally, metrics = RunningMean(), {**objective.metrics(), **(more_metrics or {})}

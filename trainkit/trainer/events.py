@@ -1,20 +1,20 @@
-"""Callbacks: hooks that are called during a training, and the view of the run and its progress that they receive.
+"""Define the hooks of callbacks, and the view of the run and its progress that they receive.
 
-validate           before anything starts
-run_start          before the first step, when everything is placed
+validate           before the run starts
+run_start          before the first step, after the model was placed
   step_end         after every step (only callbacks that override it are called)
-  row_figures      before a row of metrics is logged, for figures that the row shall have, too
+  row_figures      before a row of metrics is logged, to add figures to it
   log              with a row of metrics, every `log_every_steps`
   eval_end         with the metrics of an evaluation
-  eval_tables      with its tables, where a metric gives any
+  eval_tables      with its tables, if a metric returns any
   checkpoint_saved a checkpoint in the run folder is complete
   rolled_back      the training continues from an earlier step
 train_end          after the last step, before the ranks leave the process group
-run_end            with the result, however the run ended
-ended              in the process that started the run, also where every rank was killed
+run_end            with the result, for every end of the run
+ended              in the process that started the run, even if every rank was killed
 
-Every hook is called on every rank, in order, but `checkpoint_saved` and `ended`. A callback that changes something must
-change it alike on every rank (`run.request_stop`); files are written where `run.is_owner`. The model may be used up to
+Every hook except `checkpoint_saved` and `ended` is called on every rank, in order. A callback that changes the training
+must do the same on every rank (`run.request_stop`); files are written if `run.is_owner`. The model may be used up to
 `train_end`; if `run.computes_together`, it must be run on every rank with the same inputs.
 """
 
@@ -45,10 +45,10 @@ __all__ = ["Callback", "Ending", "Row", "Run"]
 
 @dataclass(kw_only=True)
 class State:
-    """The state that a resumed run continues from, besides tensors."""
+    """The state with which a resumed run continues, in addition to tensors."""
 
     plan: BatchPlan
-    """How steps are cut."""
+    """The division of steps into batches."""
     step: int = 0
     """Updates completed, and steps skipped."""
     seconds: float = 0.0
@@ -58,9 +58,9 @@ class State:
     retries: int = 0
     """Repetitions of steps that overflowed."""
     own_loss: bool = False
-    """Whether a loop of the user's own has given a step its loss, so that the config alone cannot continue it."""
+    """Whether the user's own loop has computed the loss of a step, so the config alone cannot continue the run."""
     left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
-    """Steps skipped because they are not finite."""
+    """Steps that were skipped because their values are not finite."""
 
     @property
     def epoch(self) -> float:
@@ -80,12 +80,12 @@ class State:
     def advance(self, outcome: StepOutcome) -> bool:
         """Record the outcome of a step; return whether the step is completed.
 
-        An applied step and one skipped by policy are; an overflowed step is repeated, and an asynchronous one is in
-        flight.
+        An applied step and one skipped by policy are completed; an overflowed step is repeated, and an asynchronous one
+        is in flight.
 
         Raises:
             NonFiniteError: too many steps are skipped.
-            RollbackNeeded: the step must be trained again, from the last checkpoint on.
+            RollbackNeeded: the training must be repeated from the last checkpoint.
         """
         if outcome.status is Status.handed_out:
             return False
@@ -104,7 +104,7 @@ class State:
         self.best = value
 
     def mark_own_loss(self) -> None:
-        """Record that a loop of the user's own has given a step its loss."""
+        """Record that the user's own loop has computed the loss of a step."""
         self.own_loss = True
 
     def to_json(self) -> dict[str, Any]:
@@ -126,12 +126,12 @@ Row = Mapping[str, float]
 
 
 Measure = Callable[[str, Any], Mapping[str, float]]
-"""Evaluates a split, or a dataset in its place, and returns the metrics."""
+"""Evaluates a split, or a dataset instead of it, and returns the metrics."""
 
 
 def _no_session(split: str, dataset: Any) -> Mapping[str, float]:
     del dataset
-    raise TrainingError(f"{split} cannot be evaluated: there is no training.")
+    raise TrainingError(f"{split} cannot be evaluated: no training is running.")
 
 
 @dataclass(kw_only=True)
@@ -145,13 +145,13 @@ class Run:
     summary: Mapping[str, str]
     """Effective values, label -> text, in the order to show them."""
     plan: BatchPlan
-    """How steps are cut."""
+    """The division of steps into batches."""
     num_steps: int
     """Steps of the whole training."""
     rate: LearningRate
-    """The learning rate of every step."""
+    """Learning rate of every step."""
     rates: Mapping[str, LearningRate] = field(default_factory=dict)
-    """The learning rate of each of several optimizers, by name; empty where a run has one."""
+    """Learning rate of each of several optimizers, by name; empty if the run has one."""
     state: State
     """The progress of the training."""
     begun_at: int = 0
@@ -159,7 +159,7 @@ class Run:
     begun_seconds: float = 0.0
     """Seconds of training when this start of the run began."""
     begun_moment: float = field(default_factory=time.monotonic)
-    """When this start of the run began its steps, on `time.monotonic`."""
+    """Time at which this start of the run began its steps, on `time.monotonic`."""
     is_owner: bool
     """Whether this rank writes files."""
     model: nn.Module
@@ -171,29 +171,29 @@ class Run:
     computes_together: bool = False
     """Whether the ranks must run the model together, because it is sharded."""
     notes: tuple[str, ...] = ()
-    """Additional lines of the startup summary: keys that were overridden or shadowed, what is resumed."""
+    """Additional lines of the startup summary: overridden or shadowed keys, the resumed run."""
     datasets: Mapping[str, Any] = field(default_factory=dict)
     """Split -> dataset."""
     example: Any = None
     """The batch of the first shard that this rank computed; None before."""
     findings: Callable[[], Mapping[str, Any]] = dict
-    """Returns the strategy's entries for result.json; `counts` in them: how often each number occurred."""
+    """Returns the strategy's entries for result.json; `counts` in them: the frequency of each number."""
     stop_reason: str | None = None
-    """Why the run is about to end early."""
+    """Reason why the run is about to end early."""
     measure: Measure = field(default=_no_session, repr=False)
-    """Evaluates a split, or a dataset in its place; see `evaluate`."""
+    """Evaluates a split, or a dataset instead of it; see `evaluate`."""
 
     def evaluate(self, split: str = "val", *, dataset: Any = None) -> Mapping[str, float]:
-        """Evaluate the model as it is now, and return the metrics; no callback receives them, and none is the best.
+        """Evaluate the current model, and return the metrics; no callback receives them, and they are never the best.
 
         Collective: every rank calls it in the same hook, after the same step.
 
         Args:
             split: a split of the data; the prefix of the names.
-            dataset: samples to evaluate in the place of that split's.
+            dataset: samples to evaluate instead of those of the split.
 
         Raises:
-            TrainingError: not in this hook, not in an observer, or there is no such split.
+            TrainingError: not allowed in this hook or in an observer, or the split does not exist.
         """
         return self.measure(split, dataset)
 
@@ -206,11 +206,11 @@ class Run:
         self.example = batch
 
     def begin_steps(self) -> None:
-        """Record where and when this start of the run begins its steps."""
+        """Record the step and the time at which this start of the run begins."""
         self.begun_at, self.begun_seconds, self.begun_moment = self.state.step, self.state.seconds, time.monotonic()
 
     def request_stop(self, reason: str) -> None:
-        """End the run after this step; must be called alike on every rank. The first reason counts."""
+        """End the run after this step; every rank must call it in the same step. The first reason counts."""
         self.stop_reason = self.stop_reason or reason
 
     def example_batch(self) -> Any:
@@ -220,16 +220,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a run ended, as the process that started it knows it."""
+    """The end of a run, as known to the process that started it."""
 
     name: str
-    """The name of the run."""
+    """Name of the run."""
     folder: Path
     """The run folder."""
     status: str
     """`finished`, `failed`, `stopped`, `preempted` or `hangup`."""
     reason: str
-    """Why, in one line; may be empty."""
+    """Reason, in one line; may be empty."""
     steps: int | None
     """Updates of the whole training; None if unknown."""
 
@@ -238,19 +238,23 @@ class Callback:
     """The base class of callbacks; every hook does nothing until it is overridden."""
 
     prints: ClassVar[bool] = False
-    """Whether it prints to the terminal; such callbacks are left out with `quiet=true`."""
+    """Whether the callback prints to the terminal; such callbacks are left out with `quiet=true`."""
     observes: ClassVar[bool] = False
-    """Whether it only looks: its errors do not end the run, unless `observer_errors=stop`. It calls no collective."""
+    """Whether the callback only observes: its errors do not end the run, unless `observer_errors=stop`. It calls no
+    collective.
+    """
     decides_by_figures: ClassVar[bool] = False
-    """Whether it changes the training by evaluation results; the evaluation must then run in the training process."""
+    """Whether the callback changes the training by evaluation results; the evaluation must then run in the training
+    process.
+    """
     measures_only: ClassVar[bool] = False
     """Whether a run with it is a measurement: the run writes no checkpoint, and cannot be resumed."""
 
     details: ClassVar[tuple[str, ...]] = ()
-    """Names of what `Objective.details` gives that evaluations during the training shall measure, too."""
+    """Names of entries of `Objective.details` that evaluations during the training also measure."""
 
     def validate(self, planned: Planned) -> list[Problem]:
-        """Return why this callback cannot look at the run; of an object that sees no other hook. Pure."""
+        """Return problems of this callback with the run; called on an object that receives no other hook. Pure."""
         del planned
         return []
 
@@ -258,11 +262,13 @@ class Callback:
         """Handle the start, before the first step."""
 
     def phase_listener(self) -> PhaseListener | None:
-        """Return what receives (phase, step) when a phase of a step begins, on the hot path; None: nothing does."""
+        """Return a function to call with (phase, step) at the begin of each phase, on the hot path; None: no
+        function.
+        """
         return None
 
     def gradient_listener(self) -> GradientListener | None:
-        """Return what looks at the gradients of some steps; None: nothing does. Asked before `run_start`."""
+        """Return a listener for the gradients of some steps; None: no listener. Called before `run_start`."""
         return None
 
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
@@ -280,7 +286,7 @@ class Callback:
         """Handle the metrics of an evaluation."""
 
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
-        """Handle the tables of an evaluation, after `eval_end`; called only where there are any."""
+        """Handle the tables of an evaluation, after `eval_end`; called only if any exist."""
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
         """Handle a complete checkpoint; called on rank 0 only, which writes it."""
@@ -288,12 +294,11 @@ class Callback:
     def rolled_back(self, run: Run, step: int) -> None:
         """Continue from an earlier step, the current one of `run.state`, because `step` was not finite.
 
-        The state that `state` returned for that checkpoint is restored before. Metrics of later steps are reported
-        again.
+        The state that `state` returned for that checkpoint is restored before. Metrics of later steps are logged again.
         """
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Handle a regular end of the training; on every rank, before the process group ends. `result` as in
+        """Handle a regular end of the training, on every rank, before the process group ends; `result` as in
         `run_end`.
         """
 
@@ -301,14 +306,14 @@ class Callback:
         """Handle the end of the run; `result` is the content of result.json."""
 
     def ended(self, ending: Ending) -> None:
-        """Handle the end of the run in the process that started it: of several ranks none may be left to tell it.
+        """Handle the end of the run in the process that started it: the ranks may have been killed.
 
-        Called once for a command, after `status.json` and `result.json` are written, of an object that has seen no
+        Called once per command, after `status.json` and `result.json` are written, on an object that has received no
         other hook; its errors are warnings.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback for a checkpoint: what JSON can hold, and tensors in dicts and lists."""
+        """Return the state of this callback for a checkpoint: JSON values, and tensors in dicts and lists."""
         return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:

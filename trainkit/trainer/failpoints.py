@@ -1,12 +1,12 @@
-"""Failpoints: planted failures, to test what happens when a process dies, hangs or raises at a known moment.
+"""Plant failures (failpoints), to test the effect of a process that dies, hangs or raises at a known moment.
 
     TRAINKIT_FAIL="rank=1,step=3,phase=backward,action=kill"
 
-Several are separated by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank;
-without `step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `life` only that restart
-of a task that is restarted alone; with `while` only as long as that file exists. Actions: kill (SIGKILL), stop
-(SIGSTOP), hang (sleeps for ever), raise (RuntimeError), full (no space left on device), exit (ends the process with
-code 7, without an error report), slow (sleeps for 0.05 s and continues).
+Separate several by `;`. Without `rank`, rank 0 fails; with `index`, the task of that index, on any rank; without `step`
+or `phase`, in every one; with `attempt`, only in that attempt of the supervisor; with `life`, only in that restart of a
+separately restarted task; with `while`, only as long as that file exists. Actions: kill (SIGKILL), stop (SIGSTOP), hang
+(sleeps forever), raise (RuntimeError), full (no space left on device), exit (ends the process with code 7, without an
+error report), slow (sleeps for 0.05 s and continues).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Phase = Literal[
 """The phases of a rank, in their order within one number of completed updates.
 
 `join`: joins the process group and places the model. `load`: restores a checkpoint. `callback`: passes metrics or a
-checkpoint to the callbacks. `compile`: torch.compile works. `end`: the training has ended. `idle`: waits for requests.
+checkpoint to the callbacks. `compile`: torch.compile runs. `end`: the training has ended. `idle`: waits for requests.
 """
 
 VARIABLE: Final = "TRAINKIT_FAIL"

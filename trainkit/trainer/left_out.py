@@ -1,4 +1,4 @@
-"""The steps that a training leaves out, because their loss or gradient is not finite."""
+"""Count the steps that a training leaves out because their loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import LeftOut
 
 REMEDY: Final = "Lower optimizer.lr, set clip.max_norm or add warmup.steps"
-"""The remedy for losses or gradients that are not finite; the beginning of a sentence."""
+"""Remedy for losses or gradients that are not finite; the beginning of a sentence."""
 _MOST_STEPS: Final = 1000
 """Number of steps that are listed; further ones are only counted."""
 _MOST_SAMPLES: Final = 256
@@ -35,9 +35,9 @@ class Suspect:
     """A step that was not finite, and that is trained again."""
 
     step: int
-    """Updates completed before it."""
+    """Number of updates before this step."""
     checkpoint: int
-    """The step of the checkpoint that was restored for it."""
+    """Step of the checkpoint that was restored."""
 
 
 @dataclass
@@ -50,17 +50,17 @@ class LeftOutSteps:
     count: int = 0
     """Number of skipped steps."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """`step`, `samples` and `num_samples` of each, as in result.json."""
+    """`step`, `samples` and `num_samples` of each skipped step, as in result.json."""
     first: int = -1
     """The first of the latest consecutive skipped steps."""
     last: int = -1
-    """The last of them."""
+    """The last of the latest consecutive skipped steps."""
     suspect: Suspect | None = None
-    """With `rollback`, the step for which the last checkpoint was restored."""
+    """The step for which the last checkpoint was restored, with `rollback`."""
 
     @property
     def in_a_row(self) -> int:
-        """The number of the latest consecutive skipped steps."""
+        """Number of the latest consecutive skipped steps."""
         return self.last - self.first + 1 if self.count else 0
 
     def samples_of(self, tickets: Sequence[Ticket], most: int = _MOST_SAMPLES) -> tuple[list[int], int]:
@@ -69,10 +69,11 @@ class LeftOutSteps:
         return found[:most], len(found)
 
     def take(self, found: LeftOut) -> None:
-        """Count a step, or request that it is trained again.
+        """Count a skipped step, or request that it is trained again.
 
         Raises:
-            NonFiniteError: too many consecutive steps; with `rollback`, a second one since the restored checkpoint.
+            NonFiniteError: too many consecutive steps are skipped; with `rollback`, a second step since the restored
+                checkpoint.
             RollbackNeeded: with `rollback`, the step was not finite for the first time.
         """
         if self.settings.on_nonfinite == "rollback":
@@ -81,8 +82,8 @@ class LeftOutSteps:
         limit = self.settings.max_skips_in_a_row
         if self.settings.on_nonfinite == "skip" and self.in_a_row >= limit:
             raise NonFiniteError(
-                f"numerics.max_skips_in_a_row={limit}: steps {self.first} to {self.last} were left out one after "
-                f"the other, because loss or gradient was not finite; {self._so_far(found.step + 1)}. {REMEDY}, see "
+                f"numerics.max_skips_in_a_row={limit}: steps {self.first} to {self.last} were left out in a row, "
+                f"because loss or gradient was not finite; {self._so_far(found.step + 1)}. {REMEDY}, see "
                 f"the samples under skipped_steps in result.json, or raise numerics.max_skips_in_a_row."
             )
 
@@ -90,7 +91,7 @@ class LeftOutSteps:
         """End the run if more steps were skipped than allowed.
 
         Raises:
-            NonFiniteError: they are more than `numerics.max_skipped_share`.
+            NonFiniteError: their share is above `numerics.max_skipped_share`.
         """
         limit = self.settings.max_skipped_share
         if self.settings.on_nonfinite != "skip" or step < _FIRST_JUDGED or self.count / step <= limit:
@@ -102,16 +103,16 @@ class LeftOutSteps:
         )
 
     def train_again(self, suspect: Suspect | None) -> None:
-        """Record the step that is trained for the second time; None: there is none."""
+        """Record the step that is trained for the second time; None if no step is."""
         self.suspect = suspect
 
     def saved(self, step: int) -> None:
-        """Clear the suspect once a checkpoint of a later step is saved."""
+        """Clear the suspect when a checkpoint of a later step is saved."""
         if self.suspect is not None and step > self.suspect.step:
             self.suspect = None
 
     def findings(self) -> dict[str, Any]:
-        """Return the entries of result.json: each step with its samples, and how many are not listed."""
+        """Return the entries of result.json: each step with its samples, and the number of unlisted steps."""
         rest = self.count - len(self.steps)
         return {"skipped_steps": list(self.steps), **({"skipped_steps_not_listed": rest} if rest else {})}
 
@@ -130,9 +131,9 @@ class LeftOutSteps:
             raise RollbackNeeded(step)
         if suspect.step != step:
             raise NonFiniteError(
-                f"numerics.on_nonfinite=rollback: loss or gradient of step {step} is not finite, and that of step "
-                f"{suspect.step} was not either; both come after the checkpoint of step {suspect.checkpoint}, and one "
-                f"such step between two checkpoints is left out at most. {REMEDY}, save more often with "
+                f"numerics.on_nonfinite=rollback: loss or gradient of step {step} is not finite, as in step "
+                f"{suspect.step}; both follow the checkpoint of step {suspect.checkpoint}, and at most one such step "
+                f"between two checkpoints is left out. {REMEDY}, save more often with "
                 "checkpoint.every_steps, or use numerics.on_nonfinite=skip."
             )
 
@@ -151,7 +152,7 @@ class LeftOutSteps:
 
 
 def listed(numbers: Sequence[int], count: int, *, most: int = 8) -> str:
-    """Return numbers for a sentence, the first few of many.
+    """Return numbers for a sentence, only the first few of many.
 
     Example:
         >>> listed([3, 4], 2), listed([5], 1), listed(list(range(20)), 30)

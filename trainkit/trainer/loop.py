@@ -1,4 +1,4 @@
-"""The training loop over tickets, the same for every strategy, and what happens around its steps.
+"""Train over tickets, with the same loop for every strategy, and run the actions between steps.
 
 These are triggers at intervals, the hooks of callbacks, and the agreement of the ranks to stop or save.
 """
@@ -38,12 +38,12 @@ class Trigger:
     act: Callable[[], None]
     """The action; may be collective, so that triggers are due at the same steps on every rank."""
     next_after: Callable[[int], int]
-    """Returns the step after which it is due next, from the current step."""
+    """Returns the step after which the action is due next, from the current step."""
     due: int = 0
-    """The step after which it is due."""
+    """Step after which the action is due."""
 
     def reschedule(self, step: int) -> None:
-        """Set the step after which it is due next, from the current step."""
+        """Set the step after which the action is due next, from the current step."""
         self.due = self.next_after(step)
 
 
@@ -105,9 +105,9 @@ class TriggerSchedule:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """The loop of one training: `train` runs all of it, and a loop of the user's own takes the same parts step by step.
+    """The loop of one training: `train` runs all of it, and the user's own loop uses the same parts step by step.
 
-    Iteration gives what to compute next; `complete` takes the outcome, before the next one is asked for.
+    Iteration yields the next computation; `complete` receives its outcome, before the next iteration.
     """
 
     run: Run
@@ -121,7 +121,7 @@ class TrainingLoop:
     """Updates after which the loop ends."""
     next_sync_step: Callable[[int], int]
     interrupted: Callable[[], str | None]
-    """Returns why to stop if this process is the only one; the ranks of a group agree by a trigger."""
+    """Returns the reason to stop if this process is the only one; the ranks of a group agree by a trigger."""
     on_phase: PhaseListener
     is_over: bool = False
     """Whether all steps are done, or the run was asked to stop."""
@@ -133,7 +133,7 @@ class TrainingLoop:
             self.complete(batches, executor.step(ticket, batches))
 
     def __iter__(self) -> Iterator[tuple[Ticket, Sequence[Batch]]]:
-        """Yield a ticket and the batch of each of its shards; the same ticket again if its gradients overflowed."""
+        """Yield a ticket and the batch of each of its shards; yield it again if its gradients overflowed."""
         state, data, on_phase = self.run.state, self.data, self.on_phase
         if state.step >= self.last_step:
             self.is_over = True
@@ -145,7 +145,7 @@ class TrainingLoop:
                 return
 
     def complete(self, batches: Sequence[Batch], outcome: StepOutcome) -> bool:
-        """Record an outcome and run what is due after its step; return whether the step is completed."""
+        """Record an outcome and run the actions that are due after its step; return whether the step is completed."""
         run, state = self.run, self.run.state
         if not state.advance(outcome):
             return False
@@ -170,12 +170,12 @@ _REASONS: Final = ("stopped", "preempted", "hangup", "resized")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopSaveDecision:
-    """What all ranks do after this step."""
+    """The common decision of all ranks after a step."""
 
     stop: str | None
-    """A reason to stop that some rank has; None: continue."""
+    """Reason of some rank to stop; None: continue."""
     save: bool
-    """Whether rank 0 decides that a save is due."""
+    """Whether a save is due, as decided by rank 0."""
 
 
 class StopSaveConsensus:
@@ -193,7 +193,7 @@ class StopSaveConsensus:
         self._exchanged_at = time.perf_counter()
 
     def ask(self) -> StopSaveDecision:
-        """Return what to do after this step, the same on every rank. Collective."""
+        """Return the decision after this step, the same on every rank. Collective."""
         reason = self._requested()
         flags = [float(reason == known) for known in _REASONS]
         proposals = [float(self._save_due()), float(self._propose())] if self._collective.rank == 0 else [0.0, 0.0]
@@ -221,30 +221,30 @@ class CallbackHooks:
     """The callbacks of a run, in the order of their calls.
 
     Args:
-        callbacks: all of them.
-        observers_end_run: whether an error of an observer ends the run, as that of any other callback does.
+        callbacks: all callbacks of the run.
+        observers_end_run: whether an error of an observer ends the run, like that of any other callback.
     """
 
     def __init__(self, callbacks: Sequence[Callback], *, observers_end_run: bool = False) -> None:
         self._callbacks, self._observers_end_run = list(callbacks), observers_end_run
         self._left_out: set[int] = set()
         self.running: tuple[Callback, str] | None = None
-        """The callback and the hook that run at this moment."""
+        """The callback and the hook that are running."""
         self.failures: list[dict[str, str]] = []
-        """The observers that were left out: callback, hook, error."""
+        """The disabled observers: callback, hook, error."""
 
     def __iter__(self) -> Iterator[Callback]:
         """Yield the callbacks."""
         return iter(self._callbacks)
 
     def call(self, hook: str, *args: Any, suppressed: tuple[type[Exception], ...] = ()) -> None:
-        """Call a hook of every callback; an error of a suppressed class does not keep the others from it."""
+        """Call a hook of every callback; after an error of a suppressed class, the others are still called."""
         for callback in self._callbacks:
             with contextlib.suppress(*suppressed):
                 self._call(callback, hook, args)
 
     def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
-        """Return a listener that passes each phase to those of the callbacks, and then to `on_phase`."""
+        """Return a listener that passes each phase to the listeners of the callbacks, and then to `on_phase`."""
         listeners = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
         if not listeners:
             return on_phase
@@ -257,14 +257,14 @@ class CallbackHooks:
         return listen
 
     def gradient_listener(self) -> GradientListener | None:
-        """Return what passes the gradients of a step to those of the callbacks that want them; None: none does."""
+        """Return a listener that passes gradients to the listeners of the callbacks; None if no callback has one."""
         listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
         return GradientListeners(listeners) if listeners else None
 
     def of(self, hook: str) -> list[Callable[..., Any]]:
-        """Return a hook of the callbacks that override it, to be called at each step.
+        """Return a hook of the callbacks that override it, to call at each step.
 
-        Each returns what the hook returns; None of a callback that is left out.
+        Each returns the value of the hook; None for a disabled callback.
         """
         overriding = [one for one in self._callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]
         return [self._bound(one, hook) for one in overriding]
@@ -285,7 +285,7 @@ class CallbackHooks:
         try:
             return getattr(callback, hook)(*args)
         except Exception as error:
-            # An error of trainkit is one of the run: a full disk, or a config that cannot be.
+            # An error of trainkit is an error of the run, such as a full disk or an invalid config.
             if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
                 error.add_note(f"{CALLBACK_NOTE}{kind_of(callback)}, hook {hook}")
                 raise
@@ -298,21 +298,21 @@ class CallbackHooks:
         self._left_out.add(id(callback))
         said = f"{type(error).__name__}: {error}"
         self.failures.append({"callback": kind_of(callback), "hook": hook, "error": said})
-        _log.warning("the callback %s failed in %s and is left out from now on: %s", kind_of(callback), hook, said)
+        _log.warning("the callback %s failed in %s and is disabled from now on: %s", kind_of(callback), hook, said)
 
 
 class GradientListeners:
-    """Several listeners as one."""
+    """Combines several listeners into one."""
 
     def __init__(self, listeners: Sequence[GradientListener]) -> None:
         self._listeners = listeners
 
     def wants(self, step: int) -> bool:
-        """Return whether one of them looks at the step."""
+        """Return whether one of them wants the gradients of the step."""
         return any(one.wants(step) for one in self._listeners)
 
     def take(self, step: int, tensors: UpdateTensors) -> None:
-        """Pass the tensors to those that look at the step."""
+        """Pass the tensors to the listeners that want the step."""
         for one in self._listeners:
             if one.wants(step):
                 one.take(step, tensors)

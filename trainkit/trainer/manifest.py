@@ -1,12 +1,11 @@
-"""The definition of a complete checkpoint: a folder with a manifest that holds the size and SHA-256 of each of its
-files.
+"""Define a complete checkpoint: a folder with a manifest that holds the size and SHA-256 of each of its files.
 
     checkpoints/
       step_00001234/
         rank_00000.safetensors   tensors; one file per writing rank index.json               tensor name -> shape,
-        dtype, pieces (file, offset, size, and the key in the file if it is not the name, because the rank holds several
-        pieces); tied names meta.json                state of the trainer: counters, loss scale, ... manifest.json
-        written last
+        dtype, pieces (file, offset, size, and the key in the file if it differs from the name, because the rank holds
+        several pieces); tied names meta.json                state of the trainer: counters, loss scale, ...
+        manifest.json written last
       index.json                 {"last": "step_00001234", "best": null}: names, not copies; derived from the manifests
 
 Reading manifests does not import torch: listing runs and the supervisor's progress checks are cheap.
@@ -29,7 +28,7 @@ from trainkit.files import read_json, refuse_link, size_of
 from trainkit.trainer.ownership import OwnershipToken
 
 FORMAT: Final = 1
-"""The version of the layout; a reader refuses newer versions."""
+"""Version of the layout; a reader refuses newer versions."""
 
 MANIFEST: Final = "manifest.json"
 _FOLDER: Final = re.compile(r"step_([0-9]{8,18})")
@@ -66,13 +65,13 @@ class Checkpoint:
     step: int
     """Updates completed."""
     position: Any = None
-    """Position of the training, any JSON of the trainer."""
+    """Position of the training, as JSON of the trainer."""
     fingerprint: str | None = None
-    """The hash of the maths keys of the run that wrote it."""
+    """Hash of the maths keys of the run that wrote the checkpoint."""
     metric: float | None = None
     """The monitored metric, if it was known at the save."""
     owner: str | None = None
-    """The token of the run that wrote it; None before tokens existed."""
+    """Token of the run that wrote the checkpoint; None before tokens existed."""
     files: Mapping[str, FileRecord]
     """All files except the manifest itself."""
 
@@ -101,7 +100,7 @@ def manifest_bytes(checkpoint: Checkpoint) -> bytes:
         },
         **({} if checkpoint.owner is None else {"owner": checkpoint.owner}),
     }
-    content = json.loads(json.dumps(content))  # keys become strings, as in what a reader hashes
+    content = json.loads(json.dumps(content))  # keys become strings, as in the JSON that a reader hashes
     return json.dumps({**content, "sha256": _own_hash(content)}, indent=2).encode()
 
 
@@ -129,13 +128,12 @@ def read_manifest(folder: Path) -> Checkpoint:
     """Read a checkpoint's manifest, and compare the sizes of its files with it.
 
     Raises:
-        CheckpointError: there is no manifest, it is damaged or of a newer format, or a file is absent or of another
-            size.
+        CheckpointError: the manifest is missing, damaged or of a newer format, or a file is absent or has another size.
     """
     try:
         content = read_json(folder / MANIFEST, limit=_MAX_BYTES)
     except AbsentFileError:
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}.") from None
     except UnreadableError as error:
         raise damaged(folder, f"{MANIFEST} cannot be read ({error.reason})") from None
     checkpoint = _parse(folder, content)
@@ -146,14 +144,14 @@ def read_manifest(folder: Path) -> Checkpoint:
 
 def _parse(folder: Path, content: Any) -> Checkpoint:
     if not isinstance(content, dict):
-        raise damaged(folder, f"{MANIFEST} is not what was written")
+        raise damaged(folder, f"{MANIFEST} has changed since it was written")
     expected = content.pop("sha256", None)
     if expected != _own_hash(content):
-        raise damaged(folder, f"{MANIFEST} is not what was written (SHA-256 differs)")
+        raise damaged(folder, f"{MANIFEST} has changed since it was written (SHA-256 differs)")
     try:
         return _checked(folder, content)
     except ValueError as error:  # the hash alone does not protect against a crafted manifest
-        raise damaged(folder, f"{MANIFEST} is not what was written ({error})") from None
+        raise damaged(folder, f"{MANIFEST} has changed since it was written ({error})") from None
 
 
 def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
@@ -167,10 +165,10 @@ def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
         raise ValueError(f"its format is {number} and its step {content['step']}")
     expect_maps(list(content["files"].values()), {"bytes": int, "sha256": str})
     for name, entry in content["files"].items():
-        if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: it must not lead out of the folder
+        if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: it must not leave the folder
             raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name[:80]!a}.")
         if entry["bytes"] < 0 or not _SHA256.fullmatch(entry["sha256"]):
-            raise ValueError(f"of {name} it holds no size and SHA-256")
+            raise ValueError(f"it has no size and SHA-256 of {name}")
     return Checkpoint(
         folder=folder,
         step=content["step"],
@@ -188,7 +186,7 @@ def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
 def _owner(folder: Path, content: Mapping[str, Any]) -> str | None:
     owner = content.get("owner")
     if owner is not None and not isinstance(owner, str):
-        raise damaged(folder, f"{MANIFEST} is not what was written (owner)")
+        raise damaged(folder, f"{MANIFEST} has changed since it was written (owner)")
     return owner
 
 
@@ -200,7 +198,7 @@ def _compare_size(folder: Path, name: str, record: FileRecord) -> None:
     except UnreadableError as error:
         raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
     if found != record.num_bytes:
-        raise damaged(folder, f"{name} has {found} bytes, {record.num_bytes} were written")
+        raise damaged(folder, f"{name} has {found} bytes instead of {record.num_bytes}")
 
 
 def _own_hash(content: Mapping[str, Any]) -> str:
@@ -208,7 +206,7 @@ def _own_hash(content: Mapping[str, Any]) -> str:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """Return the error of a checkpoint whose content differs from what was written."""
+    """Return the error of a checkpoint whose content has changed since it was written."""
     return CheckpointError(f"checkpoint {folder} is damaged: {what}.")
 
 
@@ -216,7 +214,7 @@ def list_all(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
     """Yield the checkpoint folders of a run, newest first, complete or not.
 
     Complete checkpoints of other runs are skipped if the folder above `root` has a token (`OwnershipToken`). A folder
-    with an unreadable manifest may be of any run: it is yielded with the error. An absent folder holds none.
+    with an unreadable manifest may belong to any run: it is yielded with the error. An absent folder yields none.
 
     Raises:
         CheckpointError: `root` is a symbolic link, or cannot be read.
@@ -229,7 +227,7 @@ def list_all(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
 def foreign(root: Path) -> list[Checkpoint]:
     """Return the complete checkpoints below `root` that another run wrote, newest first.
 
-    A checkpoint without a token is of another run if this run has saved any with its token, and began when tokens
+    A checkpoint without a token belongs to another run if this run has saved any with its token, and began when tokens
     existed.
     """
     return _of_others(root, list(_entries(root)))
@@ -279,7 +277,7 @@ def _of_its_step(folder: Path) -> Checkpoint:
 
 
 def list_complete(root: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints below `root`, newest first; an absent folder holds none.
+    """Return the complete checkpoints below `root`, newest first; none if the folder is absent.
 
     Complete: the manifest is valid and every file has its size. The content is verified when it is loaded.
     """
@@ -287,7 +285,7 @@ def list_complete(root: Path) -> list[Checkpoint]:
 
 
 def better(metric: float | None, than: float | None, mode: str) -> bool:
-    """Return whether a metric beats another; an absent metric or NaN beats nothing and is beaten by any number."""
+    """Return whether a metric beats another; an absent metric or NaN beats none and is beaten by any number."""
     if metric is None or math.isnan(metric):
         return False
     if than is None or math.isnan(than):

@@ -1,4 +1,4 @@
-"""The rows of metrics of a training: losses, which are summed over all ranks at once, speed, memory and idle time.
+"""Aggregate the rows of metrics of a training: losses, summed over all ranks together, speed, memory and idle time.
 
 Losses are accumulated on the device until a row is due.
 """
@@ -24,17 +24,17 @@ from trainkit.trainer.left_out import REMEDY, listed
 from trainkit.trainer.phase_clock import PARTS, PhaseClock
 
 _RSS_FIELD: Final = 1
-"""The place of the resident pages in /proc/self/statm."""
+"""Position of the resident pages in /proc/self/statm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedWork:
-    """The work of a full step, counted without data."""
+    """Work of a full step, counted without data."""
 
     flops_a_sample: float
-    """Floating-point operations of forward, recomputation and backward by the samples of the step."""
+    """Floating-point operations of forward, recomputation and backward, divided by the samples of the step."""
     peak_flops: float | None
-    """Operations a second of all devices of the run; None: not known."""
+    """Operations per second of all devices of the run; None: unknown."""
     launches: int
     """Operations that the host of the busiest rank starts in a step, in eager mode."""
 
@@ -48,15 +48,15 @@ class _Totals:
 
 
 class Instruments:
-    """Measures one rank between two rows of metrics; rank 0 shows what it finds.
+    """Measures one rank between two rows of metrics; rank 0 logs the figures.
 
-    On a CUDA device the time is taken between events of the current stream: the host runs ahead of the device, so that
-    its own clock knows neither how long a phase took nor whether the device waited for data. On the CPU the loader's
-    clock is right, and phases are not timed.
+    On a CUDA device, time is measured between events of the current stream: the host runs ahead of the device, so its
+    clock shows neither the time of a phase nor whether the device waited for data. On the CPU, the loader's clock is
+    exact, and phases are not timed.
 
     Args:
-        device: of the rank.
-        counts_targets: whether a sample has more or fewer targets than one, as a sequence of tokens has.
+        device: the device of the rank.
+        counts_targets: whether a sample may have more or fewer targets than one, like a sequence of tokens.
 
     Example:
         >>> instruments = Instruments(torch.device("cpu"), counts_targets=True)
@@ -88,21 +88,21 @@ class Instruments:
         return listen
 
     def know(self, work: CountedWork) -> None:
-        """Keep the work of a step, from which MFU and launches follow."""
+        """Store the work of a step, from which MFU and launches are computed."""
         self._work = work
 
     def figures(self, *, seconds: float, samples: int, targets: float, waited_s: float) -> dict[str, float]:
         """Return the figures of the steps since the last call; waits for the device.
 
         Args:
-            seconds: of training.
-            samples: of all ranks.
-            targets: of all ranks.
-            waited_s: how long this rank has waited for data on the host's clock.
+            seconds: seconds of training.
+            samples: number of samples of all ranks.
+            targets: number of targets of all ranks.
+            waited_s: seconds that this rank has waited for data, by the host's clock.
         """
         parts = None if self._clock is None else self._clock.lap()
         waited_s = waited_s if parts is None else parts["input"]
-        if self._rows == 1:  # the first row has what a start takes: buffers, connections, kernels, compiling
+        if self._rows == 1:  # the first row includes startup time: buffers, connections, kernels, compiling
             self._totals = _Totals()
         self._rows += 1
         totals = self._totals
@@ -112,7 +112,7 @@ class Instruments:
         return {**self._rates(_Totals(seconds=seconds, samples=samples, targets=targets, waited_s=waited_s)), **shares}
 
     def overall(self) -> dict[str, float]:
-        """Return the figures of all rows but the first one; empty without a row."""
+        """Return the figures of all rows except the first one; empty without a row."""
         return self._rates(self._totals) if self._totals.seconds else {}
 
     def _rates(self, of: _Totals) -> dict[str, float]:
@@ -129,7 +129,7 @@ class Instruments:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Return the bytes held now and at the peak: by torch's allocator on a CUDA device, else by this process.
+    """Return the allocated bytes now and at the peak: of torch's allocator on a CUDA device, else of this process.
 
     Source: proc(5), /proc/pid/statm.
 
@@ -145,7 +145,7 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 
 def resident(statm: Callable[[], str] = lambda: Path("/proc/self/statm").read_text(encoding="ascii")) -> int | None:
-    """Return the bytes of memory that this process has now; None where the system does not say.
+    """Return the bytes of memory of this process now; None if the system does not report them.
 
     Example:
         >>> resident(lambda: "100 25 7 1 0 30 0") == 25 * resource.getpagesize()
@@ -177,10 +177,10 @@ class MetricsAccumulator:
         self._wait = waited()
         self._mark = time.perf_counter()
         self.is_paused = False
-        """Whether the clock of the training stands still."""
+        """Whether the clock of the training is stopped."""
 
     def note(self, outcome: StepOutcome) -> None:
-        """Store an outcome; nothing is read from the device."""
+        """Store an outcome, without reading the device."""
         self._outcomes.append(outcome)
 
     def pause(self) -> None:
@@ -194,7 +194,7 @@ class MetricsAccumulator:
         self._mark, self.is_paused = time.perf_counter(), False
 
     def is_sound(self) -> bool:
-        """Return whether this rank sees no step since the last row that `flush` would refuse; waits for the device."""
+        """Return whether this rank has no step since the last row that `flush` would refuse; waits for the device."""
         applied = [one for one in self._outcomes if one.status is not Status.skipped]
         finite = all(one.loss_sum is None or bool(torch.isfinite(one.loss_sum).all()) for one in applied)
         return finite and (self._local.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
@@ -252,7 +252,7 @@ class MetricsAccumulator:
         return torch.stack([losses, weights, norms, skipped, *terms, *self._phases(outcomes)])
 
     def _phases(self, outcomes: list[StepOutcome]) -> Iterator[Tensor]:
-        """Yield two rows a phase of a step: (steps,) its loss and its weight on this rank, 0 where it did not run."""
+        """Yield two rows per phase of a step: (steps,) its loss and its weight on this rank, 0 if it did not run."""
         for name in _phases_in(outcomes):
             ran = [one.phases.get(name, (None, 0.0)) for one in outcomes]
             for values in zip(*ran, strict=True):
@@ -262,7 +262,7 @@ class MetricsAccumulator:
     def _refuse(
         self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int], later: int
     ) -> None:
-        """Raise the error of a step, if it has one, which `later` more steps have followed before it was read."""
+        """Raise the error of a step, if it has one; `later` more steps were computed before it was read."""
         step = outcome.step
         if weight == 0:
             raise ZeroWeightError(
@@ -334,15 +334,15 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class LoggedFigures:
-    """The figures of this rank since the last row, the newest of each name."""
+    """The figures of this rank since the last row, with the newest value of each name."""
 
     _figures: dict[str, float | Tensor] = field(default_factory=dict)
 
     def add(self, figures: Mapping[str, float | Tensor]) -> None:
-        """Keep figures for the next row; a tensor of one number is read there, and not before.
+        """Store figures for the next row; a tensor with one number is not read before the row.
 
         Raises:
-            TrainingError: one is no number.
+            TrainingError: one is not a number.
         """
         for name, figure in figures.items():
             is_number = isinstance(figure, int | float) or (isinstance(figure, Tensor) and figure.numel() == 1)
@@ -353,14 +353,14 @@ class LoggedFigures:
         }
 
     def added_to(self, row: dict[str, float] | None, *, end_of: Run | None = None) -> dict[str, float] | None:
-        """Return a row with the figures, which are used up; None if there is no row.
+        """Return a row with the figures, and clear them; None without a row.
 
         Args:
-            row: a row of metrics, None if no step was made since the last one.
-            end_of: a run that ends: figures without a row get one of their own.
+            row: a row of metrics; None if no step was made since the last one.
+            end_of: the run, if it ends: figures without a row get an additional row.
 
         Raises:
-            TrainingError: the row has a name already.
+            TrainingError: the row already has one of the names.
         """
         if not self._figures or (row is None and end_of is None):
             return row

@@ -1,4 +1,4 @@
-"""Ownership on disk: a run deletes and replaces only files that carry its token.
+"""Mark the folders of a run with a token: a run deletes and replaces only files with its own token.
 
     RUN/.owner                     the token of the run; it moves with a copy of the folder
     RUN/live/.owner                the same token in each folder that the run creates and later deletes
@@ -30,15 +30,15 @@ from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.files import read_map
 
 MARK: Final = ".owner"
-"""The file that holds the token."""
+"""Name of the file that holds the token."""
 FOLDERS: Final = ("live", "logs")
-"""The folders of a run that get another name if the usual one is taken."""
+"""Folders of a run that get another name if the usual one is taken."""
 _MAX_BYTES: Final = 4096
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
 def uncontested() -> None:
-    """Do nothing: the check of a folder that no other group can have taken over."""
+    """Do nothing: the check for a folder that no other group can take over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class OwnershipToken:
             raise
 
     def wrote(self, token: str | None) -> bool:
-        """Return whether a valid checkpoint with this token in its manifest is one of this run."""
+        """Return whether this run wrote a valid checkpoint, given the token in its manifest."""
         return token == self.token or (token is None and self.adopts)
 
     def owns(self, folder: Path) -> bool:
@@ -139,11 +139,11 @@ class OwnershipToken:
     def remove(self, folder: Path, written: re.Pattern[str], *, proven: bool = False) -> list[str]:
         """Delete a folder with the token; files in it that the run did not write are kept.
 
-        The token is deleted last, so that the rest after a kill or an error is deleted by the next call.
+        The token is deleted last: after a kill or an error, the next call deletes the rest.
 
         Args:
-            folder: deleted if this run owns it, else left as it is.
-            written: the names of the files that the run writes there.
+            folder: deleted if this run owns it, else not changed.
+            written: names of the files that the run writes there.
             proven: whether the caller knows from the manifest that this run created the folder.
 
         Returns:
@@ -164,7 +164,7 @@ class OwnershipToken:
         return left
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder with the token and all its content, which programs started by the run have written."""
+        """Delete a folder with the token and all its content, written by programs that the run has started."""
         if self.owns(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -175,7 +175,7 @@ def set_aside(path: Path, why: str) -> Path:
     A symbolic link itself is renamed; its target is not touched.
 
     Args:
-        path: exists.
+        path: an existing path.
         why: completes the sentence "PATH ...", for example "was not written by this run".
 
     Raises:
@@ -197,8 +197,8 @@ def free_name(path: Path, taken: Iterable[Path] = ()) -> Path:
 
 
 def new_folder(path: Path) -> Path:
-    """Create a folder under the first free name, as `free_name`, and return it; processes that do so at the same time
-    create different ones.
+    """Create a folder with the first free name, as `free_name`, and return it; concurrent processes create different
+    ones.
     """
     while True:
         folder = free_name(path)

@@ -19,17 +19,17 @@ _PART_OF: Final[Mapping[str, str]] = {
 
 
 _MOST_EVENTS: Final = 4096
-"""Events that are kept, of more than five hundred steps."""
+"""Limit of the stored events, enough for more than five hundred steps."""
 
 
 class PhaseClock:
-    """Measures how long each part of a step takes; it is the listener of a rank's phases.
+    """Measures the time of each part of a step; it is the listener of a rank's phases.
 
     A part begins where its phase begins, and ends where the next phase begins. `backward` contains the part of the
-    exchange that runs during backward, and `exchange` the rest of it, with the time that a rank waits for others.
+    exchange that runs during backward, and `exchange` the rest of it, including the time that a rank waits for others.
 
     On the CPU a part is measured on the host's clock. On a CUDA device it is measured between events of the current
-    stream, without waiting for the device: time in which the host is ahead of the device counts for no part.
+    stream, without waiting for the device: time in which the host is ahead of the device does not count.
 
     It measures between `begin` and `stop`; otherwise a phase costs one comparison.
 
@@ -51,13 +51,13 @@ class PhaseClock:
         self._since = perf_counter()
 
     def begin(self, device: torch.device) -> None:
-        """Drop what was measured, and measure on a device from now on."""
+        """Discard all measurements, and measure on a device from now on."""
         self._is_running, self._device = True, device
         self._events = [] if device.type == "cuda" else None
         self._seconds, self._part, self._since = {}, None, perf_counter()
 
     def stop(self) -> None:
-        """Measure nothing from now on."""
+        """Stop measuring."""
         self._is_running = False
 
     def __call__(self, phase: str, step: int) -> None:
@@ -67,7 +67,7 @@ class PhaseClock:
             self._mark(_PART_OF.get(phase))
 
     def end_step(self) -> None:
-        """End the last part of a step: what follows, until the next phase, is no part of it."""
+        """End the last part of a step: the time until the next phase does not belong to it."""
         if self._is_running:
             self._mark(None)
 

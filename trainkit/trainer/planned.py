@@ -1,4 +1,4 @@
-"""What callbacks may know of a run before anything starts."""
+"""Describe a run to its callbacks before it starts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainkit.strategies.base import Traits
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run that is planned."""
+    """A planned run."""
 
     key: str
-    """The key of the callback that is asked, `callbacks.confusion`."""
+    """Key of the called callback, `callbacks.confusion`."""
     cfg: RunConfig
-    """The config; its micro-batch may not be resolved yet."""
+    """The config; its microbatch may not be resolved yet."""
     objective: Objective
     datasets: Mapping[str, Any]
     """Split -> dataset."""

@@ -1,9 +1,9 @@
 """Checkpoints: atomic, hashed, verified before use, never pickled.
 
 saver = BackgroundSaver(root, policy=SavePolicy(retention=Retention(keep_last=2, keep_best=1, mode="max")))
-saver.save(step=100, tensors=tensors, meta=meta, metric=0.97)   # takes as long as the copy to the host
+saver.save(step=100, tensors=tensors, meta=meta, metric=0.97)   # waits only for the copy to the host
 saver.close()                                                   # waits for the disk
-loaded = newest_valid(root, report=print)                       # reports a damaged one, uses the one before
+loaded = newest_valid(root, report=print)                       # reports a damaged one, uses the previous one
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Save in the background: a step waits for the copy to the host, a thread hashes and writes to the disk.
+"""Save checkpoints in the background: a step waits for the copy to the host, a thread hashes and writes to the disk.
 
 One process writes a whole checkpoint (`BackgroundSaver`), or each rank writes its shards (`ShardedSaver`).
 """
@@ -43,7 +43,7 @@ from trainkit.trainer.ownership import OwnershipToken
 class BackgroundSaver:
     """Saves one checkpoint at a time in a background thread.
 
-    Host copies reuse their buffers, so that the second save allocates nothing; they take the memory of one checkpoint.
+    The host copies reuse their buffers, so the second save allocates no memory; they take the memory of one checkpoint.
     A save that begins while the previous one is still being written waits for it. An error of the thread is raised by
     the next call of any method.
     """
@@ -89,12 +89,13 @@ class BackgroundSaver:
         unique, tied = untied(tensors)
         refuse_lack_of_room(self._root, step, bytes_needed(unique.values()))
         write = functools.partial(write, tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
-        # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that is never taken for a checkpoint.
+        # A daemon: a second Ctrl-C ends the process at once, and leaves a temporary folder that never counts as a
+        # checkpoint.
         self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory of the copies in the background; the first save then waits for the copies alone."""
+        """Allocate the memory of the copies in the background; the first save then waits only for the copies."""
         if self._background:
             self._snapshot.prepare(untied(tensors)[0])
 
@@ -169,8 +170,8 @@ class _PendingSave:
 class ShardedSaver:
     """Saves one checkpoint at a time, written by all ranks; each rank waits for the copy of its shards to the host.
 
-    `save`, `proceed`, `wait` and `close` are called by all ranks alike, and are collective while a save is in progress.
-    A checkpoint that one rank cannot write is an error on every rank, and nothing is left of it. The ranks communicate
+    All ranks call `save`, `proceed`, `wait` and `close` in the same order; the calls are collective while a save is in
+    progress. A checkpoint that one rank cannot write is an error on every rank, and is removed. The ranks communicate
     between steps, never from a thread: collectives of a thread would interleave with those of the training.
 
     Args:
@@ -279,14 +280,14 @@ class ShardedSaver:
 
     @property
     def _who(self) -> str:
-        """The prefix by which an error names this rank; empty on rank 0, which writes for all."""
+        """Prefix of errors that names this rank; empty on rank 0, which writes for all."""
         return "" if self._completes else f"rank {self._all_ranks.rank}: "
 
     def _refuse_lack_of_room(self, step: int, pieces: ShardedState) -> int:
         """Return the bytes that all ranks together will write, if there is space for them; collective."""
         own = bytes_needed(piece.tensor for parts in pieces.values() for piece in parts)
         needed: int = sum(all_gather_object(own, self._all_ranks))
-        asked = needed if self._completes else 0  # there is one file system: rank 0 checks it for all
+        asked = needed if self._completes else 0  # all ranks share one file system: rank 0 checks it for all
         self._agreed(lambda: refuse_lack_of_room(self._root, step, asked, largest_file=own, who=self._who))
         return needed
 
@@ -358,7 +359,7 @@ class ShardedSaver:
         result, error = None, None
         try:
             result = act()
-        except Exception as caught:  # noqa: BLE001 - raised again, once the others know
+        except Exception as caught:  # noqa: BLE001 - raised again, after the others know
             error = caught
         errors = all_gather_object(None if error is None else str(error), self._all_ranks)
         if error is not None:
@@ -379,7 +380,7 @@ def _refuse_unseen(folder: Path, rank: int) -> None:
     while not folder.is_dir():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"rank {rank} does not see {folder}, which rank 0 made: each rank writes its own part of a checkpoint "
-                "there. Give all hosts one run folder, by a file system that they share."
+                f"rank {rank} does not see {folder}, which rank 0 created: each rank writes its own part of a "
+                f"checkpoint there. Put the run folder on a file system that all hosts share."
             )
         time.sleep(0.05)

@@ -15,14 +15,14 @@ from trainkit.trainer.manifest import list_complete
 
 
 def refuse_lack_of_room(root: Path, step: int, needed: int, *, largest_file: int | None = None, who: str = "") -> None:
-    """Refuse to begin a save that does not fit on the file system; writes nothing.
+    """Refuse to begin a save that does not fit on the file system; no file is written.
 
     Args:
         root: the `checkpoints` folder.
         step: the step of the checkpoint.
         needed: bytes of the complete checkpoint.
         largest_file: bytes of its largest file; None: all of them.
-        who: which rank writes, if several do.
+        who: the rank that writes, if several do.
 
     Raises:
         StorageError: there is too little space, or a file may not become that large.
@@ -39,7 +39,7 @@ def unwritten(root: Path, step: int, error: OSError, *, needed: int | None = Non
         step: the step of the checkpoint.
         error: the error of the system.
         needed: bytes of the checkpoint, if known.
-        who: which rank's part it was, if several write.
+        who: the rank whose part it was, if several write.
     """
     try:
         kept = list_complete(root)

@@ -1,4 +1,4 @@
-"""Load a checkpoint: it is verified before anything of it is used, then read tensor by tensor."""
+"""Load a checkpoint: verify it before any of it is used, then read it tensor by tensor."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Loaded:
     aliases: Mapping[str, str]
     """Tied name -> the name it was written under."""
     meta: Mapping[str, Any]
-    """The `meta` that was given to `save`."""
+    """The `meta` argument of `save`."""
 
 
 def load(folder: Path) -> Loaded:
     """Verify one checkpoint: all its bytes are read, and its tensors are read again on access.
 
-    Nothing is mapped: the folder may be pruned or replaced while its tensors are in use.
+    The files are not memory-mapped: the folder may be pruned or replaced while its tensors are in use.
 
     Raises:
         CheckpointError: it is incomplete or damaged; the error names the file.
@@ -94,7 +94,7 @@ def manifest_below(root: Path, name: str) -> Checkpoint:
 
 
 def meta_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Read the `meta` that was given to `save`, and verify it alone.
+    """Read the `meta` argument of `save`, and verify only that file.
 
     Raises:
         CheckpointError: the file is absent or damaged.
@@ -120,14 +120,14 @@ def newest_valid(
 
     Args:
         root: a `checkpoints` folder.
-        report: receives a line about each damaged one, and what is used instead.
+        report: receives a line about each damaged one, with its replacement.
         check: raises CheckpointError for a valid one that cannot be used; it is skipped as well.
 
     Returns:
         None if the run has completed no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints, and every one is damaged; or one is of a later version of trainkit.
+        CheckpointError: all existing checkpoints are damaged; or one is of a later version of trainkit.
     """
     problems: list[CheckpointError] = []
     for folder, entry in list_all(root):
@@ -145,9 +145,9 @@ def newest_valid(
             report(f"{problem} Using {folder.name} instead.")
         return loaded
     if problems and has_saved(root):
-        raise CheckpointError("\n".join(["no checkpoint is whole:", *(f"  {problem}" for problem in problems)]))
+        raise CheckpointError("\n".join(["no checkpoint is undamaged:", *(f"  {problem}" for problem in problems)]))
     for problem in problems:
-        report(f"{problem} This run has saved nothing yet: it is left where it is, and not used.")
+        report(f"{problem} This run has saved no checkpoint yet: that one stays in its place, and is not used.")
     return None
 
 
@@ -156,8 +156,8 @@ def note_foreign(root: Path, step: int, report: Callable[[str], None]) -> None:
     for entry in foreign(root):
         if entry.step > step:
             report(
-                f"{entry.folder} was not written by this run: it is left where it is, and not used. "
-                f"To start a run from it: resume={entry.folder}"
+                f"{entry.folder} was not written by this run: it stays in its place, and is not used. To start a run "
+                f"from it: resume={entry.folder}"
             )
 
 
@@ -171,20 +171,20 @@ def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     except UnreadableError as error:
         raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
     if hashlib.sha256(content).hexdigest() != record.sha256:
-        raise damaged(folder, f"{name} is not what was written (SHA-256 differs)")
+        raise damaged(folder, f"{name} has changed since it was written (SHA-256 differs)")
     try:
         return expect_map(parse_json(content), {})
     except ValueError as error:
-        raise damaged(folder, f"{name} is not what was written ({error})") from None
+        raise damaged(folder, f"{name} has changed since it was written ({error})") from None
 
 
 _MAX_PIECES: Final = 1 << 14
-"""Limit of the pieces of one tensor: one per rank that held a part of it."""
+"""Limit of the pieces of one tensor: one per rank with a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredPiece:
-    """A piece of a tensor, and its place in a file."""
+    """A piece of a tensor, and its position in a file."""
 
     file: TensorFile
     key: str
@@ -211,10 +211,10 @@ class _StoredTensor:
 
 
 class StoredTensors(LazyStateDict):
-    """Tensors by name, on the host, contiguous; a tied name returns the same tensor object while that is in use.
+    """Tensors by name, on the host, contiguous; a tied name returns the same tensor object while that object is in use.
 
-    The files stay open: they may be pruned while the tensors are in use. What is read is compared with what was
-    verified.
+    The files stay open: they may be pruned while the tensors are in use. Each read is compared with the verified
+    content.
 
     Raises:
         KeyError, TypeError, ValueError: the index does not match the files.
@@ -230,7 +230,7 @@ class StoredTensors(LazyStateDict):
         """Read a tensor.
 
         Raises:
-            CheckpointError: it can no longer be read, or is not what was verified.
+            CheckpointError: it can no longer be read, or differs from the verified content.
         """
         written = self._aliases.get(name)  # None: no name is tied to it
         tensor = None if written is None else self._in_use.get(written)
@@ -286,7 +286,7 @@ def _entry(name: str, content: Any, files: Mapping[str, TensorFile]) -> _StoredT
     expect_map(content, {"shape": list, "dtype": str, "pieces": list})
     listed = expect_maps(content["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
     if len(listed) > _MAX_PIECES:
-        raise ValueError(f"{name}: it has {len(listed):,} pieces, and at most {_MAX_PIECES:,} are read")
+        raise ValueError(f"{name} has {len(listed):,} pieces; the limit is {_MAX_PIECES:,}")
     shape, dtype = lengths_in(content["shape"]), DTYPES[content["dtype"]]
     pieces = tuple(
         _StoredPiece(

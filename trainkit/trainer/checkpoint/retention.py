@@ -1,4 +1,4 @@
-"""The rule which checkpoints are kept and which are named last and best, and the index of the evaluated ones."""
+"""Choose the checkpoints to keep, name the last and the best one, and index the evaluated ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainkit.trainer.ownership import OwnershipToken
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Keeps the newest and the best checkpoints of a run, and deletes its others; those of other runs stay.
+    """Keeps the newest and the best checkpoints of a run, and deletes its other ones; those of other runs stay.
 
-    Everything is derived from the manifests and the metrics of an evaluator: there is no state that could disagree with
-    the folders.
+    Everything is derived from the manifests and the metrics of an evaluator: no other state exists that could disagree
+    with the folders.
     """
 
     keep_last: int | None = None
-    """How many of the newest are kept, at least 1; None keeps all."""
+    """Number of newest checkpoints to keep, at least 1; None keeps all."""
     keep_best: int = 1
-    """How many of the best are kept beyond those."""
+    """Number of best checkpoints to keep in addition."""
     mode: Literal["min", "max"] = "min"
     """Whether a small or a large metric is better."""
 
@@ -40,8 +40,8 @@ class Retention:
             raise ValueError("keep_last must be 1 or more: a run without its last checkpoint cannot be resumed")
 
     def apply(self, root: Path, *, step: int, owner: OwnershipToken | None = None) -> None:
-        """Delete what is not kept, and write the names into `root/index.json`; newer checkpoints of this run are set
-        aside.
+        """Delete the other checkpoints, and write the names into `root/index.json`; newer checkpoints of this run are
+        set aside.
         """
         owner = owner or owner_of(root)
         with exclusive(root) as held:
@@ -58,7 +58,7 @@ class Retention:
             self._name(root, newest)
 
     def judge(self, root: Path, judged: EvaluatedIndex) -> None:
-        """Write the metrics of an evaluator, and update the name of the best; deletes nothing."""
+        """Write the metrics of an evaluator, and update the name of the best; no checkpoint is deleted."""
         with exclusive(root):
             judged.write(root)
             self._name(root, [judged.of(entry) for entry in list_complete(root)])
@@ -72,7 +72,7 @@ class Retention:
         swap_in(root / "index.json", names)
 
     def ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints with a metric that is a number, best first; of equals the earlier one is better."""
+        """Return the checkpoints with a metric that is a number, best first; of equal ones the earlier is better."""
         sign = -1.0 if self.mode == "max" else 1.0
         judged = [(sign * entry.metric, entry.step, entry) for entry in checkpoints if entry.metric is not None]
         judged = [item for item in judged if not math.isnan(item[0])]
@@ -84,18 +84,18 @@ if sys.platform != "win32":
 
 _NAME: Final = "evaluated.json"
 _LOCK_TIMEOUT_S: Final = 1.0
-"""How long the training waits for an evaluator that was stopped while it held the lock."""
+"""Seconds that the training waits for an evaluator that was stopped while it held the lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedIndex:
-    """The metrics that an evaluator beside the training publishes: `checkpoints/evaluated.json`, which it alone writes.
+    """The metrics that a separate evaluator publishes: `checkpoints/evaluated.json`, which only it writes.
 
         {"evaluating": "step_00001200", "metrics": {"step_00000600": 0.91}}
 
     Only the process that writes checkpoints removes them. It keeps the one under evaluation, and the best ones by these
-    metrics. Both processes hold a lock while they read and change something, so that no checkpoint is removed between
-    the moment the evaluator chooses it and the moment it publishes the choice.
+    metrics. Both processes hold a lock while they read and change files, so no checkpoint is removed after the
+    evaluator has chosen it and before it publishes the choice.
 
     Example:
         >>> import tempfile
@@ -133,7 +133,7 @@ class EvaluatedIndex:
 
 
 def swap_in(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that is derived from others; a reader sees either the old one or the new one."""
+    """Write a JSON file that is derived from others, atomically: a reader sees either the old one or the new one."""
     temporary = path.with_name(f".tmp_{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -145,10 +145,10 @@ def swap_in(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def exclusive(root: Path) -> Iterator[bool]:
-    """Lock the `checkpoints` folder against its other user, if there are two.
+    """Lock the `checkpoints` folder against the other process that uses it, if any.
 
     Yields:
-        Whether the lock is held; False: the other process keeps it, or the file system has no locks.
+        Whether the lock is held; False: the other process holds it, or the file system has no locks.
     """
     if sys.platform == "win32" or not (root / _NAME).exists():
         yield True

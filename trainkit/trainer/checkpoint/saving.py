@@ -1,4 +1,4 @@
-"""Write a checkpoint: a temporary folder, every file flushed, the manifest last, one rename.
+"""Write a checkpoint: fill a temporary folder, flush every file, write the manifest last, and rename the folder.
 
 At any moment, and after any crash, a reader sees either a complete checkpoint or none.
 """
@@ -54,17 +54,17 @@ class CheckpointPart:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePolicy:
-    """What all checkpoints of a run have in common."""
+    """The settings that all checkpoints of a run share."""
 
     retention: Retention = field(default_factory=Retention)
-    """What to keep; by default everything."""
+    """The checkpoints to keep; by default all."""
     confirm: Callable[[], None] = uncontested
-    """Called before a checkpoint is renamed; raises if another group owns the folder now."""
+    """Function called before a checkpoint is renamed; raises if another group owns the folder now."""
     owner: OwnershipToken | None = None
     """The run; None: the owner of the folder of checkpoints."""
 
     def owned(self, root: Path) -> OwnershipToken:
-        """Return the owner of what is written into a folder of checkpoints."""
+        """Return the owner of new files in a folder of checkpoints."""
         return self.owner or owner_of(root)
 
 
@@ -90,7 +90,7 @@ def save(
         policy: what all checkpoints of the run have in common; None: every checkpoint is kept, and nothing is checked.
 
     Raises:
-        StorageError: it could not be written, for example because the disk is full; nothing of it is left.
+        StorageError: it could not be written, for example because the disk is full; its files are removed.
         CheckpointError: a tensor cannot be saved.
     """
     policy = policy or SavePolicy()
@@ -114,10 +114,10 @@ def save(
 
 
 def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
-    """Make the temporary folder of a checkpoint, and delete folders that killed attempts of this run have left.
+    """Create the temporary folder of a checkpoint, and delete the temporary folders of killed attempts of this run.
 
     Raises:
-        StorageError: it cannot be made; a removed run folder is not created again.
+        StorageError: it cannot be created; a removed run folder is not created again.
     """
     owner = owner or owner_of(root)
     try:
@@ -156,7 +156,7 @@ def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> Checkpoin
 
 
 def file_key(name: str, place: int) -> str:
-    """Return the key of a tensor's piece in the file of a rank that holds several: no module name contains `#`.
+    """Return the key of a tensor's piece in the file of a rank with several pieces: no module name contains `#`.
 
     Example:
         >>> file_key("param/w", 0), file_key("param/w", 1)
@@ -175,7 +175,7 @@ def commit(
     metric: float | None = None,
     confirm: Callable[[], None] = uncontested,
 ) -> Checkpoint:
-    """Write index, meta and manifest, and rename the folder: from here on the checkpoint exists.
+    """Write index, meta and manifest, and rename the folder: afterwards the checkpoint exists.
 
     The token of the draft goes into the manifest.
     """
@@ -233,10 +233,10 @@ def _index(parts: Iterable[CheckpointPart]) -> dict[str, Any]:
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split off the names that share memory, dtype and layout with an earlier one.
+    """Separate the names that share memory, dtype and layout with an earlier one.
 
     Returns:
-        The tensors to write, and other name -> name written.
+        The tensors to write, and other name -> written name.
 
     Raises:
         CheckpointError: a tensor cannot be saved.

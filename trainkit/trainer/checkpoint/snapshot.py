@@ -1,4 +1,4 @@
-"""Copies of tensors on the host, in memory that is allocated before it is needed; of a GPU also beside the training."""
+"""Copy tensors to the host, into memory that was allocated before; those of a GPU during the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.strategies.base import PhaseListener
 _PAGE: Final = 4096
 """Bytes of the smallest pages of memory."""
 Part = Literal["model", "optimizer", "other"]
-"""A part of the state: parameters and buffers, the state of the optimizer, and what callbacks keep."""
+"""A part of the state: parameters and buffers, the state of the optimizer, or the state of callbacks."""
 _CHANGED_BY: Final[Mapping[str, tuple[Part, ...]]] = {"data": (), "forward": ("model",), "backward": ("model",)}
 """Phase -> the parts that it may change: some models change their own parameters in a forward pass, and an optimizer's
 state changes in updates alone (docs/decisions/0051). Any other phase may change all of them.
@@ -28,13 +28,15 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class CopyStream(Protocol):
-    """The copies of some tensors of a device; used once."""
+    """The copies of some tensors of a device; each instance is used once."""
 
     def start(self, pairs: Pairs) -> None:
-        """Copy the tensors as they are at this place of the training's stream; returns before that is done."""
+        """Copy the tensors in their state at this position of the training's stream; returns before the copies are
+        complete.
+        """
 
     def hold(self) -> None:
-        """Let what the training does on the device from now on wait for the copies; the host goes on."""
+        """Let later operations of the training on the device wait for the copies; the host continues."""
 
     def wait(self) -> None:
         """Wait on the host until the copies are complete; from any thread.
@@ -45,12 +47,12 @@ class CopyStream(Protocol):
 
 
 def stream_of(device: torch.device) -> CopyStream | None:
-    """Return what copies the tensors of a device; None where the host itself copies them."""
+    """Return a stream that copies the tensors of a device; None if the host itself copies them."""
     return CudaCopyStream(device) if device.type == "cuda" else None
 
 
 class CudaCopyStream:
-    """Copies on a CUDA stream beside that of the training, which reads the same tensors meanwhile.
+    """Copies on a separate CUDA stream, while the training reads the same tensors.
 
     Source: torch's documentation, CUDA semantics, "CUDA streams": a stream that uses tensors of another one waits for
     it, and memory must not be freed while another stream uses it.
@@ -60,7 +62,9 @@ class CudaCopyStream:
         self._device = device
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._sources: list[Tensor] = []
-        """Kept until the training waits for the copies: memory of a tensor made for the save would be used anew."""
+        """Kept until the training waits for the copies: otherwise memory of a tensor made for the save would be
+        reused.
+        """
 
     def start(self, pairs: Pairs) -> None:
         """Copy the tensors as they are at this place of the training's stream; returns before that is done."""
@@ -96,17 +100,17 @@ class _Kind(NamedTuple):
 
 
 class Snapshot:
-    """The latest copies by name; they take the memory of one checkpoint, and a second one allocates nothing.
+    """The latest copies by name; they take the memory of one checkpoint, and later copies allocate no memory.
 
-    A page of new memory is found and cleared by the system when it is written for the first time, which takes several
-    times as long as the copy: `prepare` does so in a thread while the training goes on.
+    The system finds and clears a page of new memory at the first write to it, which takes several times as long as the
+    copy: `prepare` does this in a thread while the training continues.
 
     Tensors of the host are copied when `take` returns. Those of a GPU are copied on streams of their own, to pinned
-    memory: the host goes on, and the stream of the training waits for the copies before it changes what they copy.
+    memory: the host continues, and the stream of the training waits for the copies before it changes their sources.
 
     Args:
-        overlaps: whether steps announce their phases, and nothing else changes the state between two steps. If not, the
-            stream of the training waits for all copies at once.
+        overlaps: whether steps announce their phases, and only steps change the state. If not, the stream of the
+            training waits for all copies at once.
         stream_of: returns the copies of a device; None: its tensors are copied at once.
     """
 
@@ -119,10 +123,10 @@ class Snapshot:
         self._copying: list[CopyStream] = []
         """The copies since the last `take`."""
         self._awaited: dict[Part, list[CopyStream]] = {}
-        """Those that the training has not waited for."""
+        """The copies that the training has not waited for."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory of later copies in the background; the tensors may change meanwhile."""
+        """Allocate the memory of later copies in the background; meanwhile the tensors may change."""
         kinds = {name: _Kind.of(tensor) for name, tensor in tensors.items()}
         self.wait_prepared()
         self._preparing = threading.Thread(target=self._allocate, args=(kinds,), name="staging", daemon=True)
@@ -190,7 +194,7 @@ class Snapshot:
         self._awaited.setdefault(part, []).append(stream)
 
     def _hold(self, parts: tuple[Part, ...]) -> None:
-        """Let the training wait on its devices for the copies of parts; the host goes on."""
+        """Let the training wait on its devices for the copies of parts; the host continues."""
         for part in parts:
             for stream in self._awaited.pop(part, ()):
                 stream.hold()
@@ -202,11 +206,11 @@ class Snapshot:
         return kind.allocated()
 
     def _allocate(self, kinds: Mapping[str, _Kind]) -> None:
-        with suppress(RuntimeError):  # no memory: the save itself will say so
+        with suppress(RuntimeError):  # no memory: the save itself will report it
             for name, kind in kinds.items():
                 if name not in self.buffers:
                     buffer = kind.allocated()
-                    buffer.reshape(-1).view(torch.uint8)[::_PAGE].zero_()  # a byte of each page
+                    buffer.reshape(-1).view(torch.uint8)[::_PAGE].zero_()  # write a byte of each page
                     self.buffers[name] = buffer
 
 

@@ -1,8 +1,8 @@
-"""A safetensors file that is hashed while it is written, and before anything of it is used.
+"""Write and read a safetensors file: hash it while it is written, and verify it before any of it is used.
 
-This is an own writer and reader of the format (an 8-byte length, a JSON header, raw bytes), so that bytes are hashed as
-they pass. A file is read twice, once to verify it and once tensor by tensor, and never mapped: loading takes no more
-memory than the tensors that are requested at a time.
+This module implements the format itself (an 8-byte length, a JSON header, raw bytes), to hash the bytes while they are
+written and read. A file is read twice, once to verify it and once tensor by tensor, and never mapped: loading takes
+only the memory of the tensors that are in use.
 
 Source: https://huggingface.co/docs/safetensors, section Format.
 """
@@ -54,10 +54,9 @@ NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order, whatever its layout in memory (channels_last, a transposed
-    view).
+    """Return the bytes of a tensor in row-major order, for any layout in memory (channels_last, a transposed view).
 
-    Needs no copy for a contiguous tensor on the host; copies, and waits for the device, otherwise.
+    A contiguous tensor on the host is not copied; others are, which waits for the device.
     """
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
@@ -70,7 +69,7 @@ def refuse_unwritable(name: str, tensor: Tensor) -> None:
         CheckpointError: it is sparse or quantised, or of a dtype without a name in safetensors.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise CheckpointError(f"{name} cannot be saved: it is no dense tensor with data.")
+        raise CheckpointError(f"{name} cannot be saved: it is not a dense tensor with data.")
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"{name} cannot be saved: safetensors has no name for {tensor.dtype}.")
 
@@ -104,8 +103,8 @@ def write_stream(path: Path, kinds: Kinds, read: Callable[[str], Tensor]) -> Fil
 
     Args:
         path: the file; it must not exist.
-        kinds: what the header says of each tensor, which is written first.
-        read: returns a tensor of that dtype and shape; called once for each, and none is kept.
+        kinds: dtype and shape of each tensor for the header, which is written first.
+        read: returns a tensor of that dtype and shape; called once per tensor.
 
     Raises:
         OSError: the file could not be written; it is then incomplete.
@@ -121,7 +120,7 @@ def write_stream(path: Path, kinds: Kinds, read: Callable[[str], Tensor]) -> Fil
 
 def header_of(kinds: Kinds) -> tuple[list[str], bytes]:
     """Return the names of the tensors in the order of their bytes, and the header without its length."""
-    # Widest dtypes first: every tensor is then aligned to its own element size.
+    # Write the widest dtypes first: every tensor is then aligned to its own element size.
     names = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -176,7 +175,7 @@ class _TensorRecord:
 class TensorFile:
     """A verified file, kept open: its tensors are read on access, even if the file was deleted in the meantime.
 
-    Every byte was compared with the SHA-256 of the manifest once; later reads are compared with that reading.
+    Every byte was compared with the SHA-256 of the manifest once; later reads are compared with that first one.
     """
 
     def __init__(self, path: Path, file: BinaryIO, entries: Mapping[str, _TensorRecord]) -> None:
@@ -200,10 +199,10 @@ class TensorFile:
 
     @classmethod
     def opened(cls, path: Path) -> Self:
-        """Open a file of which no hash is known, written by any program; otherwise as `verified`.
+        """Open a file without a known hash, written by any program; otherwise like `verified`.
 
         Raises:
-            CheckpointError: it is no complete safetensors file.
+            CheckpointError: it is not a complete safetensors file.
         """
         try:
             size = size_of(path)
@@ -213,7 +212,7 @@ class TensorFile:
         try:
             return cls._scanned(path, file, FileRecord(num_bytes=size, sha256=""))
         except CheckpointError:
-            raise CheckpointError(f"{path} is no complete safetensors file.") from None
+            raise CheckpointError(f"{path} is not a complete safetensors file.") from None
 
     @classmethod
     def _scanned(cls, path: Path, file: BinaryIO, record: FileRecord) -> Self:
@@ -243,7 +242,7 @@ class TensorFile:
         """Read a tensor into new memory.
 
         Raises:
-            CheckpointError: it can no longer be read, or is not what was verified.
+            CheckpointError: it can no longer be read, or differs from the verified content.
         """
         entry = self._entries[key]
         buffer = torch.empty(entry.num_bytes, dtype=torch.uint8)
@@ -331,14 +330,14 @@ class _Scan:
         return crc
 
     def _damage(self) -> Exception:
-        return damaged(self._path.parent, f"{self._path.name} is not what was written (SHA-256 differs)")
+        return damaged(self._path.parent, f"{self._path.name} has changed since it was written (SHA-256 differs)")
 
 
 def lengths_in(content: Any) -> tuple[int, ...]:
     """Return a shape or an offset from JSON, if it is valid for a tensor.
 
     Raises:
-        ValueError: it is no list of whole numbers from 0 on, or the numbers are too large for any tensor.
+        ValueError: it is not a list of non-negative integers, or the numbers are too large for any tensor.
 
     Example:
         >>> lengths_in([2, 3])
@@ -351,7 +350,7 @@ def lengths_in(content: Any) -> tuple[int, ...]:
 
 
 def _filled(file: BinaryIO, target: memoryview) -> bool:
-    """Read until the target is full; return False if the file ends before."""
+    """Read until the target is full; return False if the file ends earlier."""
     done = 0
     while done < len(target):
         count = file.readinto(target[done:])  # type: ignore[attr-defined]  # FileIO has it
