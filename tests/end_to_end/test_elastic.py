@@ -56,12 +56,12 @@ def test_two_of_four_are_lost_and_return_and_no_bit_differs(cwd: Path, monkeypat
     ) as process:
         for line in present(process.stderr):
             said.append(line)
-            if "goes on with 2 of 4 replicas" in line:
+            if "continues with 2 of 4 replicas" in line:
                 (cwd / "gone").unlink()
         out = present(process.stdout).read()
     assert process.returncode == 0
     assert said[-1].endswith("again: 4 of 4 replicas.\n")
-    assert "note: goes on with 2 of 4 replicas: they share the shards of each step" in out
+    assert "note: continues with 2 of 4 replicas: they share the shards of each step" in out
     assert out.count("finished after") == 1
     assert "resized" not in out
     counts = replicas_by_row("elastic")

@@ -63,11 +63,11 @@ def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(place
         ),
         (
             (*PLACES["mirrored"], "elastic.min_replicas=1"),
-            "eval.beside=true: the run may go on with fewer tasks (elastic.min_replicas). Leave one of them out.",
+            "eval.beside=true: the run may continue with fewer tasks (elastic.min_replicas). Leave one of them out.",
         ),
         (
             ("callbacks=[early_stop]",),
-            "callbacks.early_stop: goes by evaluations during the training, which eval.beside",
+            "callbacks.early_stop: needs evaluations during the training, which eval.beside",
         ),
     ],
 )

@@ -16,10 +16,10 @@ THREADS = ["strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"]
 OURS = ["--allow-package", "tests"]
 ROOT = Path(__file__).resolve().parents[2]
 MIRRORED = ["strategy=mirrored", "strategy.replicas=2"]
-SAME = "  the same training as that of one_device, as each would be started: "
+SAME = "  the same training as one_device, as a user would start them: "
 CUTS = "    batch.micro_size is 32 here and 64 under one_device"
 NEITHER = ", and the model and the objective neither draw random numbers nor couple the samples of a shard"
-NUMBERS = "  the same numbers at one cut, batch.micro_size="
+NUMBERS = "  the same numbers, both with batch.micro_size="
 
 
 def prove(*arguments: str) -> int:
@@ -97,8 +97,8 @@ def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the
 ) -> None:
     assert prove("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=1,3") == 1
     out = capfd.readouterr().out.splitlines()
-    another = [f"{SAME}NO", "    this strategy is another training than that of one_device"]
-    assert out[1:4] == [*another, f"{NUMBERS}32: yes, equal to rounding"]
+    another = [f"{SAME}NO", "    this strategy is a different training from that of one_device"]
+    assert out[1:4] == [*another, f"{NUMBERS}32: yes, equal up to rounding"]
     second = out.index("strategy=local_sgd strategy.replicas=2 strategy.average_every=3, 2 replicas")
     assert out[second + 1 : second + 4] == [*another, f"{NUMBERS}32: NO"]
     assert out[second + 4] == "    6 steps in fp64, compared after steps 3, 6"
@@ -112,8 +112,8 @@ def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the
             (
                 [f"strategy={chosen}"],
                 (
-                    "strategy=one_device: is the reference of every proof, and it shows nothing to compare it with "
-                    f"itself. Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
+                    "strategy=one_device: is the reference of every proof, and comparing it with itself shows "
+                    "nothing. Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
                 ),
             )
             for chosen in ("one_device", "mirrored,one_device")
@@ -162,7 +162,7 @@ def test_an_optimizer_that_cannot_step_alone_leaves_the_answer_standing(
     monkeypatch.setattr(Examiner, "replay", fails)
     assert prove("strategy=device_map", "clip.max_norm=0.3,0.1") == 1
     explained = [line.strip() for line in capfd.readouterr().out.splitlines() if "explained" in line]
-    assert explained == ["not explained: an update cannot be taken again alone (TypeError: step() needs a closure)"]
+    assert explained == ["not explained: an update cannot be replayed by itself (TypeError: step() needs a closure)"]
 
 
 def tensors(*values: float) -> dict[int, dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ RUN = [
     "recipe=null", "strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true",
     "epochs=60", "checkpoint.every_steps=50", "eval.every_epochs=null", "quiet=true", "callbacks=[]", "logger=[]",
 ]  # fmt: skip
-ALONE = "alone: the others go on."
+ALONE = "the others continue."
 TOGETHER = "Restarting from the checkpoint of step "
 UNDISTURBED = 0.9639
 """The accuracy of this run where nothing happens, in either mode."""

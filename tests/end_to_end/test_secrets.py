@@ -87,8 +87,8 @@ def test_an_argument_that_cannot_be_read_shows_no_secret(clean: Callable[..., st
 def test_a_sweep_over_a_secret_is_refused(clean: Callable[..., str]) -> None:
     assert clean("-m", *SMALL, f"logger.w.api_key={CANARY},b", code=2) == (
         "1 problem in the config\n"
-        "  logger.w.api_key=(redacted): is a secret, which no sweep tries several of: "
-        "give it one value, in quotes where it holds a comma. (command line)\n"
+        "  logger.w.api_key=(redacted): is a secret, which cannot be swept: give it one value, in quotes if it "
+        "contains a comma. (command line)\n"
     )
 
 
@@ -143,7 +143,7 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
     sweep = cwd / "outputs/sweeps/a"
     assert {(sweep / job / "seen").read_text()[2:] for job in "01"} == {WHOLE[2:]}
     assert re.search(
-        r"the best once more: trainkit --allow-package tests recipe=null .*'\+logger.w.api_key=\$\{oc.env:W_API_KEY\}'",
+        r"the best run again: trainkit --allow-package tests recipe=null .*'\+logger.w.api_key=\$\{oc.env:W_API_KEY\}'",
         done.stdout,
     )
     assert '"+logger.w.api_key=(redacted)"' in (sweep / "sweep.json").read_text()

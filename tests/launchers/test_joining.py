@@ -62,8 +62,8 @@ def test_processes_with_other_configs_are_refused_and_nothing_is_written(
     told = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
     lines = [
         "2 problems in the config",
-        "  log_every_steps=5: worker:1 has 10. Start all alike. (worker:0)",
-        "  seed=1: worker:1 has 2. Start all alike. (worker:0)",
+        "  log_every_steps=5: worker:1 has 10. Start all with the same config. (worker:0)",
+        "  seed=1: worker:1 has 2. Start all with the same config. (worker:0)",
     ]
     assert told[0][1] == ("ConfigError", 2, "\n".join(lines))
     assert told[1][1] == ("PeerError", 2, f"rank 1 ends with rank 0: {lines[1].strip()}")
@@ -125,7 +125,7 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_process
     assert result["weights_sha256"] == whole["weights_sha256"]
     assert folders(tmp_path) == ["run", "whole"]
     notes = json.loads((tmp_path / "run/environment.json").read_text())["notes"]
-    assert f"started again by the launcher: continues {tmp_path / 'run'}" in notes
+    assert f"restarted by the launcher: continues {tmp_path / 'run'}" in notes
 
 
 def hosts(

@@ -94,7 +94,7 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
     cluster.wait(lambda: cluster.made_by("worker:0") > before)
     cluster.kill("chief:0")
     code, told = cluster.end_of("worker:0")
-    assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto goes on" in told) == (5, True, True)
+    assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto continues" in told) == (5, True, True)
     assert cluster.end_of("ps:0")[0] != 0
     newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
     for task in ROLES:

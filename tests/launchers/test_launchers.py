@@ -91,7 +91,7 @@ def test_torchrun_starts_again_what_was_killed(one_run: Callable[[], None], lost
     assert told.count("launch by torchrun: rank 0 of 2") == 2
     one_run()
     notes = json.loads(Path("run/environment.json").read_text())["notes"]
-    assert notes[-1:] == [f"started again by the launcher: continues {Path('run').absolute()}"]
+    assert notes[-1:] == [f"restarted by the launcher: continues {Path('run').absolute()}"]
 
 
 def test_mpirun(one_run: Callable[[], None]) -> None:

@@ -61,7 +61,7 @@ def test_a_launch_of_several_processes_is_nothing_for_one_device() -> None:
 def test_mirrored_is_of_one_host() -> None:
     (told,) = problems(Mirrored(), launch_of(2, num_local=1, num_hosts=2))
     assert told == (
-        "strategy=mirrored: is of one host, and torchrun started 2. "
+        "strategy=mirrored: runs on one host, and torchrun started 2. "
         "Use strategy=multi_worker_mirrored: the same training over hosts."
     )
 
@@ -72,7 +72,7 @@ def test_what_a_launch_cannot_give_is_told_at_once() -> None:
     role, replicas, devices = problems(MultiWorkerMirrored(replicas=3, devices=("cpu", "cpu", "cpu")), launch)
     assert role == "cluster.ps: TF_CONFIG names tasks of this role, and here all are workers."
     started = "TF_CONFIG started 2 processes on this host"
-    assert replicas == f"strategy.replicas=3: {started}, a replica each. Leave it out, or give 2."
+    assert replicas == f"strategy.replicas=3: {started}, one replica each. Leave it out, or give 2."
     assert devices == f"strategy.devices=['cpu', 'cpu', 'cpu']: {started}. Name as many devices, or leave it out."
 
 

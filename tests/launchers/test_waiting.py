@@ -117,5 +117,5 @@ def test_a_sweep_in_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["-m", "seed=1,2"]) == 2
     assert capsys.readouterr().err.splitlines()[1] == (
         "  -m: this is one of 2 processes that RANK and WORLD_SIZE started, and each would run every point. Start the "
-        "sweep by itself (TRAINKIT_LAUNCHER=none), or each point under the launcher. (command line)"
+        "sweep without the launcher (TRAINKIT_LAUNCHER=none), or each point with it. (command line)"
     )

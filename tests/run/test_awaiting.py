@@ -75,7 +75,7 @@ def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(fold
     heart = Heartbeat(folder.heartbeat_of(2))
     end = awaited(folder, clock := Clock(at_200=lambda: heart.beat(3, "evaluate")))
     heart.close()
-    assert end == EvaluatorEnd(status="failed", reason="it gave no sign of life for 300 s")
+    assert end == EvaluatorEnd(status="failed", reason="it sent no heartbeat for 300 s")
     assert clock.now == 200 + 301
 
 

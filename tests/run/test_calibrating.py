@@ -36,7 +36,7 @@ def test_calibrate_writes_what_hardware_this_takes(
 
 def test_calibrate_takes_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "gpu"]) == 2
-    expected = "  calibrate: takes 0 arguments, and was given gpu. What sets a key is key=value. (command line)\n"
+    expected = "  calibrate: takes 0 arguments, and got gpu. Set a key by key=value. (command line)\n"
     assert expected in capsys.readouterr().err
 
 

@@ -160,7 +160,7 @@ def test_generators_are_left_as_they_were() -> None:
 
 
 def test_samples_that_are_all_alike_show_nothing() -> None:
-    assert probe(mlp(), Classification(), samples(1) * 8).not_probed == "the samples that were tried are all alike"
+    assert probe(mlp(), Classification(), samples(1) * 8).not_probed == "the samples that were tried are all equal"
 
 
 def test_two_samples_are_enough() -> None:

@@ -235,7 +235,7 @@ def test_an_answer_names_the_rule_the_tensor_and_the_page() -> None:
 def test_an_answer_that_fits_nothing_says_what_was_ruled_out() -> None:
     first, second = explain_probe(probed({"b": 1.7}))
     assert first == (
-        "not explained: the gradients differ from a plain loop's in a way that no known fault gives; ruled out:"
+        "not explained: the gradients differ from a plain loop's in a way that no known fault explains; ruled out:"
     )
     assert second.startswith("  the mean of the shards' means; the gradient of one replica, not added ")
 
@@ -246,7 +246,7 @@ def test_causes_that_the_numbers_do_not_tell_apart_are_all_named() -> None:
     difference = Difference(step=0, found=wrong, expected=evidence.gradient, allowed={"b": 1e-12})
     found.gradients.add(difference, gradient_hypotheses(evidence, rate_is_apart=False))
     lines = list(explain_probe(found))
-    assert lines[0] == "explained by one of these, which the numbers do not tell apart:"
+    assert lines[0] == "explained by one of these, which the numbers cannot distinguish:"
     assert [line.split(":")[0] for line in lines[1:]] == ["  rule 3 (gradient)", "  rule 6 (learning rate)"]
 
 

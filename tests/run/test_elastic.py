@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_those_left(folder: RunFolder, fake: Callable[..., No
     assert len(said) == 2
     assert plain(said[1]) == (
         "rank 1 was ended by SIGKILL while starting. "
-        "worker:1 (cpu) is lost: goes on with 2 of 3 replicas, and tries it again in 60 s. "
+        "worker:1 (cpu) is lost: the run continues with 2 of 3 replicas, and retries it in 60 s. "
         "Restarting from the checkpoint of step 2."
     )
     assert story(folder, 2)[-1] == "attempt 2: rank 1 of 2"
@@ -65,7 +65,7 @@ def test_below_the_minimum_the_run_is_given_up(folder: RunFolder, fake: Callable
     with pytest.raises(CrashLoopError) as caught:
         run_fakes(folder, 3, min_replicas=2, max_restarts=2, log=print)
     assert plain(caught.value).startswith(
-        "gave up after 2 restarts that got no further than the checkpoint of step 2, with elastic.min_replicas=2 left: "
+        "gave up after 2 restarts without progress beyond the checkpoint of step 2, with elastic.min_replicas=2 left: "
         "rank 0 was ended by SIGKILL while starting."
     )
 

@@ -65,12 +65,12 @@ def test_in_a_launch_the_launcher_has_the_say() -> None:
     )
     overrides = ("recipe=null", "strategy=multi_worker_mirrored", "elastic.min_replicas=1")
     assert refused(*overrides, launch=launch) == [
-        "elastic.min_replicas=1: has no effect under torchrun, which starts processes again itself: tell it how many."
+        "elastic.min_replicas=1: has no effect under torchrun, which restarts processes itself: set the number there."
     ]
 
 
 def test_a_strategy_whose_ranks_hold_what_others_lack_is_not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mirrored, "traits", replace(Mirrored.traits, elastic=False))
     assert refused(*MIRRORED, "elastic.min_replicas=1") == [
-        "elastic.min_replicas=1: has no effect: this strategy goes on with all its processes or not at all."
+        "elastic.min_replicas=1: has no effect: this strategy needs all its processes."
     ]

@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_named_and_left_out(run: RunFolder, capsys: pyte
     file.write_bytes(content)
     evaluate(run)
     assert [row["step"] for row in rows(run.evaluations)] == [4, 12]
-    assert "step_00000008 is left out: checkpoint" in capsys.readouterr().out
+    assert "step_00000008 is skipped: checkpoint" in capsys.readouterr().out
 
 
 def test_it_waits_for_checkpoints_until_there_is_a_result(run: RunFolder) -> None:
@@ -167,8 +167,8 @@ def refused(splits: Mapping[str, Any] | None, *overrides: str) -> list[str]:
 
 def test_what_goes_by_evaluations_is_refused_beside_an_evaluator() -> None:
     expected = (
-        "  callbacks.early_stop: goes by evaluations during the training, which strategy.evaluator leaves to a process "
-        "of its own. Leave one out."
+        "  callbacks.early_stop: needs evaluations during the training, which strategy.evaluator moves to a "
+        "separate process. Leave one out."
     )
     assert refused(None, "callbacks=[early_stop]") == [expected]
 

@@ -79,11 +79,11 @@ def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ("recipe=python_source", "precision=bf16", "strategy=tensor_parallel", "strategy.degree=2"),
-            "convert=float8: strategy=TensorParallel takes no converted layers.",
+            "convert=float8: strategy=TensorParallel does not support converted layers.",
         ),
         (
             (*DIGITS, "precision=bf16", "strategy=central_storage"),
-            "convert=float8: strategy=CentralStorage takes no converted layers.",
+            "convert=float8: strategy=CentralStorage does not support converted layers.",
         ),
     ],
     ids=["fp32", "narrow", "tensor_parallel", "central_storage"],

@@ -75,8 +75,8 @@ def test_a_pattern_that_matches_nothing_is_refused_where_the_user_wrote_it(notes
             "it out. (command line)"
         ),
         (
-            "optimizer.groups.again: holds no parameter: earlier groups match the same parameters. Order the groups "
-            "anew. (command line)"
+            "optimizer.groups.again: holds no parameter: earlier groups match the same parameters. Change "
+            "the order of the groups. (command line)"
         ),
     ]
 
@@ -101,7 +101,7 @@ def test_data_without_validation_is_noted_and_refused_for_what_needs_it(
     metric, early_stop = notes("recipe=null", *points, *needs_it, code=2)
     remedy = "the data has no validation split. Leave it out, or use data that has one."
     assert metric == f"eval.metric=val/accuracy: no metric gives it: {remedy} (command line)"
-    assert early_stop.startswith(f"callbacks.early_stop: goes by evaluations, and {remedy} (")
+    assert early_stop.startswith(f"callbacks.early_stop: needs evaluations, and {remedy} (")
     # the metric of the digits recipe is not the user's
     assert "eval.metric=val/accuracy is left out" in notes(*points)
 

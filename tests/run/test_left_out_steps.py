@@ -71,7 +71,7 @@ def test_a_damaged_record_of_rollbacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         rollbacks_of(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path / FILE} is no record of rollbacks: of item 1: its key checkpoint is missing. "
+        f"{tmp_path / FILE} is not a record of rollbacks: of item 1: its key checkpoint is missing. "
         "Remove it to resume without it."
     )
 

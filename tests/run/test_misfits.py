@@ -193,7 +193,7 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     ((*OWN, "objective._target_=torch.nn.CrossEntropyLoss"), 2, "is no trainkit Objective"),
     ((*OWN, "objective._target_=misfit_pkg.Measured"), 2, "raised ValueError: a mistake of mine", "in update"),
     ((*OWN, "schedule._target_=misfit_pkg.no_schedule"), 2, "gives a str, not a schedule"),
-    ((*OWN, "+callbacks.x._target_=misfit_pkg.Nothing"), 2, "callbacks.x._target_", "is no trainkit Callback"),
+    ((*OWN, "+callbacks.x._target_=misfit_pkg.Nothing"), 2, "callbacks.x._target_", "is not a trainkit Callback"),
 ]  # fmt: skip
 
 

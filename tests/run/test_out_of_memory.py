@@ -36,10 +36,10 @@ def told(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3) ->
 def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
     assert told() == [
         (
-            "rank 0, step 3: cpu is out of memory. The run needs 746 KiB a device, and activations: parameters "
+            "rank 0, step 3: cpu is out of memory. The run needs 746 KiB per device, and activations: parameters "
             "107 KiB, gradients 107 KiB, optimizer 213 KiB, copy for checkpoints 320 KiB. To need less, try one of:"
         ),
-        "  strategy=fsdp strategy.replicas=4  about 1/4 of the model a device, on 4 of them",
+        "  strategy=fsdp strategy.replicas=4  about 1/4 of the model per device, on 4 of them",
         "  activation_checkpointing=full      keeps the inputs of each block alone",
         "  batch.micro_size=8                 half of the activations, in more shards",
     ]
@@ -112,7 +112,7 @@ def test_a_full_dev_shm_is_named_with_its_remedy() -> None:
     error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1_2>: No space left on device (28)")
     assert told_on_cuda(error, "loader.num_workers=4") == (
         "rank 0, step 3: the shared memory of the host (/dev/shm), through which its processes exchange tensors, is "
-        "full. To go on, try loader.num_workers=2 (now 4), or make it larger (docker run --shm-size=8g, or mount -o "
+        "full. To continue, try loader.num_workers=2 (now 4), or make it larger (docker run --shm-size=8g, or mount -o "
         "remount,size=8g /dev/shm)."
     )
 

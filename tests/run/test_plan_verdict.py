@@ -52,7 +52,7 @@ def test_without_hardware_nothing_is_judged(
     assert main(["plan", "--fail-if-too-big"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         (
-            "  --fail-if-too-big: has nothing to compare with. Name the hardware: hardware=this, hardware=h100_sxm. "
+            "  --fail-if-too-big: needs the memory of a device. Name the hardware: hardware=this, hardware=h100_sxm. "
             "(command line)"
         )
     ]

@@ -50,8 +50,6 @@ def test_flags_about_hosts_that_need_or_exclude_each_other_are_refused(
     assert refused("--hosts", "2") == ["--hosts: needs --gpus-per-host, too. (command line)"]
     assert refused("--gpus-per-host", "2") == ["--gpus-per-host: needs --hosts, too. (command line)"]
     both = ("--hosts", "2", "--gpus-per-host", "4")
-    assert refused(*both, "--world", "2") == [
-        "--world: plans for one host. Leave it out beside --hosts. (command line)"
-    ]
+    assert refused(*both, "--world", "2") == ["--world: plans for one host. Leave it out with --hosts. (command line)"]
     many = ("--hosts", "1000", "--gpus-per-host", "8")
     assert refused(*many) == ["--hosts: makes 8,000 tasks. Give 1,024 or fewer. (command line)"]

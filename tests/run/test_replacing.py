@@ -28,7 +28,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     said: list[str] = []
     assert run_roles(folder, "worker worker ps", log=said.append) == {"status": "finished", "attempt": 0}
-    expected = "rank 1 was ended by SIGKILL in step 3 (forward). Starting worker:0 again, alone: the others go on."
+    expected = "rank 1 was ended by SIGKILL in step 3 (forward). Restarting only worker:0; the others continue."
     assert [plain(line) for line in said] == [expected]
     assert [lives(folder, rank) for rank in (1, 2, 3)] == [[(0, 0), (0, 1)], [(0, 0)], [(0, 0)]]
     assert_no_process_is_left(folder)
@@ -51,7 +51,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder,
     expected = (
         "rank 1 has made no progress for 1 s in step 3 (forward). The limit is supervisor.hang_timeout_s=1: "
         "raise it if the rank was healthy. "
-        "Starting worker:0 again, alone: the others go on."
+        "Restarting only worker:0; the others continue."
     )
     assert [plain(line) for line in said] == [expected]
 
@@ -74,7 +74,7 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(
         run_roles(folder, "worker", max_restarts=1, log=said.append)
     assert len(said) == 1
     assert plain(caught.value).splitlines()[0] == (
-        "gave up after 1 restarts of worker:0 alone that got no further than step 0: "
+        "gave up after 1 restarts of worker:0 alone without progress beyond step 0: "
         "rank 1 was ended by SIGKILL in step 2 (forward)."
     )
     assert_no_process_is_left(folder)
@@ -96,7 +96,7 @@ def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(
     assert run_roles(folder, "evaluator", max_restarts=1, log=say)["status"] == "finished"
     assert len(said) == 2
     assert said[1].endswith(
-        "Evaluation gave up after 1 restarts of evaluator:0 alone; the training goes on without it."
+        "Evaluation gave up after 1 restarts of evaluator:0 alone; the training continues without it."
     )
 
 
@@ -111,7 +111,7 @@ def test_an_error_of_the_evaluators_own_does_not(folder: RunFolder, fake: Callab
     said: list[str] = []
     assert run_roles(folder, "evaluator", log=said.append)["status"] == "finished"
     assert [plain(line) for line in said] == [
-        "rank 1 failed in step 2 (idle): DataError: /gone. Starting evaluator:0 again, alone: the others go on."
+        "rank 1 failed in step 2 (idle): DataError: /gone. Restarting only evaluator:0; the others continue."
     ]
 
 

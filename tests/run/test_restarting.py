@@ -39,8 +39,8 @@ def failed(step: int, begun_at: int, reached: int, **what: Any) -> Fault:
 
 
 TWICE = "gave up: rank 1 raised the same exception twice in the same place, in step 5"
-NO_FURTHER = "gave up after 2 restarts that got no further than the checkpoint of step 3"
-ONE_STEP = "gave up after 2 restarts: 3 attempts failed in step 5, whatever was saved between them"
+NO_FURTHER = "gave up after 2 restarts without progress beyond the checkpoint of step 3"
+ONE_STEP = "gave up after 2 restarts: 3 attempts failed in step 5, regardless of checkpoints between them"
 EARLY = "gave up after 2 restarts: 3 attempts in a row raised an exception within their first two steps"
 SEQUENCES = {
     "the same exception at the same step": ([failed(5, 0, 3), failed(5, 3, 3)], TWICE),
@@ -138,7 +138,7 @@ def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once
 def test_a_group_that_left_no_report_is_started_again(folder: RunFolder) -> None:
     folder.live.mkdir(parents=True)
     assert record_relaunch(folder, None, None, before=[]).refusal is None
-    assert restarts_of(folder.path)["restarts"][0]["cause"] == "The processes were gone."
+    assert restarts_of(folder.path)["restarts"][0]["cause"] == "The processes had ended."
 
 
 def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(

@@ -30,7 +30,7 @@ def indices(roster: ReplicaMembership) -> list[int]:
 def test_a_replica_is_waited_for_once_and_lost_the_second_time(clock: Clock) -> None:
     roster = roster_of(4, clock)
     assert roster.record_failure(2, at_start=False) is None
-    expected = "worker:2 (cuda:2) is lost: goes on with 3 of 4 replicas, and tries it again in 60 s."
+    expected = "worker:2 (cuda:2) is lost: the run continues with 3 of 4 replicas, and retries it in 60 s."
     assert roster.record_failure(2, at_start=False) == expected
     assert indices(roster) == [0, 1, 3]
     assert [task.device for task in roster.tasks] == ["cuda:0", "cuda:1", "cuda:3"]
@@ -77,7 +77,7 @@ def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock: Cloc
     roster.clear_failures()
     clock.now = 60.0
     roster.next_members()
-    assert present(roster.record_failure(1, at_start=True)).endswith("again in 120 s.")
+    assert present(roster.record_failure(1, at_start=True)).endswith("retries it in 120 s.")
 
 
 @pytest.mark.parametrize("fewest", [None, 3])

@@ -54,7 +54,7 @@ def test_another_cut_matters_to_a_model_that_couples_samples() -> None:
 
 def test_the_remedy_takes_the_place_of_accumulation() -> None:
     found = sameness("strategy=mirrored", coupling=lambda: COUPLED, base=("batch.accumulation=2",))
-    assert found.remedy == "batch.micro_size=16 in the place of batch.accumulation"
+    assert found.remedy == "batch.micro_size=16 instead of batch.accumulation"
 
 
 def test_what_is_not_known_is_not_yes() -> None:
@@ -73,7 +73,7 @@ def test_what_is_not_known_is_not_yes() -> None:
                 "strategy.compression=bf16 counts as maths, and one_device has no such key",
             ],
         ),
-        (["strategy=local_sgd"], ["this strategy is another training than that of one_device"]),
+        (["strategy=local_sgd"], ["this strategy is a different training from that of one_device"]),
         (
             ["strategy=parameter_server", "strategy.mode=async"],
             ["strategy.mode=async counts as maths, and one_device has no such key"],

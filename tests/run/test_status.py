@@ -98,7 +98,7 @@ def test_a_machine_that_was_started_again_has_killed_it(folder: RunFolder) -> No
     written(folder, boot_id="another")
     assert (read_status(folder).state, read_status(folder).note) == (
         "killed",
-        f"{Machine.here().host} was started again since",
+        f"{Machine.here().host} was restarted since then",
     )
 
 

@@ -40,7 +40,7 @@ def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_files: int | N
 TOLD = {
     errno.ENOSPC: "No space left on device (2 KiB are needed; 512 B are free on its file system). Free space there,",
     errno.EDQUOT: "Disk quota exceeded (2 KiB are needed; 512 B are free on its file system). Delete files there, "
-    "ask for a larger quota,",
+    "request a larger quota,",
     errno.EROFS: "Read-only file system (2 KiB are needed). Mount the file system writable,",
     errno.EACCES: "Permission denied (2 KiB are needed). Change its permissions,",
     errno.EIO: "Input/output error (2 KiB are needed). The storage device or its connection failed: check it (dmesg),",

@@ -97,7 +97,7 @@ def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Call
         run_fakes(folder, 2, max_restarts=2, log=said.append)
     assert len(said) == 2
     assert plain(caught.value) == (
-        "gave up after 2 restarts that got no further than the checkpoint of step 3: "
+        "gave up after 2 restarts without progress beyond the checkpoint of step 3: "
         "rank 0 was ended by SIGKILL in step 3 (forward)."
     )
     assert_no_process_is_left(folder)

@@ -135,7 +135,7 @@ def test_a_damaged_token_of_a_run_is_named_with_the_remedy(tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as caught:
         RunFolder(tmp_path).begin()
     assert str(caught.value) == (
-        f"{tmp_path}/.owner cannot be read: its key token is missing. It tells which checkpoints are this run's. "
+        f"{tmp_path}/.owner cannot be read: its key token is missing. It identifies the checkpoints of this run. "
         "Restore the file, or remove it: then the token is taken from the checkpoints."
     )
 
@@ -166,8 +166,8 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
     with pytest.raises(ConfigError) as caught, locked(tmp_path / ".lock"):
         pass
     assert str(caught.value).splitlines()[1] == (
-        f"  run folder={tmp_path}: has a .lock that is no lock file of trainkit: it is no JSON: Expecting value: line "
-        "1 column 1 (char 0). Rename it, or choose another folder."
+        f"  run folder={tmp_path}: has a .lock that is not a lock file of trainkit: it is no JSON: Expecting value: "
+        "line 1 column 1 (char 0). Rename it, or choose another folder."
     )
     assert (tmp_path / ".lock").read_text() == "mine"
 

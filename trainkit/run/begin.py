@@ -1,4 +1,4 @@
-"""Begin a run: find what it continues, create its folder, write its initial files, and record its output and status."""
+"""Begin a run: find the state to continue, create its folder, write its first files, record its output and status."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Result = dict[str, Any] | None
 """Content of result.json on rank 0; None on other ranks."""
 
 Job = Callable[[Path, Callable[[], Result]], Result]
-"""Calls the training in its folder, for example within the job context that Hydra sets up."""
+"""Function that calls the training in its folder, for example within the job context that Hydra sets up."""
 
 
 def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
@@ -80,7 +80,7 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, ex
         folder: the run folder, which may not exist yet.
         size: bytes of a checkpoint.
         kept: number of checkpoints kept.
-        steps_left: at most so many are written.
+        steps_left: remaining steps, an upper bound of the checkpoints to write.
         exported: bytes of the model that is written at the end.
 
     Raises:
@@ -148,14 +148,16 @@ class ResumePoint:
 
 
 CheckStart = Callable[[ResumePoint, RunPlan], None]
-"""Raises if the loop of this process cannot run a plan from where it begins; called before anything is written."""
+"""Function that raises if the loop of this process cannot run a plan from its start; called before files are
+written.
+"""
 
 
 def refuse_own_loss(start: ResumePoint, plan: RunPlan) -> None:
-    """Refuse to continue a training whose losses a loop has given by the trainer's own loop; rank 0 looks for all.
+    """Refuse to continue a training with losses of a user's own loop by the trainer's loop; rank 0 checks for all.
 
     Raises:
-        ConfigError: the newest checkpoint has steps with a loss of a loop.
+        ConfigError: the newest checkpoint has steps with such a loss.
     """
     root = start.folder.checkpoints if start.folder is not None else start.checkpoints
     if root is not None and (plan.facts.launch is None or plan.facts.launch.rank == 0):  # others may not see the folder
@@ -192,7 +194,7 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         earlier = load_resolved(run_dir / "resolved.yaml")
         adopted = adopt(cfg, earlier)
         if fingerprint(adopted) == fingerprint(earlier):  # it ended before its first checkpoint
-            return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: starts anew in {run_dir}")
+            return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: a new run in {run_dir}")
     root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
     unread: list[str] = []
     for file in sorted(root.glob("*/resolved.yaml"), key=lambda file: file.lstat().st_mtime, reverse=True):
@@ -207,7 +209,7 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
             CheckpointError,
             UnreadableError,
         ):  # an unreadable folder of another run must not prevent training
-            unread.append(f"{folder.path} cannot be read and is passed over")
+            unread.append(f"{folder.path} cannot be read and is skipped")
             continue
         _refuse_running(folder)
         return ResumePoint(cfg=adopted, folder=folder, note="; ".join([_continues(folder), *unread[:_SHOWN]]))
@@ -240,8 +242,8 @@ def _refuse_running(folder: RunFolder) -> None:
 
 
 def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
-    """Set keys left on auto to the values that the earlier run resolved, so that a resume on other devices
-    keeps them.
+    """Set keys left on auto to the values that the earlier run resolved, so that a resume on other devices keeps these
+    values.
     """
     batch = cfg.batch
     if batch.micro_size is None and batch.accumulation is None:

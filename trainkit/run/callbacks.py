@@ -38,12 +38,12 @@ def callback_problems(planned: Planned) -> list[Problem]:
 
 @contextmanager
 def ended_hooks(cfg: RunConfig, folder: Path, read_result: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
-    """Call the hook of the callbacks that have it, after the block, however that ends; their errors are warnings.
+    """Call the hook of the callbacks that have it, after the block, even if it raises; their errors are warnings.
 
     Args:
         cfg: the config of the run.
-        folder: its run folder.
-        read_result: returns the content of its `result.json`; None: there is none.
+        folder: the run folder.
+        read_result: returns the content of `result.json`, or None if there is none.
     """
     try:
         yield
@@ -72,5 +72,5 @@ def _call(cfg: RunConfig, folder: Path, result: Mapping[str, Any], *, status: st
             kind = class_built_by(node)
             if kind is not None and getattr(kind, "ended", Callback.ended) is not Callback.ended:
                 build(node, group).ended(ending)
-        except Exception as error:  # noqa: BLE001 - the run has ended, and its exit code tells how
+        except Exception as error:  # noqa: BLE001 - the run has ended, and its exit code is already determined
             _log.warning("%s.%s failed in ended: %s: %s", group, name, type(error).__name__, error)

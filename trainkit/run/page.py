@@ -1,7 +1,7 @@
-"""`report.html`, the page of a run: written while the run goes and at its end, from the files of the run folder alone.
+"""`report.html`, the page of a run: written during the run and at its end, only from files of the run folder.
 
-The process with the lock of the folder writes it, as it writes `status.json`, from a thread of its own: a step costs
-nothing, and no error there ends or slows a run.
+The process with the lock of the folder writes it, like `status.json`, from a separate thread: it costs the steps no
+time, and its errors do not end or slow down a run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 FILE: Final = "report.html"
 _LOOK_S: Final = 2.0
-"""Seconds between two looks at the rows that were added."""
+"""Seconds between two checks for new rows."""
 _EVERY_S: Final = 60.0
 """Seconds between two pages while nothing is evaluated."""
 _AFTER_EVALUATION_S: Final = 10.0
-"""Age of the page from which an evaluation has it written again."""
+"""Age in seconds from which a new evaluation triggers a new page."""
 _DRAFT_S: Final = 60.0
-"""Age from which a draft is taken to be that of a process which was killed: writing one takes some milliseconds."""
+"""Age in seconds from which a draft belongs to a killed process: writing one takes some milliseconds."""
 _REST_S: Final = 0.03
-"""Seconds that the thread rests after 3 ms of reading: ten times as long, until the run ends."""
+"""Seconds that the thread sleeps after 3 ms of reading, until the run ends."""
 _RANK: Final = re.compile(r"rank_(\d{1,6})")
 _MOST_RANKS: Final = 600
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class PageWriter:
-    """Writes `report.html` for the duration of its block, from `follow` on; before, there is no run to show."""
+    """Writes `report.html` for the duration of its block, starting with `follow`; before, there is no run to show."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PageWriter:
         self._thread = threading.Thread(target=self._loop, name="report", daemon=True)
 
     def follow(self, cfg: RunConfig) -> None:
-        """Write the page of the run with this config from now on, if the config asks for it."""
+        """Write the page of the run with this config from now on, if the config requests it."""
         if cfg.report_page and self._cfg is None:
             self._cfg, self._written_at = cfg, self._clock()
             self._thread.start()
@@ -86,10 +86,10 @@ class PageWriter:
             self._guarded(self.look)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Call a function; a page that cannot be written is no reason to end a run, and is told once."""
+        """Call a function; an error in writing a page must not end a run, and is logged once."""
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+        except Exception as error:  # noqa: BLE001 - no error may end the training
             if not self._has_failed:
                 _log.warning("%s cannot be written: %s: %s", FILE, type(error).__name__, error)
             self._has_failed = True
@@ -128,14 +128,14 @@ def write_run_page(
     rows: LoggedRows | None = None,
     spread: Spread | None = None,
 ) -> None:
-    """Write the page of a run; whatever else has its name is renamed.
+    """Write the page of a run; any other file of that name is renamed.
 
     Args:
         folder: the run, whose files may be damaged or missing.
         path: the file to write.
-        cfg: its config; None: that of `resolved.yaml`.
-        rows: its metrics, as far as they were read; None: they are read now.
-        spread: the best metric of the runs that differ in their seed alone.
+        cfg: the config; None: that of `resolved.yaml`.
+        rows: the metrics read so far; None: they are read now.
+        spread: the best metric of the runs that differ only in the seed.
 
     Raises:
         OSError: it cannot be written.
@@ -158,7 +158,8 @@ def write_run_page(
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page, so that a reader sees the page before or this one; what is no page of trainkit is renamed.
+    """Write a page atomically: a reader sees the old page or the new one. A file that trainkit did not write is
+    renamed.
 
     Raises:
         OSError: it cannot be written.
@@ -174,7 +175,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def _remove_drafts(page: Path, mark: bytes) -> None:
-    """Remove drafts of this page that killed processes have left (`.report.html.PID`).
+    """Remove drafts of this page from killed processes (`.report.html.PID`).
 
     What does not begin as a page is not trainkit's, and a draft of the last minute may be under way in another process.
     Both times are those of the file system, so that clocks of several hosts do not matter.
@@ -203,7 +204,7 @@ def _config(folder: RunFolder) -> RunConfig | None:
 
 
 def _words(status: RunStatus) -> str:
-    """Return where a run stands, in words."""
+    """Return the current state of a run, in words."""
     if status.is_running:
         at = "" if status.step is None else f" at step {status.step:,}"
         return f"{'starts' if status.state == 'starting' else 'runs'}{at}"
@@ -211,7 +212,7 @@ def _words(status: RunStatus) -> str:
 
 
 def _lasted(environment: Mapping[str, Any], status: RunStatus) -> float | None:
-    """Return the seconds from the start of the last command of a run to its end, to a second; None: not known."""
+    """Return the seconds from the start of the last command of a run to its end, to a second; None: unknown."""
     if status.updated is None or status.is_running:
         return None
     try:

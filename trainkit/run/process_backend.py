@@ -32,11 +32,11 @@ class BackendJob:
     num_ranks: int
     """Processes to start."""
     min_ranks: int | None
-    """Processes that are enough if there is no room for more; None: all of them or none."""
+    """Smallest number of processes to start if resources are short; None: all or none."""
     retry_s: float
-    """Seconds between two checks for room for more."""
+    """Seconds between two checks for free resources for more processes."""
     max_restarts: int
-    """How often all are restarted after a failure."""
+    """Number of restarts of all processes after failures."""
     uses_gpus: bool
     """Whether each process gets a GPU."""
     payload: Mapping[str, Any]
@@ -61,17 +61,17 @@ class ProcessBackend(Cluster):
     """The base class of backends; a choice adds the address of its cluster."""
 
     name: ClassVar[str]
-    """Its name in messages."""
+    """Name of the backend in messages."""
     packages: ClassVar[tuple[str, ...]]
     """The Python packages that it needs."""
     extra: ClassVar[str]
     """The extra of trainkit that installs them."""
     starts_processes: ClassVar[bool] = True
     elastic: ClassVar[bool] = False
-    """Whether it can continue with fewer processes, and add some once there is room."""
+    """Whether it can continue with fewer processes, and add some when resources are free again."""
 
     num_gpus: Annotated[int | Literal["auto"], placement, at_least(0)] = "auto"
-    """GPUs of its cluster, one per replica; 0 trains on CPUs; auto: as many as this host has."""
+    """GPUs of the cluster, one per replica; 0 trains on CPUs; auto: as many as this host has."""
 
     def launch(self, environ: Mapping[str, str]) -> None:
         """Refuse an external launch: this process must be the only one, because the backend starts the others.

@@ -56,7 +56,7 @@ def train_composition(
     Args:
         composition: the result of `trainkit.config.check.checked`.
         run_dir: the run folder; None: as in `train`, or `hydra.run.dir` if the composition sets it.
-        kept_in: keeps the source of the classes of a session in the run's folder meanwhile.
+        kept_in: context manager that keeps the source of a session's classes in the run's folder.
         choose_workers: as in `train`.
 
     Raises:
@@ -115,7 +115,7 @@ def train(
         notes: additional lines of the startup summary.
         job: wraps the call of the training once its folder exists, for example in the job context of Hydra.
         launch: the external launch that this process belongs to; None: this process starts the others itself.
-        is_given: whether the user set a key: without effect, it is then refused.
+        is_given: whether the user set a key; a given key without effect is refused.
         choose_workers: resolves `loader.num_workers=auto`; None: it is refused.
 
     Returns:
@@ -206,7 +206,7 @@ def _begun(
     check: CheckStart = refuse_own_loss,
     choose_workers: ChooseWorkers | None = None,
 ) -> Iterator[_BegunRun]:
-    """Plan a run, refuse what cannot be, and begin its folder; it is locked and its output recorded inside.
+    """Plan a run, refuse an impossible one, and begin its folder; it is locked and its output recorded inside.
 
     `check` raises if the loop of this process cannot run a plan; the trainer's own runs every plan, but for a run to
     continue whose steps had a loss of another loop.
@@ -223,7 +223,7 @@ def _begun(
     refuse_lack_of_room(plan, model, start.folder, run_dir)
     found = [*model_notes(plan, model, is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
     if plan.cfg.loader.num_workers == "auto":
-        plan, note = with_workers(plan, choose_workers)  # last: it takes some seconds
+        plan, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
         found.append(note)
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
@@ -247,7 +247,7 @@ def opened(
     is_given: Callable[[str], bool],
     check: CheckStart,
 ) -> Iterator[TaskRun]:
-    """Begin a run, and give the task of this process, which the block trains in a loop of its own.
+    """Begin a run, and give the task of this process, which the block trains in its own loop.
 
     Args:
         cfg: as in `train`.

@@ -31,15 +31,15 @@ EXIT_CODES: Final[Mapping[str, int]] = {
     "hangup": HangupError.exit_code,
     "resized": 0,
 }
-"""Status of a result -> exit code of the process; every other status is a failure, 1."""
+"""Status of a result -> exit code of the process; every other status counts as a failure, 1."""
 
 REASONS: Final[Mapping[str, str]] = {
     "stopped": "Ctrl-C",
     "preempted": "asked to end by a signal",
     "hangup": "the terminal was closed (SIGHUP)",
-    "resized": "goes on with another number of replicas",
+    "resized": "continues with another number of replicas",
 }
-"""Why a run stopped -> the reason in its result."""
+"""Cause of a stop -> the reason in the result."""
 
 
 def stop_signals() -> dict[signal.Signals, Reason]:
@@ -61,7 +61,7 @@ def worker_signals() -> dict[signal.Signals, Reason]:
 def resize_signal() -> signal.Signals | None:
     """Return the signal that asks a worker to make room for a larger group; None on Windows, which has none.
 
-    A worker has no terminal, so that nothing else sends it this signal, and processes ignore it by default.
+    A worker has no terminal, so nothing else sends it this signal, and processes ignore it by default.
     """
     return getattr(signal, "SIGWINCH", None)
 
@@ -110,7 +110,7 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 def ignore_request(reason: Reason) -> None:
-    """Do nothing: a request to stop is read from the flag alone."""
+    """Do nothing: a request to stop is only read from the flag."""
     del reason
 
 
@@ -142,7 +142,7 @@ class StopFlag:
 
     @property
     def requested(self) -> Reason | None:
-        """Why to stop, or None: continue."""
+        """The reason to stop, or None: continue."""
         return self._requested
 
     def request(self, reason: Reason) -> None:
@@ -193,7 +193,7 @@ class StopFlag:
 
 @contextlib.contextmanager
 def raised_stops() -> Iterator[None]:
-    """Raise the error of a stop signal in the main thread, so that the block ends and removes what it has begun.
+    """Raise the error of a stop signal in the main thread, so that the block ends and removes its partial results.
 
     Ctrl-C raises KeyboardInterrupt without it. In another thread it changes nothing.
 

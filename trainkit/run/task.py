@@ -43,7 +43,7 @@ from trainkit.strategies.flight_recorder import FlightRecorder
 from trainkit.trainer.ownership import uncontested
 
 _RESERVE: Final = 64 * 2**20
-"""Bytes of address space, never touched, that are freed for the report of an error: a limit may count them."""
+"""Bytes of unused address space that are freed for the report of an error, in case of a memory limit."""
 
 
 def unfollowed(step: Callable[[], int]) -> None:
@@ -62,11 +62,11 @@ class TaskRun:
     folder: RunFolder
     """The run folder; rank 0 owns it."""
     stop: StopFlag
-    """Requests that this process stops."""
+    """Requests to stop this process."""
     plan: RunPlan | None = None
-    """The plan of `cfg`, if the caller has made it."""
+    """The plan of `cfg`, if the caller has computed it."""
     confirm: Callable[[], None] = uncontested
-    """Raises if another worker group owns the folder now; called before anything is written to it."""
+    """Function that raises if another worker group owns the folder now; called before files are written to it."""
     report: Report | None = None
     """Sends an error to the parent and the other ranks, before this rank leaves the group or closes anything; None:
     there are no others."""
@@ -78,7 +78,7 @@ class TaskRun:
     begun: float = field(default_factory=time.perf_counter)
     session: TaskSession | None = None
     trained: dict[str, Any] = field(default_factory=dict)
-    """What `TaskSession.finish` returned."""
+    """Result of `TaskSession.finish`."""
     result: Result = None
     """Content of result.json on rank 0 after the end."""
 
@@ -101,11 +101,11 @@ class TaskRun:
         return self.result
 
     def end_with(self, trained: dict[str, Any]) -> None:
-        """Record what `TaskSession.finish` returned, for the end of `opened`."""
+        """Record the result of `TaskSession.finish`, for the end of `opened`."""
         self.trained = trained
 
     def receive(self, result: Result) -> None:
-        """Replace the result by the one that the processes of a launch have agreed on."""
+        """Replace the result by the agreed one of all processes of a launch."""
         self.result = result
 
     @contextmanager
@@ -263,7 +263,9 @@ def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]
 def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
     """Return a note about lost replicas, if there are any."""
     planned, present = sum(not task.is_evaluator for task in plan.tasks), identity.num_ranks
-    return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
+    return (f"continues with {present} of {planned} replicas: they share the shards of each step",) * (
+        present < planned
+    )
 
 
 def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
@@ -281,7 +283,7 @@ def _notes(folder: RunFolder) -> list[str]:
 
 @contextmanager
 def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> Iterator[None]:
-    """Convert a failed allocation inside the block into an error that names what the run needs, and ways to need less.
+    """Convert a failed allocation inside the block into an error with the memory that the run needs, and remedies.
 
     Raises:
         OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
@@ -301,7 +303,7 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
 
 
 def _reserved() -> ExitStack:
-    """Reserve address space, freed by closing the stack; a limit that refuses it leaves a run that fits alone."""
+    """Reserve address space, freed by closing the stack; if a limit refuses it, do without."""
     stack = ExitStack()
     with contextlib.suppress(OSError):
         stack.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -321,7 +323,7 @@ def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
     before = [(beats.phase, beats.step)]
 
     def begins(*_: Any) -> None:
-        step = beats.step  # first: it may begin the phase of another step
+        step = beats.step  # call it first: it may begin the phase of another step
         before[0] = (beats.phase, step)
         beats("compile", step)
 

@@ -1,7 +1,7 @@
 """Run one task of a run in its own process: `python -m trainkit.run.worker_main RUN/resolved.yaml`.
 
-The environment holds the identity of the process (`trainkit.cluster.tasks`), the run folder everything else. Hydra
-is not imported.
+The environment holds the identity of the process (`trainkit.cluster.tasks`), the run folder holds everything else.
+Hydra is not imported.
 
 A rank can be started by hand, for example in a debugger: start every rank in its own terminal, with a free port that
 they share. Rank 0 then hosts the store.
@@ -64,7 +64,7 @@ def main(arguments: list[str], work: Work | None = None) -> int:
 
     Args:
         arguments: the path of `resolved.yaml`.
-        work: what the task does; None: it trains.
+        work: the work of the task; None: training.
     """
     signals = worker_signals() if LIFELINE in os.environ else stop_signals()
     with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost

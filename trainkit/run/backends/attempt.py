@@ -33,8 +33,8 @@ def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None
     """Prepare the folder for another attempt; for rank 0, before any other rank begins.
 
     Returns:
-        The number of the attempt and its fencing token, for every rank; None if a further attempt would end as the last
-        one did.
+        The number of the attempt and its fencing token, for every rank; None if a further attempt would fail in the
+        same way.
     """
     folder = RunFolder(Path(payload["folder"]))
     number = int(_attempts(folder).get("count", 0))
@@ -62,7 +62,7 @@ def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None
 
 
 def refusal_in(folder: RunFolder) -> str:
-    """Return why the last attempt did not begin; empty if it did."""
+    """Return the reason why the last attempt did not begin; empty if it began."""
     return str(_attempts(folder).get("refusal", ""))
 
 

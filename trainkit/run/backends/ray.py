@@ -17,7 +17,7 @@ from trainkit.run.backends.worker import WorkerInfo, run_rank
 from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 _QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage data
+    "RAY_USAGE_STATS_ENABLED": "0",  # disable usage reports
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",

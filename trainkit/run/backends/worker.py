@@ -139,7 +139,7 @@ def _watch(
             stop_sent = True
             group.signal(signal_of(_reason_of_stop(folder)))
         overdue = watch.look(seen)
-        if overdue is not None and overdue.rank == info.rank:  # another rank is ended by its own watch
+        if overdue is not None and overdue.rank == info.rank:  # every rank is ended by its own watch
             failure = hanging(folder, overdue, [info.rank], evidence)
             with open_regular(folder.log_of(info.rank), "ab") as log:
                 log.write(f"{stacks_of(group, folder, info.rank, evidence.pid(info.rank))}\n".encode())

@@ -1,4 +1,6 @@
-"""Evidence of one step: the gradient of every shard, computed by a plain loop, and what the rules derive from them."""
+"""Evidence of one step: the gradient of every shard, computed by a plain loop, and the values that the rules derive
+from them.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ class Shard:
     gradient: Tensors
     """The gradient of the summed loss, for parameters that received one."""
     weight: float
-    """The targets that the loss counts."""
+    """The number of targets that the loss counts."""
     size: int
-    """The samples."""
+    """The number of samples."""
     replica: int = 0
     """The replica of the candidate that computes this shard."""
     buffers: Tensors = field(default_factory=dict)
@@ -58,12 +60,12 @@ class StepEvidence:
 
     @property
     def weight(self) -> float:
-        """The targets of the step."""
+        """The number of targets of the step."""
         return sum(shard.weight for shard in self.shards)
 
     @property
     def size(self) -> int:
-        """The samples of the step."""
+        """The number of samples of the step."""
         return sum(shard.size for shard in self.shards)
 
     @property

@@ -1,6 +1,6 @@
 """Examine the steps of a candidate, each compared with a plain loop that starts from the candidate's own checkpoint.
 
-The answer is in the words of docs/numbers.md, and never shows more than the evidence does.
+The answer uses the words of docs/numbers.md, and claims only what the evidence shows.
 
 The probe: a short training under plain SGD, whose checkpoints give the gradient of every step by name.
 
@@ -121,7 +121,7 @@ class Probed:
     """The results of probing a candidate."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """Parameter -> the largest error of its gradient, over the norms of the shards' gradients."""
+    """Parameter -> the largest error of its gradient, divided by the norms of the shards' gradients."""
     first: dict[str, int] = field(default_factory=dict)
     """Parameter -> the first update whose gradient differs beyond rounding."""
     gradients: Matching = field(default_factory=Matching)
@@ -162,7 +162,7 @@ class Examiner:
             for name, grad in first.gradient.items()
             if name not in self.without_gradient and (mask := grad.abs() < _NO_GRADIENT * whole).any()
         }
-        """Parameter -> mask of the elements of which the same is true; only parameters that have other elements."""
+        """Mask of the elements whose gradient is zero except for rounding; only for parameters where others are not."""
 
     def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
         """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers."""
@@ -245,13 +245,13 @@ def explain_updates(updates: Matching) -> Iterator[str]:
         yield from _lines(updates, "param")
     else:
         yield (
-            "not explained: every gradient, and every step taken alone from the candidate's own checkpoint, is that of "
-            "a plain loop; the difference is in what a checkpoint does not hold"
+            "not explained: every gradient, and every step taken alone from the candidate's own checkpoint, equals "
+            "that of a plain loop; the difference is in state that a checkpoint does not hold"
         )
 
 
 def explain_order() -> str:
-    """Return the line for numbers that are equal up to rounding although equal bits are promised."""
+    """Return the line for numbers that are equal only up to rounding although equal bits are promised."""
     return f"explained by: {_named(ORDER)} ({ORDER.page})"
 
 
@@ -260,11 +260,11 @@ def _lines(matching: Matching, kind: str) -> Iterator[str]:
     if len(found) == 1:
         yield f"explained by: {_named(found[0].cause)}; {_fit(found[0], kind)} ({found[0].cause.page})"
     elif found:
-        yield "explained by one of these, which the numbers do not tell apart:"
+        yield "explained by one of these, which the numbers cannot distinguish:"
         yield from (f"  {_named(match.cause)}; {_fit(match, kind)} ({match.cause.page})" for match in found)
     else:
-        wrong = {"gradient": "gradients", "buffer": "buffers", "param": "updates, from right gradients,"}[kind]
-        yield f"not explained: the {wrong} differ from a plain loop's in a way that no known fault gives; ruled out:"
+        wrong = {"gradient": "gradients", "buffer": "buffers", "param": "updates, from correct gradients,"}[kind]
+        yield f"not explained: the {wrong} differ from a plain loop's in a way that no known fault explains; ruled out:"
         yield f"  {'; '.join(dict.fromkeys(cause.words for cause in matching.tested))}"
 
 

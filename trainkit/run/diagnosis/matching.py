@@ -24,19 +24,19 @@ _NO_GRADIENT: Final = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What differs in one step beyond rounding."""
+    """Tensors of one step that differ beyond rounding."""
 
     step: int
     found: Tensors
     """The tensors of the candidate that differ."""
     expected: Tensors
-    """The same of the plain loop."""
+    """The same tensors of the plain loop."""
     allowed: Mapping[str, float]
     """The norm of a difference that counts as rounding, by name."""
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Return the norm of a difference, in float64 on the host; NaN or infinite where a tensor is not finite."""
+    """Return the norm of a difference, in float64 on the host; NaN or infinite if a tensor is not finite."""
     return float((one.detach().cpu().double() - other.detach().cpu().double()).norm())
 
 
@@ -58,7 +58,7 @@ def differing_gradients(
         step: the step.
         expected: the result of the plain loop.
         found: the gradients of the candidate.
-        errors: receives the relative error of each.
+        errors: mapping that receives the relative error of each parameter.
         read_from: the parameters whose difference gave the gradient; None: the gradient itself was saved.
         rate: the learning rate that this difference was divided by.
     """
@@ -154,17 +154,19 @@ class Cause:
 MEAN_OF_MEANS: Final = Cause(3, "the mean of the shards' means")
 NOT_REDUCED: Final = Cause(3, "the gradient of one replica, not added to that of the others", parts_replicas=True)
 COUNTED_TWICE: Final = Cause(3, "the sum of the gradients, added up again")
-AVERAGED: Final = Cause(3, "the average of the shards' gradients in place of their sum")
+AVERAGED: Final = Cause(3, "the average of the shards' gradients instead of their sum")
 LAYOUT: Final = Cause(3, "the memory of the gradient is read as contiguous, against the parameter's strides")
 CLIPPED_APART: Final = Cause(3, "gradients clipped before they are added up")
 NOT_CLIPPED: Final = Cause(3, "the gradient is not clipped")
 DRAWN_ALIKE: Final = Cause(4, "random numbers are keyed without the shard: every shard draws those of shard 0")
 BUFFERS_OF_ONE: Final = Cause(4, "the buffers of one replica, not averaged with those of the others")
-BUFFERS_UNWEIGHTED: Final = Cause(4, "the buffers of shards averaged alike, whatever their samples")
-EVERY_SHARD_MOVES: Final = Cause(4, "the buffers move once a shard in place of once a step")
+BUFFERS_UNWEIGHTED: Final = Cause(
+    4, "the buffers of shards averaged with equal weights, whatever their numbers of samples"
+)
+EVERY_SHARD_MOVES: Final = Cause(4, "the buffers are updated once per shard instead of once per step")
 ORDER: Final = Cause(5, "numerics.reproducible=true promises equal bits, and they are equal to rounding only")
 RATE: Final = Cause(6, "the learning rate is multiplied or divided by the number of replicas or shards")
-DECAY_PER_SHARD: Final = Cause(6, "weight decay acts once a shard or once a replica in place of once a step")
+DECAY_PER_SHARD: Final = Cause(6, "weight decay acts once per shard or once per replica instead of once per step")
 NOT_DECAYED: Final = Cause(6, "weight decay does not act")
 STATE_LOST: Final = Cause(6, "the optimizer forgets its state between steps")
 
@@ -180,10 +182,10 @@ class Match:
     cause: Cause
     form: str
     name: str
-    """The tensor that it fits worst."""
+    """The tensor with the largest error."""
     step: int
     error: float
-    """The relative error there."""
+    """The relative error of that tensor."""
 
 
 @dataclass

@@ -51,8 +51,8 @@ def _misread(gradient: Tensors, step: StepEvidence) -> dict[str, Tensor]:
 
 
 def read_as_contiguous(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the gradient that is applied by a kernel which walks the memory of a parameter and of a contiguous
-    gradient; unchanged if the strides do not cover one memory range.
+    """Return the gradient as applied by a kernel that reads a contiguous gradient in the memory order of its parameter;
+    unchanged if the strides do not cover one memory range.
 
     Example:
         >>> import torch
@@ -133,7 +133,7 @@ class Replay:
             gradient: the gradient for the optimizer.
             rate: multiplies the learning rate.
             decay: multiplies the weight decay.
-            times: decoupled decays of the parameters besides the optimizer's own, plus one.
+            times: number of decoupled decays of the parameters, including that of the optimizer.
             forgets: start with an empty state.
         """
         params = {name: nn.Parameter(param.detach().clone()) for name, param in self.params.items()}

@@ -2,9 +2,9 @@
 
 A proof has two answers: are both, as they would be started, the same training, and are their numbers the same?
 
-    answers      both answers, and how the first is found
+    answers      both answers, and the comparison of plans for the first
     comparing    compares tensors by name, step by step
-    running      trains a few steps at one common cut, reads the weights after each, and names the rule that is broken
+    running      trains a few steps with equal shards, reads the weights after each, and names the broken rule
     proving      the proof of every candidate
 """
 

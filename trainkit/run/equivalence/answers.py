@@ -1,4 +1,4 @@
-"""The answers of a proof; the first says whether two trainings, as they would be started, are the same training."""
+"""Compute the answers of a proof; the first is whether two trainings, as a user would start them, are the same."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainkit.strategies.capabilities import changes_maths_here
 _CUT: Final = ("batch.micro_size", "batch.accumulation")
 """Keys that cut a step into shards."""
 _ROUNDED: Final = (
-    "convert rounds products to eight bits by design: its contract is the curve of the loss, and the numbers below are "
-    "those of the layers as they are"
+    "convert rounds products to eight bits by design: its contract is the curve of the loss, and the numbers below "
+    "are those of the unconverted layers"
 )
-_ANOTHER: Final = "this strategy is another training than that of one_device"
+_ANOTHER: Final = "this strategy is a different training from that of one_device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Sameness:
 
     verdict: Literal["yes", "no", "unknown"]
     reasons: tuple[str, ...]
-    """Why, a line each."""
+    """The reasons, one line each."""
     remedy: str | None = None
     """The overrides with which both would be the same training, if only the cut differs: `batch.micro_size=32`."""
 
@@ -52,7 +52,7 @@ def same_training(
         return Sameness(verdict="yes", reasons=(f"{cut}, and {neither}",))
     remedy = f"batch.micro_size={here}"
     if accumulates:
-        remedy += " in the place of batch.accumulation"
+        remedy += " instead of batch.accumulation"
     if found.depends_on_cut:
         return Sameness(verdict="no", reasons=(f"{cut}, and {found.text}",), remedy=remedy)
     return Sameness(verdict="unknown", reasons=(f"{cut}; coupling: not probed, {found.not_probed}",), remedy=remedy)
@@ -83,7 +83,7 @@ def _null_or_value(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The second answer: whether the numbers are the same at one common cut."""
+    """The second answer: whether the numbers are the same with equal shards."""
 
     precision: str
     """The precision in which both were trained."""

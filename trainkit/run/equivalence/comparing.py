@@ -17,7 +17,7 @@ _ULPS: Final = 4096.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One parameter or buffer against the reference, over all steps."""
+    """Comparison of one parameter or buffer with the reference, over all steps."""
 
     name: str
     """`param/...` or `buffer/...`."""
@@ -27,7 +27,7 @@ class Comparison:
     first_step: int | None
     """The first step after which some bit differs; for `different`, the first beyond rounding."""
     no_gradient: bool = False
-    """Its true gradient is zero: held to 1e-8 of the sum of the learning rates instead."""
+    """Whether the true gradient is zero; the tolerance is then 1e-8 of the sum of the learning rates."""
 
 
 def worst(comparisons: Iterable[Comparison]) -> Verdict:
@@ -57,7 +57,7 @@ def compare(
 
     Args:
         expected: the reference: updates -> name -> tensor.
-        found: the same of the candidate.
+        found: the same for the candidate.
         no_gradient: names whose true gradient is zero.
         without_gradient: name -> mask of the elements whose true gradient is zero (the key bias of attention, which
             torch keeps in one parameter with two others).

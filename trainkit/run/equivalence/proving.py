@@ -62,7 +62,8 @@ def prove(
     log: Callable[[str], None] = lambda _: None,
     located: Callable[[int, ConfigError], ConfigError] = lambda _, error: error,
 ) -> list[Proof]:
-    """Compare each candidate with one_device: as both would be started, and parameter by parameter at one cut.
+    """Compare each candidate with one_device: their configs as started, and their parameters after steps with equal
+    shards.
 
     The reference has the config of the first candidate. To compare numbers, every run has the smallest `micro_size` of
     all candidates, and float64 if the model allows it.
@@ -72,7 +73,7 @@ def prove(
         steps: optimizer steps.
         same_cut: skip the first answer.
         command: the command of the user, without secrets; stored with the proof.
-        log: logs which run begins.
+        log: receives a line when a run begins.
         located: (number of a candidate, error about its config) -> the error with the places that set the keys.
 
     Returns:
@@ -102,7 +103,7 @@ def prove(
             proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
             proofs.append(proof)
             if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
-                log(f"the proof could not be kept: {failure}")
+                log(f"the proof could not be saved: {failure}")
     return proofs
 
 
@@ -162,7 +163,7 @@ def _judged(
     same_cut: bool,
     located: Callable[[int, ConfigError], ConfigError],
 ) -> list[_Candidate]:
-    """Plan every candidate, refuse candidates that prove nothing, and give the first answer; nothing is trained yet."""
+    """Plan every candidate, refuse those that prove nothing, and compute the first answer; nothing is trained yet."""
     plans, problems = [], list[Problem]()
     for number, (_, cfg) in enumerate(candidates):
         try:
@@ -222,7 +223,7 @@ def _proof(one: _Candidate, case: Case, diagnosis: Diagnosis) -> Proof:
 
 
 def _kept(proof: Proof) -> dict[str, Any]:
-    """Return the content of a proof's record."""
+    """Return the content of the record of a proof."""
     numbers = proof.numbers
     return {
         "same_training": None if proof.sameness is None else proof.sameness.verdict,

@@ -1,4 +1,4 @@
-"""Train a few steps at one common cut, read the weights after each, and compare the gradients with a plain loop's."""
+"""Train a few steps with equal shards, read the weights after each, and compare the gradients with a plain loop's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def bare(cfg: RunConfig, steps: int) -> RunConfig:
 
 
 def with_precision(cfg: RunConfig, value: str) -> RunConfig:
-    """Return the config with another precision, and without converted layers: those round to eight bits in any."""
+    """Return the config with another precision, and without converted layers, which round to eight bits in any
+    precision.
+    """
     return replace(cfg, precision={"_target_": _PRECISION, "value": value}, convert={})
 
 
@@ -92,7 +94,7 @@ def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A candidate that was trained beside the reference: the input of a diagnosis."""
+    """A candidate and the reference, both trained: the input of a diagnosis."""
 
     label: str
     reference: RunConfig
@@ -121,7 +123,7 @@ class Diagnosis:
 def diagnose(case: Case, examiner: Examiner | None, folder: Path) -> Diagnosis:
     """Probe the gradients of a candidate; if its numbers differ, name the rule that it breaks.
 
-    There is no examiner where the run has several optimizers: a plain loop has one.
+    There is no examiner if the run has several optimizers: a plain loop has one.
 
     Raises:
         TrainkitError: the probe failed.
@@ -162,7 +164,7 @@ def _explained(
         try:
             updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
         except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
-            yield f"not explained: an update cannot be taken again alone ({type(error).__name__}: {error})"
+            yield f"not explained: an update cannot be replayed by itself ({type(error).__name__}: {error})"
             return
         if apart and not updates.differences:
             keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)

@@ -1,7 +1,7 @@
-"""Follow the tensors of one forward and backward pass on fake tensors: which are alive when, and where.
+"""Trace the tensors of one forward and backward pass on fake tensors: their lifetimes and devices.
 
 Fake tensors have shapes, dtypes and devices, and no data: the pass needs neither the memory nor the time of a real one.
-The kernels are those of the CPU, whose autograd formulas store what those of other devices store.
+The kernels are those of the CPU, whose autograd formulas save the same tensors as those of other devices.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Moment = Literal["forward", "backward", "exchange", "optimizer step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most bytes of a timeline, in addition to what is always there."""
+    """The peak bytes of a timeline, in addition to the permanent ones."""
 
     num_bytes: int
-    """Bytes."""
+    """Number of bytes."""
     moment: Moment
-    """When."""
+    """The part of the step with the peak."""
     activations: int
-    """Those of `num_bytes` that belong to no gradient of a parameter."""
+    """The bytes of `num_bytes` that do not belong to gradients of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,18 @@ class Timeline:
     backward_at: int
     """The first event of the backward pass."""
     gradients: frozenset[int]
-    """The storages that are the gradients of parameters in the end."""
+    """The storages that become the gradients of parameters."""
     received: int = 0
-    """Bytes that receive the tensors of other ranks."""
+    """Bytes of the receive buffers for tensors of other ranks."""
     once: int = 0
-    """Bytes before the backward pass that are not held anew for each shard in flight."""
+    """Bytes before the backward pass that are shared by all shards in flight."""
 
     def peak(self, *, gradient_share: float = 1.0, place: int | None = None) -> Peak:
         """Return the moment with the most bytes.
 
         Args:
             gradient_share: the share of each gradient that the device keeps.
-            place: count the tensors of one place alone; None: of all.
+            place: count only the tensors of one place; None: of all.
         """
         held, kept, best = 0, 0.0, Peak(num_bytes=0, moment="forward", activations=0)
         for number, (storage, where, size) in enumerate(self.events):
@@ -90,7 +90,7 @@ class Timeline:
         return sum(size for storage, where, size in self.events if storage in self.gradients and place in (None, where))
 
     def stored(self, place: int | None = None) -> int:
-        """Return the bytes that wait for the backward pass, of one place or of all."""
+        """Return the bytes saved for the backward pass, of one place or of all."""
         return sum(size for _, where, size in self.events[: self.backward_at] if place in (None, where))
 
 
@@ -101,7 +101,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int, int]] = []
         self.place = 0
-        """Where what is allocated now belongs."""
+        """The place to which new allocations belong."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._count = 0
 
@@ -163,17 +163,17 @@ class TracedPass:
     """One forward and backward pass of a model on a batch.
 
     Args:
-        model: with or without data; unchanged.
-        batch: with data, or on any device; the first dim of each tensor is the sample.
+        model: the model, with or without data; unchanged.
+        batch: the batch, with or without data; the first dim of each tensor is the sample.
         loss: runs a model on a batch.
         precision: the number formats.
         recomputed: names of the modules that are recomputed in backward.
-        selective: whether these keep the results of their expensive operations.
-        places: name of a module -> the number of the place that it and what it computes belong to.
+        selective: whether recomputed modules keep the results of their expensive operations.
+        places: name of a module -> the number of the place of the module and its outputs.
         updated: names of the parameters that get gradients; None: all that are trained.
         accumulates: whether a backward pass of another shard has come before, so that gradients exist.
-        rank: what a rank does otherwise than one device with a whole replica; used once.
-        beside: entered around the pass, for example a counter of its operations.
+        rank: the behaviour of a rank that differs from one device with a whole replica; used once.
+        beside: context manager around the pass, for example a counter of its operations.
     """
 
     model: nn.Module
@@ -189,10 +189,10 @@ class TracedPass:
     beside: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def run(self) -> Timeline:
-        """Return what is alive when.
+        """Run the pass and return its timeline.
 
         Raises:
-            Exception: the model or the objective reads the data of a tensor, or fails in a way of its own.
+            Exception: the model or the objective reads the data of a tensor, or fails for another reason.
         """
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with fakes, Untouched(seed=0):
@@ -248,18 +248,19 @@ class TracedPass:
 
 
 def _fake(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return a tensor without data on the CPU, with the shape and strides of another; other values as they are."""
+    """Return a tensor without data on the CPU, with the shape and strides of another; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     chosen = dtype if dtype is not None and value.is_floating_point() else value.dtype
     if type(value) in {Tensor, nn.Parameter} and value.layout is torch.strided and value.is_contiguous():
-        # Cached under the mode, as empty_like of a tensor of another device is not: two fifths of a ResNet-50's trace.
+        # This call is cached by the mode, unlike empty_like of a tensor of another device, which took two fifths of a
+        # ResNet-50's trace.
         return torch.empty_strided(value.shape, value.stride(), dtype=chosen, device="cpu")
     return torch.empty_like(value, device="cpu", dtype=chosen).detach()
 
 
 def _follow(module: nn.Module, place: int, live: LiveStorages, stack: ExitStack) -> None:
-    """Let `live` know when a module computes, forward or backward."""
+    """Notify `live` when a module computes, forward or backward."""
 
     def here(*_: object) -> None:
         live.place = place

@@ -37,7 +37,7 @@ _PRODUCTS: Final = 30
 """Products of 256 x 256 matrices between two exchanges: some milliseconds, as a step of a small training takes."""
 
 Progress = Callable[[str], None]
-"""Receives a line for each figure."""
+"""Callback that receives a line for each figure."""
 
 
 def calibrate(progress: Progress) -> tuple[Machine, Calibration]:
@@ -79,7 +79,7 @@ def write(machine: Machine, found: Calibration) -> Path:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, of the best round."""
+    """Return the seconds of one call, in the fastest round."""
     work()
     repeats, found = 1, float("inf")
     while True:
@@ -161,8 +161,8 @@ def _input_rate() -> float:
 def measured_link(*, num_gpus: int) -> Link:
     """Measure an all-reduce between two processes: NCCL between two GPUs, else gloo over the loopback device.
 
-    Processes on CPUs compute for some milliseconds between two exchanges, as a training does: the system then takes
-    many times longer to continue a process that waits for a message than between two exchanges in a row.
+    Processes on CPUs compute for some milliseconds between two exchanges, as a training does: waking a waiting process
+    then takes the system many times longer than between two consecutive exchanges.
     """
     from torch.multiprocessing.spawn import spawn  # noqa: PLC0415 - for this figure alone
 
@@ -174,7 +174,7 @@ def measured_link(*, num_gpus: int) -> Link:
 
 
 def _one_end(rank: int, backend: str, folder: str) -> None:
-    """Sum vectors with the other process; rank 0 writes what it measured."""
+    """Sum vectors with the other process; rank 0 writes its measurement."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device(f"cuda:{rank}" if backend == "nccl" else "cpu")
     torch.set_num_threads(1)

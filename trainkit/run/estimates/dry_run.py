@@ -1,4 +1,4 @@
-"""Run a shard and an update without data, for what a strategy has to know of them before the run."""
+"""Run a shard and an update without data, to give a strategy the facts that it needs before the run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class PlannedDryRun:
 
     plan: RunPlan
     model: nn.Module
-    """Without data, or with it; unchanged."""
+    """The model, with or without data; unchanged."""
 
     def calls(self, names: Collection[str]) -> Sequence[ModuleCall] | None:
-        """Return the calls of modules in forward and backward of the largest shard; None if it cannot run so."""
+        """Return the calls of modules in forward and backward of the largest shard; None if it cannot run without
+        data.
+        """
         recorder = _Recorder()
         try:
             with ExitStack() as stack:
@@ -59,11 +61,13 @@ class PlannedDryRun:
             precision=plan.components.precision,
             recomputed=recomputed_names(plan, self.model),
             selective=plan.cfg.activation_checkpointing == "selective",
-            accumulates=True,  # into dense gradients: sparse ones have no storage to follow
+            accumulates=True,  # make gradients dense: sparse ones have no storage to trace
         ).run()
 
     def state_elements(self) -> int | None:
-        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run so."""
+        """Return the elements of the optimizer's state of a whole model; None if the optimizer cannot run without
+        data.
+        """
         sizes = {name: param.numel() for name, param in self.model.named_parameters()}
         optimizers = stepped_optimizers(self.plan, self.model, sizes, fused=False, foreach=False)
         if optimizers is None:
@@ -92,7 +96,7 @@ class _Recorder:
             call = next(open_calls)
             call.returned, call.has_loss = _facts(outputs), isinstance(outputs, Scored)
 
-        # Functions: a copy of the module has the same ones, and with them the same recorder.
+        # Use functions: a copy of the module shares them, and so the same recorder.
         stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(end).remove)
 

@@ -1,4 +1,4 @@
-"""The group `hardware`: what one device can do and what it costs, for the plan, and for the MFU that a run shows.
+"""The group `hardware`: performance and price of one device, for the plan, and for the MFU of a run.
 
 Each figure has its source and date. The group changes neither numbers nor fingerprints.
 """
@@ -23,7 +23,7 @@ FORMATS: Final = ("fp64", "fp32", "tf32", "bf16", "fp16")
 _COMPUTED_IN: Final = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 """Precision -> the format of its matrix products, if the two have different names."""
 _INSTEAD: Final = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": None, "fp32": None}
-"""Format -> the one that a device without it computes in."""
+"""Format -> the format that a device without it uses instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects two devices."""
+    """The link between two devices."""
 
     gb_s: Annotated[float, above(0), cosmetic]
     """10^9 bytes a second that a device sends, while it receives as many."""
@@ -70,7 +70,7 @@ class HardwareChoice(ABC):
 
     @abstractmethod
     def here(self) -> Hardware:
-        """Return its figures."""
+        """Return the figures of the hardware."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,11 @@ class Hardware(HardwareChoice):
     """
 
     name: Annotated[str, cosmetic]
-    """What it is, for the plan."""
+    """Name of the hardware, for the plan."""
     driver_names: Annotated[tuple[str, ...], cosmetic] = ()
-    """What drivers call it: a run on such a GPU takes these rates as the peak of its MFU, without `hardware`."""
+    """Name of the device in drivers: a run on such a GPU uses these rates as the peak of its MFU, without
+    `hardware`.
+    """
     memory_gib: Annotated[float, above(0), cosmetic]
     """GiB of memory of a device."""
     memory_gb_s: Annotated[float, above(0), cosmetic]
@@ -110,9 +112,9 @@ class Hardware(HardwareChoice):
     whole_host: Annotated[bool, cosmetic] = False
     """Whether memory and rates are those of a host, whose tasks share them, as on the CPU; false: of each device."""
     source: Annotated[Mapping[str, str], cosmetic] = field(default_factory=dict)
-    """Where each figure is from: key -> name of the document."""
+    """Sources of the figures: key -> name of the document."""
     date: Annotated[Mapping[str, str], cosmetic] = field(default_factory=dict)
-    """When each document was published or read: key -> date."""
+    """Dates when the documents were published or read: key -> date."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -148,12 +150,12 @@ class Hardware(HardwareChoice):
         return None if wanted is None else self.tflops[wanted] * 1e12
 
     def here(self) -> Hardware:
-        """Return itself."""
+        """Return this object."""
         return self
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the plan says of these figures."""
+        """Notes of the plan about these figures."""
         parts = [f"{text} ({self.date[key]})" if key in self.date else text for key, text in self.source.items()]
         return (f"hardware: {self.name}; {'; '.join(dict.fromkeys(parts))}",) if parts else ()
 
@@ -167,7 +169,7 @@ def hardware_of(cfg: RunConfig) -> Hardware | None:
 
 
 def recognised(driver_name: str) -> Hardware | None:
-    """Return trainkit's own figures of the GPU that drivers call by a name; None where there are none.
+    """Return trainkit's own figures of the GPU with a driver name; None if there are none.
 
     The name must be equal: an H100 for PCIe and a part of a GPU (MIG) have other rates.
 

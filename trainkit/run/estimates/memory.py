@@ -29,26 +29,26 @@ from trainkit.strategies.model_transforms import recomputed_modules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Bytes on the fullest device of a run."""
+    """Bytes on the device of a run with the largest memory use."""
 
     held: Memory
     """The parts that depend on the model, the optimizer and the strategy."""
     activations: int | None = None
-    """Batches, what backward needs, and temporary tensors, at the peak; None if they could not be found."""
+    """Batches, tensors saved for backward, and temporary tensors, at the peak; None if they could not be found."""
     peak: int | None = None
-    """The most bytes at any moment of a step; None if the activations could not be found."""
+    """Peak bytes of a step; None if the activations could not be found."""
     moment: Moment | None = None
     """The part of a step with the peak."""
     checkpoint: int = 0
     """Bytes while a checkpoint is copied: on the CPU with `checkpoint.background`, the state and its copy."""
     part: int = 0
-    """The number of the device within a replica, where several compute one."""
+    """Number of the device within a replica, if several compute one replica."""
     unknown_because: str | None = None
-    """Why the activations could not be found."""
+    """Reason why the activations are unknown."""
 
     @property
     def most(self) -> int:
-        """The most bytes that are known, of a step or of a checkpoint."""
+        """The largest known number of bytes, of a step or of a checkpoint."""
         return max(self.held.total_bytes if self.peak is None else self.peak, self.checkpoint)
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -60,26 +60,26 @@ class DeviceMemory:
             f"{num_bytes(held.gradient_bytes)} and copies {num_bytes(held.exchange_bytes)}, optimizer {optimizer}"
         )
         if held.gathered_bytes:
-            parts += f", gathered for a while {num_bytes(held.gathered_bytes)}"
+            parts += f", gathered temporarily {num_bytes(held.gathered_bytes)}"
         if held.frozen_bytes:
             parts += f", frozen models {num_bytes(held.frozen_bytes)}"
         if held.staging_bytes and held.staged_here:
             parts += f", copy for checkpoints {num_bytes(held.staging_bytes)}"
         yield "memory a device", f"{num_bytes(held.total_bytes)} and activations: {parts}"
         if self.activations is not None and self.peak is not None:
-            yield "activations", f"{num_bytes(self.activations)} at the most, of batches, outputs and temporary tensors"
+            yield "activations", f"at most {num_bytes(self.activations)}, of batches, outputs and temporary tensors"
             yield "peak a device", f"{num_bytes(self.peak)}, in the {self.moment}"
         if held.staging_bytes and not held.staged_here:
             yield "on the host", f"{num_bytes(held.staging_bytes)} of pinned memory, the copy for checkpoints"
 
     def notes(self) -> list[str]:
-        """Return a line that says why something is not known."""
+        """Return a note about the reason why something is not known."""
         if self.unknown_because is None:
             return []
         return [f"activations are not known: {self.unknown_because}"]
 
     def document(self) -> dict[str, object]:
-        """Return the object `memory` of `trainkit plan --json`: bytes a device."""
+        """Return the object `memory` of `trainkit plan --json`: bytes per device."""
         held = self.held
         return {
             "parameters": held.parameter_bytes,
@@ -100,12 +100,12 @@ class DeviceMemory:
 def device_memory(
     plan: RunPlan, model: nn.Module, counter: AbstractContextManager[object] | None = None
 ) -> DeviceMemory:
-    """Return what the fullest device of a run holds.
+    """Return the memory of the device of a run with the largest use.
 
     Args:
         plan: the run, with the choices of its strategy resolved.
-        model: without data, or with it; unchanged.
-        counter: entered around forward and backward of a shard.
+        model: the model, with or without data; unchanged.
+        counter: context manager around forward and backward of a shard.
     """
     return max(part_memories(plan, model, counter), key=lambda one: one.most)
 
@@ -113,12 +113,12 @@ def device_memory(
 def part_memories(
     plan: RunPlan, model: nn.Module, counter: AbstractContextManager[object] | None = None
 ) -> list[DeviceMemory]:
-    """Return what each device of a replica holds, in the order of its parts: of a pipeline, in that of its ranks.
+    """Return the memory of each device of a replica, in the order of its parts (for a pipeline, its ranks).
 
     Args:
         plan: the run, with the choices of its strategy resolved.
-        model: without data, or with it; unchanged.
-        counter: entered around forward and backward of a shard.
+        model: the model, with or without data; unchanged.
+        counter: context manager around forward and backward of a shard.
     """
     shards = shards_per_replica(plan)
     parts = replica_parts(plan.components.strategy, model, plan.facts, num_shards=shards)
@@ -132,7 +132,7 @@ def part_memories(
 
 
 def shards_per_replica(plan: RunPlan) -> int:
-    """Return the most shards of a step that a replica computes one after another."""
+    """Return the largest number of shards of a step that a replica computes in sequence."""
     return -(-plan.batch.num_shards(0) // plan.num_replicas)
 
 
@@ -141,7 +141,7 @@ class NoSampleError(Exception):
 
 
 def example_batch(plan: RunPlan) -> Any:
-    """Return the batch of the largest shard, of one sample repeated.
+    """Return the batch of the largest shard, made of one repeated sample.
 
     Raises:
         NoSampleError: no sample of the training data is known.
@@ -164,15 +164,15 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
-    """Forward and backward of a shard."""
+    """The timeline of forward and backward of a shard."""
 
     timeline: Timeline
     share: float = 1.0
     """The share of the parameters that get gradients."""
     place: int | None = None
-    """The place of a device in the timeline; None: all of it is of one device."""
+    """The place of a device in the timeline; None: one device has all of it."""
     of_rank: bool = False
-    """Whether it has the very tensors of a rank: gathered parameters, and its parts of gradients."""
+    """Whether it has exactly the tensors of one rank: gathered parameters, and shards of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class _Shard:
     shards: int
     """The shards that the replica computes."""
     beside: AbstractContextManager[object]
-    """Entered around forward and backward."""
+    """Context manager around forward and backward."""
 
     def lines(self) -> list[list[_Line]]:
         """Return the lines of each part: one for each phase of the objective."""
@@ -203,7 +203,7 @@ class _Shard:
         return self._of_parts(phases)
 
     def _traced(self, batch: Any, loss: Callable[[Model, Any], Loss]) -> TracedPass:
-        """Return the pass of a whole replica."""
+        """Return the traced pass of a whole replica."""
         model, precision = self.model, self.plan.components.precision
         return TracedPass(
             model=model,
@@ -219,7 +219,7 @@ class _Shard:
 
     @property
     def _has_vector(self) -> bool:
-        """Whether gradients outlive a step: then backward holds the most in the first shard, and in any other less."""
+        """Whether gradients outlive a step: then the backward pass of the first shard has the peak."""
         return any(part.memory.bucket is not None for part in self.parts)
 
     def _of_parts(self, phases: Sequence[tuple[float, TracedPass]]) -> list[list[_Line]]:
@@ -244,7 +244,7 @@ class _Shard:
 
 
 def own_copy(objective: Objective) -> Objective:
-    """Return a copy whose state a pass without data may change; the models that it reads are shared."""
+    """Return a copy whose state a pass without data may change; frozen models are shared."""
     return copy.deepcopy(objective, {id(model): model for _, model in frozen_models(objective)})
 
 
@@ -265,7 +265,7 @@ class _Step:
     plan: RunPlan
     model: nn.Module
     lines: Sequence[Sequence[_Line]]
-    """Of each part."""
+    """Timelines of each part."""
     shards: int
     """The shards that the replica computes."""
 
@@ -277,7 +277,8 @@ class _Step:
         lasting = held.total_bytes - (held.gradient_bytes if bucket is None else 0)
         in_backward = held.gradient_bytes if bucket is None else bucket
         in_model_dtype = in_backward * precision.model_dtype.itemsize // precision.master_dtype.itemsize
-        # the other shards of the step, and those of the first step: a run keeps one, and they are views of one batch
+        # the batches of the other shards of the step, and of the first step: a run keeps one, and they are views of one
+        # batch
         waiting = (2 * self.shards - 1) * _batch_bytes(self.plan)
         peaks = []
         for line in self.lines[place]:
@@ -313,12 +314,13 @@ class _Step:
 
 
 def _cast_bytes(sizes: Sequence[int], precision: Precision, *, several: bool) -> int:
-    """Return the most bytes of gradients while they get the dtype of separate masters, a parameter after another.
+    """Return the most bytes of gradients while they are cast to the dtype of separate masters, one parameter after the
+    other.
 
     Args:
         sizes: elements of the trained parameters, in their order.
         precision: the number formats; without separate masters nothing is cast.
-        several: whether the sums of earlier shards are there, to which they are added.
+        several: whether they are added to sums of earlier shards.
     """
     model, master = precision.model_dtype.itemsize, precision.master_dtype.itemsize
     if precision.model_dtype is precision.master_dtype:
@@ -335,15 +337,15 @@ def _cast_bytes(sizes: Sequence[int], precision: Precision, *, several: bool) ->
 
 
 def _checkpoint_bytes(held: Memory) -> int:
-    """Return what a device holds while the state is copied for a checkpoint: gradients are freed where they can be."""
+    """Return the bytes of a device while the state is copied for a checkpoint; gradients are freed if possible."""
     freed = held.gradient_bytes if held.bucket_bytes is None else 0
     return held.total_bytes - freed - held.gathered_bytes
 
 
 def _buffered_shards(plan: RunPlan) -> float:
-    """Return for how many shards a rank keeps memory that receives tensors, in shards of the largest size.
+    """Return the number of shards for which a rank keeps receive buffers, in units of the largest shard.
 
-    The memory of each size and number of shards of that size is kept: of a full step, and of the last of an epoch.
+    The buffers for each size and number of shards are kept: those of a full step, and of the last step of an epoch.
     """
     batch, kinds = plan.batch, set[tuple[int, int]]()
     for step in {0, batch.steps_per_epoch - 1}:

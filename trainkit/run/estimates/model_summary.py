@@ -1,4 +1,4 @@
-"""The layers of a model: what each returns, its parameters, and its floating-point operations; run without data."""
+"""The layers of a model: their outputs, parameters and floating-point operations; computed without data."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Layer:
     """One module without modules inside it."""
 
     name: str
-    """Its name in the model."""
+    """Name of the layer in the model."""
     kind: str
-    """The name of its class."""
+    """Name of the class of the layer."""
     parameters: int
-    """Elements of its own parameters."""
+    """Elements of the layer's own parameters."""
     trained: int
-    """Those of them that the training changes."""
+    """Elements of the layer's own parameters that are trained."""
     output: tuple[int, ...] | None = None
-    """Shape of the first tensor that its first call returns; None if it is not called, or returns none."""
+    """Shape of the first tensor that its first call returns; None if the layer is not called, or returns none."""
     calls: int = 0
     """Calls in one forward pass."""
     flops: int = 0
@@ -44,15 +44,15 @@ class ModelSummary:
     layers: Sequence[Layer]
     """The modules that hold no others, and those with parameters of their own."""
     batch: int
-    """Samples of the batch that the shapes and operations are of."""
+    """Samples of the batch for the shapes and operations."""
     flops: int | None
     """Floating-point operations of the whole forward pass; None if it cannot run without data."""
     parameters: int
-    """Elements of all parameters, a shared one once."""
+    """Elements of all parameters; a shared one counts once."""
     trained: int
-    """Those of them that the training changes."""
+    """Elements of the parameters that are trained."""
     note: str = ""
-    """Why there are no shapes and operations; empty if there are."""
+    """Reason why there are no shapes and operations; empty if there are."""
 
 
 def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
@@ -60,7 +60,7 @@ def summary_of(plan: RunPlan, model: nn.Module) -> ModelSummary:
 
     Args:
         plan: the run.
-        model: its model, without data or with it; it is not changed.
+        model: the model, with or without data; unchanged.
     """
     watched = _Watched(counter=WorkCounter(), layers={})
     objective, note, flops = own_copy(plan.components.objective), "", None
@@ -123,7 +123,7 @@ class _Watched:
 
 
 def layer_rows(summary: ModelSummary) -> list[Mapping[str, Any]]:
-    """Return the layers as they are written into JSON."""
+    """Return the layers as JSON values."""
     return [
         {
             "name": one.name,

@@ -1,4 +1,4 @@
-"""What a run will do and take: traffic, work, the time of a step, hours and cost, from its plan alone."""
+"""Predict a run from its plan: traffic, work, the time of a step, hours and cost."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from trainkit.strategies.traffic import StepCut, work_share
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What is known of a run before it starts; what is not known is None."""
+    """Predictions for a run before it starts; None if unknown."""
 
     memory: DeviceMemory
-    """Of the fullest device."""
+    """Memory of the device with the largest use."""
     traffic: Traffic | None
-    """Of a full step."""
+    """Traffic of a full step."""
     work: RankWork | None
-    """Of the busiest rank."""
+    """Work of the busiest rank."""
     checkpoint_bytes: int
-    """Of one checkpoint, without an optimizer's state whose size is unknown."""
+    """Bytes of one checkpoint, without optimizer state of unknown size."""
     hardware: Hardware | None
     time: StepTime | None
-    """None without hardware or work."""
+    """Time of a step; None without hardware or work."""
     budget: Budget | None
-    """To the end of the training."""
+    """Hours and cost to the end of the training."""
 
     @property
     def cost_usd(self) -> float | None:
-        """US dollars to the end, the middle of the band; None where the price or the work is unknown."""
+        """US dollars to the end, the middle of the band; None if the price or the work is unknown."""
         return None if self.budget is None or self.budget.cost_usd is None else self.budget.cost_usd.middle
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines of `trainkit plan` beside those of the memory: label, text."""
+        """Yield the lines of `trainkit plan` in addition to those of the memory: label, text."""
         if self.traffic is not None:
             yield from self.traffic.rows()
         if self.work is not None:
@@ -54,7 +54,7 @@ class Outlook:
             yield from rows_of(self.time, self.budget)
 
     def notes(self) -> Iterator[str]:
-        """Yield what the plan cannot know, and where the figures of the hardware are from."""
+        """Yield notes about unknown figures, and about the source of the hardware figures."""
         if self.traffic is None:
             yield "the bytes of a step are not known before the run: they depend on the data or on measurements."
         else:
@@ -68,7 +68,7 @@ class Outlook:
             yield "the cost is not known: give hardware.price_usd_h."
 
     def document(self) -> dict[str, object]:
-        """Return the objects of `trainkit plan --json` beside the memory."""
+        """Return the objects of `trainkit plan --json` other than the memory."""
         time, budget, work = self.time, self.budget, self.work
         return {
             "traffic": None if self.traffic is None else self.traffic.document(),
@@ -104,11 +104,11 @@ def _counted(number: float) -> str:
 
 
 def outlook_of(plan: RunPlan, model: nn.Module, *, ends: bool = True) -> Outlook:
-    """Return what a run will do and take.
+    """Return the predictions for a run.
 
     Args:
         plan: the run, with the choices of its strategy resolved.
-        model: without data, or with it; unchanged.
+        model: the model, with or without data; unchanged.
         ends: whether the number of steps is known; otherwise there is no budget.
 
     Raises:
@@ -149,9 +149,9 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
 
     Args:
         plan: the run, with the choices of its strategy resolved.
-        model: without data, or with it; unchanged.
+        model: the model, with or without data; unchanged.
         shard: forward and backward of a shard.
-        slots_bytes: the optimizer's state on a device.
+        slots_bytes: bytes of the optimizer's state on a device.
     """
     strategy, batch = plan.components.strategy, plan.batch
     shards = batch.num_shards(0)

@@ -29,11 +29,11 @@ class Remedy:
     """A change of a config, or several, with which a run fits."""
 
     overrides: str
-    """What to add to the command line."""
+    """Arguments to add to the command line."""
     price: str
-    """What it costs."""
+    """Cost of the change."""
     needs: int
-    """Bytes that the fullest device then needs."""
+    """Bytes that the device with the largest use then needs."""
     fits: bool
     """Whether that is enough; if no change is enough, the remedies are the closest changes."""
 
@@ -52,19 +52,19 @@ class _Change:
 
 
 _Kind = Callable[[RunPlan, nn.Module], Iterator[_Change]]
-"""Yields the changes of one kind, the cheapest first."""
+"""Function that yields the changes of one kind, the cheapest first."""
 
 
 def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]:
     """Return the cheapest changes with which a run fits, at most three.
 
     Each kind of change is tried alone, in the order of its price; if fewer than three fit, the kinds are also combined,
-    from the cheapest on. Every one is planned as the run itself is. If none fits, the closest one is returned.
+    from the cheapest on. Every change is planned like the run itself. If none fits, the closest one is returned.
 
     Args:
-        plan: a run that does not fit.
-        model: without data, or with it; unchanged.
-        hardware: what it is to fit.
+        plan: the plan of a run that does not fit.
+        model: the model, with or without data; unchanged.
+        hardware: the hardware that it must fit.
     """
     found: list[Remedy] = []
     for kind in _KINDS:
@@ -81,7 +81,7 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Re
 
 
 def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]:
-    """Return combinations of changes: each kind on top of those before it that help."""
+    """Return combinations of changes: each kind added to the earlier kinds that help."""
     found: list[Remedy] = []
     overrides, prices, current = "", "", plan
     needs = verdict_of(plan, device_memory(plan, model), hardware).needs
@@ -99,12 +99,14 @@ def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]
 
 
 def _last_of_each(overrides: str) -> str:
-    """Return overrides in which each key is given once, as it was given last."""
+    """Return overrides in which each key occurs once, with its last value."""
     return " ".join({word.partition("=")[0]: word for word in overrides.split()}.values())
 
 
 def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) -> tuple[Remedy, RunPlan] | None:
-    """Return the first change of a kind with which the run fits, else the one that needs the least; None if none."""
+    """Return the first change of a kind with which the run fits, else the one that needs the least memory; None if
+    there is none.
+    """
     best: tuple[Remedy, RunPlan] | None = None
     for change in kind(plan, model):
         other = _planned(change.cfg, plan)
@@ -181,9 +183,11 @@ def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
         "_target_": "torch.optim.SGD", "lr": plan.cfg.optimizer["lr"], "momentum": 0.0, "fused": True,
     }  # fmt: skip
     cfg = replace(plan.cfg, optimizer=node)
-    price = "another training, without momentum: its learning rate is another"
+    price = "another training, without momentum: it needs another learning rate"
     yield _Change(overrides="optimizer=sgd", price=price, cfg=cfg)
 
 
 _KINDS: Final[tuple[_Kind, ...]] = (_smaller_shards, _without_copy, _recomputed, _sharded, _narrower, _leaner_optimizer)
-"""From the cheapest: the same training in other pieces, more work, more devices, other rounding, another training."""
+"""Kinds of changes from the cheapest on: the same training in other pieces, more work, more devices, other rounding,
+another training.
+"""

@@ -1,4 +1,4 @@
-"""The time of a training step as a band, its parts, and what the whole training takes and costs."""
+"""The time of a training step as a band, its parts, and the duration and cost of the whole training."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from trainkit.run.estimates.traffic import Traffic
 from trainkit.run.estimates.work import Work
 
 PARTS: Final = ("compute", "memory", "host", "exchange", "input")
-"""What a step waits for: arithmetic, the device's memory, the start of operations, other ranks, samples."""
+"""Parts of a step that it waits for: arithmetic, the device's memory, the start of operations, other ranks, samples."""
 Seconds = Mapping[str, float]
 """Part of a step -> its seconds."""
 _MEMORY: Final = Band(low=0.6, high=0.9)
-"""Shares of a memory's rate that simple operations reach at least; `hardware.reached` is of matrix products."""
+"""Shares of the memory bandwidth that simple operations reach; `hardware.reached` applies to matrix products."""
 _EXCHANGE: Final = Band(low=0.9, high=1.15)
-"""Factors of the time that a link needs at its rate: between these bounds an exchange takes it."""
+"""Bounds of the time of an exchange, as factors of the time at the full rate of the link."""
 _TURNS: Final = Band(low=1.0, high=1.25)
-"""Factors of the time of processes that take turns on a core, beyond the time that each computes: they share its
-caches, and the last one ends later than the mean; `benchmarks/plan_time.py` shows 1.1 to 1.2 for four on two cores.
+"""Bounds of the slowdown of processes that take turns on a core: they share its caches, and the last one ends later
+than the mean; `benchmarks/plan_time.py` shows 1.1 to 1.2 for four on two cores.
 """
 _BACKWARD: Final = 2 / 3
-"""The share of forward and backward in which gradients become final and may travel."""
+"""The share of forward and backward during which gradients become final and can be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
-    """What the busiest rank does in a full step."""
+    """The work of the busiest rank in a full step."""
 
     shard: Work
     """Forward and backward of one shard, on this rank."""
     shards: float
-    """Shards of the rank, and the shards that would fill the bubble of a pipeline."""
+    """Number of shards of the rank, plus the shards that would fill the bubble of a pipeline."""
     update: Work
     """The update of its parameters."""
     flops: float
@@ -50,18 +50,18 @@ class RankWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Seconds that one replica alone was measured to take, in the place of counted operations."""
+    """Seconds that one replica alone was measured to take, replacing counted operations."""
 
     shard_s: float
-    """Forward and backward of one shard."""
+    """Seconds of forward and backward of one shard."""
     update_s: float = 0.0
-    """The update, and whatever else a step has once."""
+    """Seconds of the update, and of everything else that occurs once per step."""
     input_s: float = 0.0
-    """Waiting for samples."""
+    """Seconds of waiting for samples."""
     at_once: int = 1
-    """Replicas of its threads that the cores of a host compute at once; of GPUs, it does not count."""
+    """Number of replicas, with their threads, that the cores of a host compute at once; ignored for GPUs."""
     spread: float = 0.1
-    """The share by which a step differs from them."""
+    """Relative deviation of the time of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class StepTime:
     """The seconds of a full step."""
 
     band: Band
-    """Between these bounds."""
+    """Bounds of the time of a step."""
     parts: Mapping[str, float]
-    """Part of `PARTS` -> seconds of it that the step waits for, in the middle of the band."""
+    """Part of `PARTS` -> seconds that the step waits for it, in the middle of the band."""
     mfu: float | None
     """Share of the devices' peak that the operations of the model use, in the middle of the band."""
     calibrated: str | None = None
-    """What the times are measured with, or None: they are of documents."""
+    """The calibration behind the times; None: they come from documents."""
 
     @property
     def step_s(self) -> float:
@@ -99,15 +99,15 @@ def step_time(
     """Return the time of a full step.
 
     Operations take the longer of arithmetic and memory, each at a share of its rate within `hardware.reached`; the host
-    starts them one after the other, on a GPU while it computes, on the CPU in addition. Transfers that overlap are
-    hidden behind backward at the lower bound, and not at the upper one; samples likewise.
+    starts them one after the other, on a GPU while it computes, on the CPU in addition. Transfers that can overlap are
+    hidden behind backward at the lower bound, and not at the upper one; the same holds for samples.
 
     Args:
-        work: of the busiest rank.
-        traffic: of the step; None: not known, and counted as none.
+        work: work of the busiest rank.
+        traffic: traffic of the step; None: unknown, counted as zero.
         hardware: figures of a device and its links.
         precision: the number formats.
-        measured: one replica's own seconds, in the place of those of the counted operations.
+        measured: measured seconds of one replica, replacing those of the counted operations.
     """
     crowd = float(work.tasks_a_host if hardware.whole_host else 1)
     if measured is None:
@@ -125,7 +125,7 @@ def step_time(
     low, high = (
         _joined(parts, network, waiting, hidden=hidden) for parts, hidden in zip(bounds, (True, False), strict=True)
     )
-    fastest, slowest = sorted(max(sum(parts.values()), 1e-9) for parts in (low, high))  # equal but for rounding
+    fastest, slowest = sorted(max(sum(parts.values()), 1e-9) for parts in (low, high))  # equal up to rounding
     band = Band(low=fastest, high=slowest)
     names = dict.fromkeys((*low, *high))
     scale = band.middle / ((band.low + band.high) / 2)
@@ -168,7 +168,7 @@ def _network_s(traffic: Traffic | None, hardware: Hardware) -> tuple[float, floa
                 sent[end] = sent.get(end, 0.0) + size / (rate.gb_s * 1e9)
             slowest = max(slowest, rate.latency_us * 1e-6)
         seconds = max(sent.values(), default=0.0)
-        if hardware.whole_host and traffic is not None:  # the cores that copy are those of all ranks
+        if hardware.whole_host and traffic is not None:  # all ranks share the cores that copy
             inside = sum(size for pair, size in one.flows.items() if traffic.link_of(one, pair) != "between_hosts")
             seconds = max(seconds, inside / (2 * hardware.within_host.gb_s * 1e9) / _hosts(one.flows, traffic))
         seconds += one.messages * slowest
@@ -184,7 +184,7 @@ def _hosts(flows: Mapping[tuple[int, int], float], traffic: Traffic) -> int:
 
 
 def _input_s(work: RankWork, hardware: Hardware, measured: Measured | None) -> tuple[float, bool]:
-    """Return the seconds that samples take, and whether other processes read them meanwhile."""
+    """Return the seconds for reading samples, and whether other processes read them concurrently."""
     if measured is not None:
         return measured.input_s, False
     if hardware.input_mb_s is None:
@@ -194,7 +194,7 @@ def _input_s(work: RankWork, hardware: Hardware, measured: Measured | None) -> t
 
 
 def _joined(parts: Seconds, network: tuple[float, float], waiting: tuple[float, bool], *, hidden: bool) -> Seconds:
-    """Add what exchange and input take beyond computing."""
+    """Add the time of exchange and input that computing does not hide."""
     computing = sum(parts.values())
     overlapping, shown = (seconds * (_EXCHANGE.low if hidden else _EXCHANGE.high) for seconds in network)
     if hidden:
@@ -208,10 +208,10 @@ def _joined(parts: Seconds, network: tuple[float, float], waiting: tuple[float, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What the training takes to its end, without evaluation, checkpoints and the start."""
+    """Time and cost to the end of the training, without evaluation, checkpoints and the start."""
 
     hours: Band
-    """Hours of the clock."""
+    """Elapsed hours."""
     device_hours: float
     """Hours of all devices, in the middle of the band."""
     cost_usd: Band | None
@@ -219,7 +219,7 @@ class Budget:
 
 
 def budget_of(time: StepTime, *, num_steps: int, num_devices: int, hardware: Hardware) -> Budget:
-    """Return hours and cost of so many steps on so many devices, or hosts where a device is a host.
+    """Return hours and cost of `num_steps` steps on `num_devices` devices (or hosts, if a device is a host).
 
     Example:
         >>> from trainkit.run.estimates.hardware import Link

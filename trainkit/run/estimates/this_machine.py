@@ -1,7 +1,7 @@
 """`hardware=this`: the memory, cores and GPUs of this machine, and the figures that `trainkit calibrate` measured here.
 
-A calibration is a file of the user, `~/.cache/trainkit/calibration-MACHINE.json`, one for each machine: a home folder
-may be that of several.
+A calibration is a file of the user, `~/.cache/trainkit/calibration-MACHINE.json`, one for each machine: several
+machines may share a home folder.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VERSION: Final = 1
 """The version of a calibration's file."""
 _UNCALIBRATED: Final = Band(low=0.1, high=1.0)
 _CALIBRATED: Final = Band(low=0.6, high=1.1)
-"""A training reaches these shares of what single matrix products and copies reach."""
+"""Shares of the rates of single matrix products and copies that a training reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What identifies a machine for a calibration."""
+    """Identity of a machine for a calibration."""
 
     cpu: str
     """The model of the processor."""
@@ -51,12 +51,12 @@ class Machine:
 
     @property
     def mark(self) -> str:
-        """Eight characters of a hash of it."""
+        """Eight characters of a hash of the machine."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     @property
     def name(self) -> str:
-        """The words for it.
+        """Description of the machine.
 
         Example:
             >>> Machine(cpu="AMD EPYC", cores=2, gpus=(), torch="2.13.0").name
@@ -72,7 +72,7 @@ def calibration_file(machine: Machine) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What `trainkit calibrate` measured on a machine."""
+    """Measurements of `trainkit calibrate` on a machine."""
 
     date: str
     """The day, `2026-11-23`."""
@@ -83,7 +83,7 @@ class Calibration:
     operation_us: float
     """Microseconds of an operation on few numbers."""
     within_host: Link
-    """Between two processes of this machine."""
+    """The link between two processes of this machine."""
     input_mb_s: float
     """10^6 bytes a second that one process reads and collates."""
 
@@ -96,7 +96,7 @@ class Calibration:
         """Return the calibration that a file holds.
 
         Raises:
-            ValueError, KeyError, TypeError: the file is not one.
+            ValueError, KeyError, TypeError: the file does not hold a calibration.
         """
         if values["version"] != VERSION:
             raise ValueError(f"its version is {values['version']!r}")
@@ -113,12 +113,12 @@ class Calibration:
 def _positive(value: Any) -> float:
     number = float(value)
     if not 0 < number < float("inf"):
-        raise ValueError(f"{value!r} is no rate")
+        raise ValueError(f"{value!r} is not a rate")
     return number
 
 
 def calibration_of(machine: Machine) -> Calibration | None:
-    """Return what was measured on a machine; None if nothing was.
+    """Return the calibration of a machine; None if there is none.
 
     Raises:
         ConfigError: the file is damaged.
@@ -144,10 +144,10 @@ class ThisMachine(HardwareChoice):
     """US dollars for an hour of one device; null: unknown."""
 
     def here(self) -> Hardware:
-        """Return the figures of this machine: measured ones, else of the processor's data.
+        """Return the figures of this machine: measured ones, else estimates from the data of the processor.
 
         Raises:
-            ConfigError: a GPU is here, and no calibration; or its file is damaged.
+            ConfigError: there is a GPU without a calibration, or the calibration file is damaged.
         """
         machine = Machine.here()
         found = calibration_of(machine)
@@ -201,7 +201,7 @@ def _memory_bytes() -> int:
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the memory of this host that processes may take without swapping, within the limit of the container.
 
-    Source: proc(5), MemAvailable; where the system does not say, the whole memory.
+    Source: proc(5), MemAvailable; if the system does not report it, the whole memory.
     """
     try:
         lines = meminfo.read_text(encoding="ascii", errors="replace").splitlines()
@@ -220,7 +220,7 @@ def _within_container(whole: int) -> int:
 
 
 def _cpu_tflops(cores: int) -> float:
-    """Return the peak of fp32: two vector units that multiply and add, at the frequency of now."""
+    """Return the peak of fp32: two vector units that multiply and add, at the current frequency."""
     flags = (_cpu_fact("flags") or "").split()
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
     mhz = float(_cpu_fact("cpu MHz") or 2500.0)

@@ -16,7 +16,7 @@ from trainkit.strategies.traffic import StepCut, Transfer, ranks_a_host, times, 
 _HEADERS: Final = 1000
 """Bytes of the headers of a message, and of the packets that carry it."""
 LinkKind = Literal["memory", "within_host", "between_hosts"]
-"""What a byte passes: memory that the tasks of a host map, a link within a host, or one between hosts."""
+"""Path of a byte: memory shared by the tasks of a host, a link within a host, or one between hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Traffic:
 
     transfers: tuple[Transfer, ...]
     ranks_a_host: int
-    """Neighbouring ranks that are on one host."""
+    """Number of consecutive ranks on one host."""
 
     def link_of(self, transfer: Transfer, pair: tuple[int, int]) -> LinkKind:
         """Return the link between two ranks."""
@@ -39,7 +39,7 @@ class Traffic:
         return self._of_one_step(one for one in self.transfers if one.occurs_at(step))
 
     def around(self, step: int) -> Traffic:
-        """Return the transfers of the phase of a step, on average: one of every 8 steps counts an eighth.
+        """Return the transfers of the phase of a step, on average: a transfer every 8 steps counts one eighth.
 
         Example:
             >>> average = Transfer(what="parameters", how="all-reduce", flows={(0, 1): 80.0}, every=8)
@@ -71,19 +71,21 @@ class Traffic:
         return total
 
     def network_bytes(self, rank: int | None = None) -> float:
-        """Return the bytes of a step that all ranks send over a network, or that one rank sends and receives."""
+        """Return the bytes that all ranks send over a network in a step, or that one rank sends and receives."""
         pairs = [(pair, size) for one in self.transfers if one.by == "network" for pair, size in one.flows.items()]
         return sum(size for pair, size in pairs if rank is None or rank in pair)
 
     def mean_bytes(self, first: int, end: int, *, rank: int) -> float:
-        """Return the bytes that a rank sends and receives over a network in a step, on average of some steps."""
+        """Return the bytes that a rank sends and receives over a network in a step, averaged over the steps from
+        `first` to `end`.
+        """
         return sum(self.at(step).network_bytes(rank) for step in range(first, end)) / max(end - first, 1)
 
     def wire_bytes(self) -> float:
         """Return the bytes of a step that gloo's TCP connections carry, with the headers of messages and packets.
 
-        A message of a ring costs about 1,000 bytes beside its content, with the acknowledgements: measured with torch
-        2.13, an all-reduce of two ranks over the loopback device.
+        A message of a ring costs about 1,000 bytes in addition to its content, including acknowledgements: measured
+        with torch 2.13, an all-reduce of two ranks over the loopback device.
         """
         ranks = [({rank for pair in one.flows for rank in pair}, one) for one in self.transfers if one.by == "network"]
         return self.network_bytes() + sum(_HEADERS * len(found) * one.messages for found, one in ranks)
@@ -97,7 +99,7 @@ class Traffic:
             yield "sent a step", f"{', '.join(links)}: {'; '.join(parts)}"
 
     def notes(self) -> Iterator[str]:
-        """Yield what the figures leave open."""
+        """Yield notes about the limits of the figures."""
         yield from dict.fromkeys(one.note for one in self.transfers if one.note is not None)
 
     def document(self) -> Mapping[str, object]:
@@ -128,11 +130,11 @@ def _when(one: Transfer) -> str:
 
 
 def step_traffic(plan: RunPlan, model: nn.Module) -> Traffic | None:
-    """Return what a full step exchanges; None if that is not known before the run.
+    """Return the traffic of a full step; None if that is not known before the run.
 
     Args:
         plan: the run, with the choices of its strategy resolved.
-        model: without data, or with it; unchanged.
+        model: the model, with or without data; unchanged.
     """
     cut = StepCut(
         num_shards=plan.batch.num_shards(0),

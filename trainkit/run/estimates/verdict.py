@@ -18,15 +18,15 @@ CONTEXT_BYTES: Final = 768 * 2**20
 
 
 class HasMemory(Protocol):
-    """What the tasks of a run may share: a device, or all memory of a host."""
+    """Memory that tasks of a run may share: of a device, or of a host."""
 
     @property
     def name(self) -> str:
-        """Its name, for the user."""
+        """Name for the user."""
 
     @property
     def memory_bytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
 
     @property
     def whole_host(self) -> bool:
@@ -38,16 +38,16 @@ class HostMemory:
     """The memory of this host that processes may take now."""
 
     memory_bytes: int
-    """Its bytes."""
+    """Number of bytes."""
     name: str = "this machine"
-    """Its name, for the user."""
+    """Name for the user."""
     whole_host: bool = True
     """Whether all tasks of a host share it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether the fullest device holds what it must.
+    """Whether the run fits into the memory of the device with the largest use.
 
     Example:
         >>> Verdict(needs=3 * 2**30, has=2 * 2**30, name="laptop", is_complete=True).fits
@@ -72,7 +72,7 @@ class Verdict:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the line of `trainkit plan`: label, text."""
-        words = {True: "yes", False: "no", None: "unknown, as the activations are"}
+        words = {True: "yes", False: "no", None: "unknown, because the activations are unknown"}
         more = "" if self.is_complete else " and activations"
         yield "fits", f"{words[self.fits]}: needs {num_bytes(self.needs)}{more}, {self.name} has {num_bytes(self.has)}"
 
@@ -94,13 +94,13 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: HasMemory) -> Verd
 
 
 def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: HasMemory, sharers: int) -> int:
-    """Return the bytes of copies that tasks do not have: one has it where each holds all of the state."""
+    """Return the bytes of copies that tasks do not have: only one task has the copy if each holds the whole state."""
     counted = hardware.whole_host and memory.held.staged_here and not plan.components.strategy.traits.is_sharded
     return memory.held.staging_bytes * (sharers - 1) if counted else 0
 
 
 def _sharers(plan: RunPlan, hardware: HasMemory) -> int:
-    """Return the most tasks that share a memory."""
+    """Return the largest number of tasks that share a memory."""
     launch = plan.facts.launch
     if hardware.whole_host:
         return -(-len(plan.tasks) // (1 if launch is None else launch.num_hosts))

@@ -1,4 +1,4 @@
-"""Where the tasks of a plan run: hosts, devices, the mesh and its stages."""
+"""Describe the hosts, devices, mesh and stages on which the tasks of a plan run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.traffic import StepCut, bubble_of
 
 _LISTED: Final = 8
-"""Up to this number of tasks, each is named."""
+"""Up to this many tasks, each is named."""
 
 
 def imagined_launch(hosts: int, gpus_per_host: int) -> LaunchEnvironment:
-    """Return a launch of one process a GPU on several hosts, which nothing has started.
+    """Return an imagined launch of one process per GPU on several hosts.
 
     Example:
         >>> imagined_launch(8, 8).num_ranks
@@ -63,11 +63,11 @@ def _tasks_text(plan: RunPlan) -> str:
 
 
 def _folded(tasks: Sequence[Task], *, by_type: bool) -> Iterator[str]:
-    """Yield a text for the tasks of each role, whose numbers follow each other.
+    """Yield a text for the tasks of each role, with consecutive numbers joined.
 
     Args:
-        tasks: by rank.
-        by_type: show the types of devices alone: in a launch, numbers are known for this host only.
+        tasks: the tasks by rank.
+        by_type: show only the types of devices: in a launch, numbers are known for this host only.
     """
     for role in dict.fromkeys(task.role for task in tasks):
         members = [task for task in tasks if task.role == role]

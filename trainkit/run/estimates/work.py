@@ -33,7 +33,7 @@ class Work:
     """
 
     operations: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """(floating-point operations, bytes read and written) of an operation -> how many there are."""
+    """(floating-point operations, bytes read and written) of an operation -> number of such operations."""
 
     @property
     def flops(self) -> int:
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that operations read and write, as if no cache held any."""
+        """Bytes that operations read and write, as if there were no caches."""
         return round(sum(size * count for (_, size), count in self.operations.items()))
 
     @property
@@ -51,7 +51,7 @@ class Work:
         return round(sum(self.operations.values()))
 
     def times(self, factor: float) -> Work:
-        """Return so many repetitions of it."""
+        """Return the work of `factor` repetitions."""
         return Work(operations={sizes: count * factor for sizes, count in self.operations.items()})
 
     def cut(self, parts: float) -> Work:
@@ -62,7 +62,7 @@ class Work:
         return Work(operations=operations)
 
     def plus(self, other: Work) -> Work:
-        """Return both."""
+        """Return the sum of both."""
         return Work(operations=Counter(self.operations) + Counter(other.operations))
 
     def bound_s(self, hardware: Hardware, precision: str) -> tuple[float, float]:
@@ -110,7 +110,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def work(self) -> Work:
-        """Return what was counted so far."""
+        """Return the work counted so far."""
         return Work(operations=dict(self._operations))
 
 

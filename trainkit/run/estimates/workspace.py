@@ -1,7 +1,7 @@
-"""Memory that a convolution takes on the CPU while it runs, beside its outputs.
+"""Temporary memory of a convolution on the CPU, in addition to its outputs.
 
-oneDNN computes with weights in blocks of channels, and with images in blocks of channels or in channels_last: whatever
-has another layout is copied. Counted with one thread; with more, the backward pass takes buffers for each.
+oneDNN computes with weights in blocks of channels, and with images in blocks of channels or in channels_last: tensors
+in another layout are copied. Counted with one thread; with more threads, the backward pass takes buffers for each.
 
 Source: torch 2.13, aten/src/ATen/native/Convolution.cpp and mkldnn/Conv.cpp.
 """
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 _PLAIN_CHANNELS: Final = 3
-"""The most channels of images that oneDNN reads without a copy."""
+"""Largest number of channels of images that oneDNN reads without a copy."""
 
 
 def workspace_of(func: Callable[..., Any], args: tuple[Any, ...], found: Any) -> int:
-    """Return the bytes that an operation takes while it runs, beside what it returns; 0 for all but convolutions.
+    """Return the bytes that an operation takes while it runs, in addition to its outputs; 0 for all but convolutions.
 
     Args:
         func: the operation.
         args: its arguments, which may be without data.
-        found: what it has returned.
+        found: its outputs.
 
     Example:
         >>> images, weight = torch.zeros(2, 8, 4, 4), torch.zeros(16, 8, 3, 3)
@@ -68,7 +68,9 @@ def _is_plain(images: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool
 
 
 def _columns(images: Tensor, weight: Tensor, outputs: Tensor, settings: tuple[Any, ...]) -> int:
-    """Return the bytes of the patches of the images that torch's own kernel multiplies; images of 1 x 1 are them."""
+    """Return the bytes of the patches of the images that torch's own kernel multiplies; images of 1 x 1 need no such
+    copy.
+    """
     stride, padding = settings[:2]
     if all(one == 1 for one in (*weight.shape[2:], *stride)) and not any(padding):
         return 0

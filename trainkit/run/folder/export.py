@@ -31,9 +31,9 @@ from trainkit.storage import naming
 from trainkit.strategies.tensors.lazy_state import averaged_weights
 
 AVERAGES: Final = "optimizer/average/"
-"""Begin of the keys of averages in a checkpoint."""
+"""Prefix of the keys of averages in a checkpoint."""
 MODEL: Final = "model"
-"""The folder of the export that every run leaves."""
+"""The folder of the export that every run writes."""
 
 
 def export_at_end(
@@ -44,15 +44,15 @@ def export_at_end(
     working: Callable[[], None] = lambda: None,
     form: Format | None = None,
 ) -> Exported:
-    """Write `RUN/model`: the last weights, and `best` beside them where those are others.
+    """Write `RUN/model`: the last weights, and `best` if those differ.
 
     Args:
         folder: the run folder; the caller holds its lock.
         cfg: the config of the run.
-        metrics: those of the end of the run, for the model card.
-        working: called again and again meanwhile.
+        metrics: metrics at the end of the run, for the model card.
+        working: called repeatedly meanwhile, to show progress.
 
-        form: writes the file, and checks it or not; None: without a check.
+        form: writes the file, with or without a check; None: without a check.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged, or the model cannot be exported.
@@ -75,7 +75,7 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
     Args:
         path: the run folder.
         to: the format.
-        checkpoint: which weights; None: the last, for `safetensors` with the best beside them.
+        checkpoint: the weights to export; None: the last, and for `safetensors` also the best.
 
     Raises:
         ConfigError: there is no such format or run, the run is in use, or the package of its model is not allowed.
@@ -83,7 +83,7 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
     """
     form = format_named(to)
     if to == "safetensors" and checkpoint is not None:
-        rule = "has no effect: safetensors writes the last weights, and the best ones beside them."
+        rule = "has no effect: safetensors writes the last weights, and also the best ones."
         raise refusal("--checkpoint", rule)
     needed = ("model",) if to == "safetensors" else ("model", "data", "objective")
     folder, cfg = trained_run(path, needed)
@@ -105,7 +105,7 @@ def trained_run(path: Path, groups: Sequence[str]) -> tuple[RunFolder, RunConfig
     """Return a run folder and its config with the secrets of some groups; import no class of a foreign package.
 
     Raises:
-        ConfigError: it is no run, a secret is missing, or the package of its model is not allowed.
+        ConfigError: it is not a run, a secret is missing, or the package of its model is not allowed.
     """
     if not (path / "resolved.yaml").is_file():
         raise ConfigError([Problem(key=str(path), rule="is no folder of a run: it holds no resolved.yaml.")])

@@ -28,7 +28,7 @@ VARIABLE: Final = "TRAINKIT_FENCE"
 _NAME: Final = ".fence"
 _MAX_BYTES: Final = 4096
 _TIMEOUT_S: Final = 5.0
-"""How long a folder may take to appear on another host: caches of network file systems live for seconds."""
+"""Seconds that a folder may take to appear on another host: caches of network file systems live for seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class FencingToken:
 
     @classmethod
     def from_environ(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self:
-        """Return the token of this process's group from its environment, where it is set: a lock may be enough."""
+        """Return the token of this process's group from its environment, if it is set: a lock may be enough."""
         return cls(path=folder.path / _NAME, token=environ.pop(VARIABLE))
 
     @property

@@ -1,4 +1,4 @@
-"""The command that began a run, which `environment.json` keeps for the commands that continue it."""
+"""Keep the command that began a run in `environment.json`, for the commands that continue it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT: Final = ("argv", "notes")
 
 
 def first_command(environment: Path) -> dict[str, Any]:
-    """Return `begun` for the `environment.json` that takes the place of this one; nothing if no command has begun."""
+    """Return `begun` for the `environment.json` that replaces this one; an empty dict if no command has begun."""
     try:
         before = read_map(environment, {"argv": list, "notes": list}, optional={"begun": dict}, limit=_LIMIT)
     except UnreadableError:

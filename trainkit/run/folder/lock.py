@@ -1,4 +1,4 @@
-"""The lock of a run folder, which has one user at a time, and the files that are there when a run begins.
+"""The lock of a run folder, which has one owner at a time, and existing files when a run begins.
 
 The kernel releases the lock when its holders end.
 """
@@ -52,7 +52,7 @@ def locked(path: Path) -> Iterator[int]:
     """
     problem = _why_foreign(path)
     if problem is not None:
-        rule = f"has a {path.name} that is no lock file of trainkit: {problem}. Rename it, or choose another folder."
+        rule = f"has a {path.name} that is not a lock file of trainkit: {problem}. Rename it, or choose another folder."
         raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
     descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -66,7 +66,7 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def owner_lives(path: Path) -> bool:
-    """Return whether the process that wrote a lock file lives, or is on another host. The lock itself is not tried."""
+    """Return whether the process that wrote a lock file lives, or is on another host. Does not try the lock itself."""
     try:
         owner = read_map(path, {"host": str, "pid": int}, limit=_MAX_BYTES)
         if owner["host"] != socket.gethostname():
@@ -95,7 +95,7 @@ def discard_lock(path: Path) -> None:
 
 
 def _why_foreign(path: Path) -> str | None:
-    """Return why a file is no lock file of trainkit; None if it is one, or absent."""
+    """Return why a file is not a lock file of trainkit; None if it is one, or absent."""
     try:
         content = read_bytes(path, limit=_MAX_BYTES)
     except AbsentFileError:
@@ -109,7 +109,7 @@ def _why_foreign(path: Path) -> str | None:
 
 
 def _lock_after_killed_owner(path: Path, descriptor: int) -> bool:
-    """Lock the file; where its owner was killed, wait for the children that inherited the lock and are ending."""
+    """Lock the file; if its owner was killed, wait for the children that inherited the lock and are ending."""
     until = time.monotonic() + _ENDING_S
     while not _try_lock(descriptor):
         if sys.platform == "win32" or time.monotonic() > until or owner_lives(path):
@@ -184,10 +184,9 @@ _FILES: Final = (
 def take_over_folder(path: Path, *, is_run: bool) -> OwnershipToken:
     """Return the owner of a run folder, whose lock is held; create its token if it has none.
 
-    A new folder gets a new token, and existing files with the name of a file of the run are renamed; of the folder of a
-    run, the token is read. A folder without one is that of a run that began before tokens existed, or was copied
-    without hidden files: its token is that of its checkpoints, or a new one, and valid checkpoints without a token
-    count as its own.
+    A new folder gets a new token, and existing files with the name of a file of the run are renamed; in the folder of a
+    run, the token is read. A run folder without a token began before tokens existed, or was copied without hidden
+    files: it gets the token of its checkpoints, or a new one, and valid checkpoints without a token count as its own.
 
     Raises:
         CheckpointError: the token cannot be read, or the checkpoints are those of several other runs.
@@ -198,7 +197,8 @@ def take_over_folder(path: Path, *, is_run: bool) -> OwnershipToken:
     except UnreadableError as error:
         if is_run:
             raise CheckpointError(
-                f"{error} It tells which checkpoints are this run's. Restore the file, or remove it: then the token is "
+                f"{error} It identifies the checkpoints of this run. Restore the file, or remove it: then the token "
+                f"is "
                 "taken from the checkpoints."
             ) from None
         set_aside(path / MARK, "was not written by this run")
@@ -232,7 +232,7 @@ def _new(path: Path) -> OwnershipToken:
 
 
 def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:
-    """Return alternative names for the folders of the run whose usual names are taken."""
+    """Return alternative names for folders of the run whose usual names are in use."""
     taken = {name: free_name(path / name).name for name in usual if os.path.lexists(path / name)}
     for name, instead in taken.items():
         print_notice(

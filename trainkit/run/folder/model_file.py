@@ -44,7 +44,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
     Args:
         path: a run folder, a checkpoint of a run, the folder `model` of a run or its file, or a folder that `trainkit
             ensemble` or `trainkit quantize` wrote.
-        checkpoint: which checkpoint of a run folder, or which weights of the folder `model`, to load.
+        checkpoint: the checkpoint of a run folder, or the weights of the folder `model`, to load.
         packages: your own packages that the model's classes may come from.
 
     Returns:
@@ -65,7 +65,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
             return load_run(folder, checkpoint=checkpoint)
         if (folder / MANIFEST).is_file() and (folder.parent.parent / "resolved.yaml").is_file():
             return _load_trained(folder.parent.parent, load(folder))
-    rule = "holds no model: it is no run, no checkpoint of one, and no folder with a config.yaml or model.yaml."
+    rule = "holds no model: it is no run, no checkpoint, and no folder with a config.yaml or model.yaml."
     raise ConfigError([Problem(key=str(path), rule=rule)])
 
 

@@ -1,4 +1,4 @@
-"""The last proof of a training on a placement, stored where later trainings find it.
+"""The last proof of a training on a placement, stored for later trainings.
 
 PROOFS/KEY.json, with PROOFS = $XDG_CACHE_HOME/trainkit/proofs, or ~/.cache/trainkit/proofs. KEY is the SHA-256 of the
 fingerprint of the training, as it would be started, with the node of its strategy, the number of its processes and the
@@ -75,7 +75,7 @@ def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
         found: `command`, `same_training`, `same_numbers`, `micro_size`, `steps`, `precision`, `largest_error`.
 
     Returns:
-        Why it could not be written; None if it was.
+        The reason why it could not be written; None if it was.
     """
     folder = proofs_folder()
     if folder is None:

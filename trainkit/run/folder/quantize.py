@@ -1,4 +1,4 @@
-"""Quantize the trained model of a run folder, and measure it beside the original: `trainkit quantize`."""
+"""Quantize the trained model of a run folder, and compare it with the original: `trainkit quantize`."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from trainkit.run.folder.model_file import Which, precision_of
 from trainkit.run.planning.build import build_objective
 
 CALIBRATION: Final = 512
-"""Samples of the training split whose activations are observed."""
+"""Number of training samples whose activations are observed."""
 _BATCH: Final = 256
-"""Samples of a forward pass, where the config does not set it."""
+"""Samples of a forward pass, if the config does not set it."""
 _CALIBRATION_BATCH: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedRun:
-    """What `quantize_run` has written and measured."""
+    """The result of `quantize_run`."""
 
     folder: Path
     rows: list[tuple[str, ...]]
-    """The table: its header, the original, the quantized model."""
+    """The rows of the table: header, original, quantized model."""
     share: Mapping[str, float]
     """Share of the elements that were quantized: of the weights of linear layers, and of `all` parameters."""
     layers: tuple[str, ...]
@@ -72,8 +72,8 @@ def quantize_run(
         path: the run folder.
         to: the format.
         calibrate: training samples whose activations are observed, for the formats that need it; None: 512.
-        checkpoint: which weights.
-        report: receives a line when something begins that takes its time.
+        checkpoint: the weights to quantize.
+        report: receives a line before each long operation.
 
     Raises:
         ConfigError: there is no such format or run, the run is in use, torchao is not installed, or the format does not
@@ -127,7 +127,7 @@ class _Bench:
         splits = folded(build_splits(cfg.data), cfg.cv)
         named = validation_splits(splits)
         if not named:
-            raise refusal("data", "has no validation split on which the models could be compared.")
+            raise refusal("data", "has no validation split for comparing the models.")
         return cls(cfg=cfg, splits=splits, objective=build_objective(cfg), precision=precision_of(cfg), split=named[0])
 
     def batches(self, split: str, size: int) -> EvalBatches:

@@ -21,13 +21,13 @@ from trainkit.files import open_regular, read_lines
 from trainkit.redaction import mask
 
 FILE: Final = "restarts.jsonl"
-"""Its name in the run folder."""
+"""Name of the record in the run folder."""
 _LISTED: Final = 1000
-"""Restarts that result.json lists, the first of the run."""
+"""Number of restarts that result.json lists, the first of the run."""
 _MOST_LINES: Final = 100_000
 """Lines of the record that are read."""
 _LONGEST: Final = 300
-"""Characters of a cause."""
+"""Limit of the characters of a cause."""
 _KINDS: Final[Mapping[str, Kind]] = {
     "kind": str,
     "step": (int, type(None)),
@@ -47,15 +47,15 @@ class Restart:
     was lost; alone: only this task.
     """
     cause: str
-    """One line: which rank failed, and how."""
+    """One line about the failed rank and its failure."""
     step: int | None = None
-    """Updates that the failing rank had completed; None: it had not begun, or nothing failed."""
+    """Updates that the failing rank had completed; None: the rank had not begun, or nothing failed."""
     rank: int | None = None
-    """The failing rank, in the attempt that it failed in."""
+    """The failing rank, by its number in the attempt that failed."""
     task: str | None = None
     """The failing task, such as `worker:1`."""
     checkpoint: int | None = None
-    """The step of the checkpoint that the run continued from; None: it did not go back to one."""
+    """The step of the checkpoint that the run continued from; None: it continued without a checkpoint."""
 
 
 def record_restart(folder: Path, restart: Restart) -> None:

@@ -1,9 +1,9 @@
-"""What a run keeps of steps that are not finite: its rollbacks, and the skipped steps in its checkpoints.
+"""Records of steps that are not finite: the rollbacks of a run, and the skipped steps in its checkpoints.
 
 `rollbacks.json` holds the step of each rollback and the checkpoint that was restored.
 
-It is written before anything is restored, so that a run that is killed during a rollback knows, when it is resumed,
-which step is trained for the second time.
+It is written before anything is restored: a run that is killed during a rollback and resumed knows from it which step
+is trained for the second time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainkit.trainer.left_out import Suspect
 from trainkit.trainer.manifest import list_complete
 
 FILE: Final = "rollbacks.json"
-"""Its name in the run folder."""
+"""Name of the record in the run folder."""
 _MOST: Final = 1000
 """Number of rollbacks that are kept, the latest ones."""
 
@@ -36,7 +36,9 @@ def rollbacks_of(folder: Path) -> list[dict[str, int]]:
         return []
     except (UnreadableError, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else error
-        raise CheckpointError(f"{path} is no record of rollbacks: {reason}. Remove it to resume without it.") from None
+        raise CheckpointError(
+            f"{path} is not a record of rollbacks: {reason}. Remove it to resume without it."
+        ) from None
     return [{name: one[name] for name in ("step", "checkpoint")} for one in noted]
 
 

@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def environment(self) -> Path:
-        """Where, with which packages and from which commit the run was started."""
+        """Environment, packages and commit of the start of the run."""
         return self.path / "environment.json"
 
     @property
@@ -107,7 +107,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The logs of the other ranks: `logs`, or `logs-2` beside a folder of that name that the run did not make."""
+        """The logs of the other ranks: `logs`, or `logs-2` if a foreign folder has that name."""
         return self._folder("logs")
 
     @property
@@ -117,7 +117,7 @@ class RunFolder:
 
     @property
     def evaluations(self) -> Path:
-        """Results of an evaluator beside the training: one JSON object per line and checkpoint."""
+        """Results of the evaluator of a training: one JSON object per line and checkpoint."""
         return self.path / "evaluations.jsonl"
 
     @property
@@ -141,7 +141,7 @@ class RunFolder:
 
     @property
     def evaluated(self) -> Path:
-        """How the evaluator of the running attempt has ended."""
+        """The marker file about the end of the evaluator of the running attempt."""
         return self.live / "evaluated.json"
 
     def log_of(self, rank: int) -> Path:
@@ -166,7 +166,7 @@ class RunFolder:
 
     @property
     def nccl_dumps(self) -> Path:
-        """The beginning of the paths that NCCL's flight recorder writes: `live/nccl_rank_0` of rank 0."""
+        """Prefix of the paths that NCCL's flight recorder writes: `live/nccl_rank_0` of rank 0."""
         return self.live / "nccl_rank_"
 
     def stacks_of(self, rank: int) -> Path:
@@ -198,7 +198,7 @@ class RunFolder:
         self.result.unlink(missing_ok=True)
         owner.remove(self.live, _LIVE)
         if os.path.lexists(self.live):
-            set_aside(self.live, "holds what this run did not write")
+            set_aside(self.live, "holds the files that this run did not write")
         self._reserve_room()
 
     def take(self) -> OwnershipToken:

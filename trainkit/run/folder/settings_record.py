@@ -1,4 +1,4 @@
-"""`settings.json`: the keys of a run that differ from its recipe, with who set each.
+"""`settings.json`: the keys of a run that differ from its recipe, and the origin of each.
 
 It is written when a run begins. A command that continues the run adds the keys that it sets, and the step of the
 checkpoint that it continues from.
@@ -37,14 +37,16 @@ def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _continued_at(folder: Path, before: Mapping[str, Any]) -> list[int]:
-    """Return the steps that commands continued the run at, with that of the newest checkpoint if one does so now."""
+    """Return the steps at which commands continued the run, including the newest checkpoint if a command continues it
+    now.
+    """
     steps = [step for step in before.get("continued_at") or [] if type(step) is int]
     found = list_complete(folder / "checkpoints")[:1] if before else []
     return [*steps, *(one.step for one in found if one.step not in steps)][-_MOST:]
 
 
 def _before(path: Path) -> Mapping[str, Any]:
-    """Return what an earlier command recorded; empty if none did."""
+    """Return the record of an earlier command; empty if there is none."""
     try:
         return read_map(path, {"settings": list}, optional={"continued_at": list}, limit=_LIMIT)
     except UnreadableError:

@@ -23,7 +23,7 @@ def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mappin
 
     Args:
         cfg: the config; its model gives the names of parameters and buffers.
-        report: receives a line about each damaged checkpoint, and what is used instead.
+        report: receives a line about each damaged checkpoint and its replacement.
 
     Raises:
         CheckpointError: there are no weights, or they are damaged.

@@ -1,8 +1,8 @@
-"""`status.json`: what a run does at the moment, and whether it was killed.
+"""`status.json`: the current state of a run, and whether it was killed.
 
 The process with the lock of the folder writes it (the only process of a run, its supervisor, or rank 0 of an external
 launch), from a separate thread, so that a step costs nothing. A killed process leaves its last state; a reader checks
-whether the process lives, or, on another host, how old the file is.
+whether the process lives, or, on another host, the age of the file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StatusFile:
         self._changed.set()
 
     def aim_at(self, last_step: int) -> None:
-        """Say after how many updates the run ends."""
+        """Set the number of updates after which the run ends."""
         self._last_step = last_step
 
     def __enter__(self) -> Self:
@@ -141,13 +141,13 @@ class RunStatus:
     updated: float | None = None
     """Seconds since the epoch."""
     where: str = ""
-    """The process, `process 12 on host`."""
+    """Description of the process, `process 12 on host`."""
     note: str = ""
     """The evidence for `state`, if it is not certain."""
 
     @property
     def is_running(self) -> bool:
-        """Whether its process runs, or probably runs."""
+        """Whether the process of the run is, or probably is, running."""
         return self.state in ("starting", "running")
 
     def summary(self) -> str:
@@ -206,7 +206,7 @@ def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, 
         return "unknown", ""
     age = max(0.0, now - content["updated"])
     if content["host"] == here.host and content["boot_id"] != here.boot_id:
-        return "killed", f"{here.host} was started again since"
+        return "killed", f"{here.host} was restarted since then"
     if (content["host"], content["processes"]) == (here.host, here.processes):
         mark = ProcessId(content["pid"], content["process_start"])
         if mark.state:  # this system provides the state of processes

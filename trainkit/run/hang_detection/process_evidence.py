@@ -1,5 +1,5 @@
-"""What the parent of the ranks observes itself: their processes and the time their threads ran, their error reports,
-the memory events of the cgroup.
+"""Observations by the parent of the ranks: their processes and the run time of their threads, their error reports, the
+memory events of the cgroup.
 
 The times of threads are those of Linux: nothing is found on a system without `/proc`, or for a process that has ended.
 """
@@ -39,7 +39,7 @@ class MemoryEvents:
     def __init__(self, files: Iterable[Path] | None = None) -> None:
         known = _event_files() if files is None else files
         self.file = next((file for file in known if _oom_kills(file) is not None), None)
-        """The file that is read; None: this process cannot read any count of the kernel."""
+        """The file that is read; None: this process cannot read any such file."""
         self._before = self._count()
 
     def _count(self) -> int:
@@ -80,11 +80,11 @@ def _event_files() -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Arrival:
-    """When a report was first seen here."""
+    """The time at which a report was first seen by this process."""
 
     number: int
     moment: float
-    """On this process's own clock."""
+    """Time on the clock of this process."""
     written: int
     """The modification time of the file: it distinguishes two reports of one rank, and orders reports found at once."""
 
@@ -155,7 +155,7 @@ class ProcessEvidence:
         return "" if mark is None else mark.state
 
     def held(self, rank: int) -> str | None:
-        """Return why a rank's process is not allowed to run, with its state; None: it is allowed to."""
+        """Return why a rank's process cannot run (stopped or traced), with its state; None if it can."""
         state = self.state(rank)
         return f"{_HELD[state]} (state {state})" if state in _HELD else None
 
@@ -164,7 +164,7 @@ class ProcessEvidence:
         return self.state(rank) in ("Z", "X", "gone")
 
     def killed_for_memory(self) -> str | None:
-        """Return where the kernel counted a process that it killed for lack of memory; None: it counted none."""
+        """Return the kernel's counter that shows a process killed for lack of memory; None if no process was killed."""
         count = self._memory.killed
         return f"oom_kill in {self._memory.file} rose by {count}" if count > 0 else None
 
@@ -179,7 +179,7 @@ _STATE: Final = 0
 
 
 def children_of(pid: int | None) -> tuple[int, ...]:
-    """Return the child processes that a process has not waited for; none if they are unknown."""
+    """Return the child processes that a process has not waited for; empty if they are unknown."""
     found: list[int] = []
     for task in () if pid is None else _tasks(pid):
         try:
@@ -194,11 +194,11 @@ class ThreadTimes:
     """The scheduler's statistics of a thread."""
 
     ran_s: float
-    """Seconds that it has run on a processor."""
+    """Seconds that the thread has run on a processor."""
     waited_s: float
-    """Seconds that it was ready to run, and waited for a processor, before it last ran."""
+    """Seconds that the thread, ready to run, waited for a processor before it last ran."""
     ready: bool
-    """Whether it runs, or is ready to run."""
+    """Whether the thread is running or ready to run."""
 
 
 def thread_times(pids: Iterable[int]) -> dict[int, ThreadTimes]:
@@ -263,9 +263,9 @@ _SIZE: Final = 1 << 16
 def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None) -> str:
     """Return the stacks of a rank's threads and of its data loading processes; empty if it cannot write them.
 
-    The other ranks of the group write theirs as well, into their files, and one that is just starting does so later. A
-    stopped process cannot write them. The signal ends a process of the user that does not handle it, a moment before
-    it is ended with its rank.
+    The other ranks of the group also write their stacks, into their own files; a rank that is just starting writes them
+    later. A stopped process cannot write. The signal kills child processes of the user that do not handle it, shortly
+    before they are killed with their rank.
     """
     number = stacks_signal()
     if number is None:
@@ -279,4 +279,4 @@ def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None)
         stacks = read_tail(folder.stacks_of(rank), _SIZE)[0].decode(errors="replace").strip()
     except UnreadableError:
         return ""
-    return f"What its threads were doing:\n{stacks}" if stacks else ""
+    return f"Stacks of its threads:\n{stacks}" if stacks else ""

@@ -1,7 +1,7 @@
 """Find the rank that makes no progress for longer than its limit, which depends on its phase.
 
-Only time counts in which the rank could have made progress: not time in which this process itself was stopped or had no
-processor, nor time in which a thread of the rank was ready to run and had to wait for a processor.
+Only time in which the rank could have made progress counts: not the time in which this process itself was stopped or
+had no processor, nor the time in which a thread of the rank was ready but waited for a processor.
 
 Ranks that train together wait for each other, so that only those with the least progress are judged. An auxiliary task
 is judged by itself.
@@ -22,7 +22,7 @@ from trainkit.trainer.failpoints import Phase
 
 _POLL_S: Final = 0.5
 _ALONE: Final = frozenset({"start", "join", "load", "save", "data", "compile", "end"})
-"""Phases in which a rank waits for no other, or for one in the same phase."""
+"""Phases in which a rank does not wait for other ranks, or only for ranks in the same phase."""
 _READ_BY_CHILDREN: Final = frozenset({"data", "evaluate"})
 """Phases in which a rank may wait for its data loading processes."""
 
@@ -34,7 +34,7 @@ class OverdueRank:
     rank: int
     heartbeat: HeartbeatReading | None
     silence_s: float
-    """For how long, without the time that does not count."""
+    """Seconds without progress, counting only time in which the rank could run."""
     limit: Limit
 
 
@@ -59,7 +59,7 @@ class Watch:
     """Reads the heartbeats of ranks at intervals.
 
     Args:
-        limits: how long each rank may make no progress.
+        limits: longest time without progress for each phase.
         folder: holds the heartbeats.
         sees_all: whether all ranks that train together are watched. If some are on other hosts, a rank may wait for one
             of them in most phases, and then has the longest of all limits.
@@ -95,7 +95,7 @@ class Watch:
         """Return a rank that has exceeded its limit, if there is one."""
         now = self._clock()
         passed, self._looked = now - self._looked, now
-        counted = min(passed, 2 * self.interval_s)  # for the rest of the time this process did not run
+        counted = min(passed, 2 * self.interval_s)  # this process did not run for the rest of the time
         heartbeats = {rank: self._read(rank) for rank in ranks}
         judged, before = self._judged(heartbeats), self._silences
         self._silences = {}
@@ -167,7 +167,7 @@ _KEYS: Final[Mapping[Phase, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """How long a rank may make no progress in its phase."""
+    """Longest time without progress in a phase."""
 
     key: str
     """The full name of the key that sets it."""
@@ -176,7 +176,7 @@ class Limit:
     """The longest recent pause from which the limit was derived; None if the limit was given."""
 
     def remedy(self, silence_s: float) -> str:
-        """Return a text with this limit, and what to do if the rank was healthy and only silent for so many seconds.
+        """Return a text with this limit, and with advice in case the rank was healthy and only silent for `silence_s`.
 
         Example:
             >>> Limit(key="supervisor.eval_timeout_s", seconds=600).remedy(601)

@@ -63,12 +63,12 @@ from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import load
 
 _CHEAP: Final = 50_000_000
-"""Up to this number of parameters, the model is tried before anything starts."""
+"""Up to this number of parameters, the model is run on samples before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job with everything that can be decided before a process starts or a model is on a device."""
+    """A job with everything that is resolved before a process starts or a model is on a device."""
 
     cfg: RunConfig
     request: JobRequest
@@ -80,7 +80,8 @@ class Job:
     strategy: Strategy
     outputs: Outputs
     model: nn.Module
-    """Of a written model: with its weights, on the CPU; of a checkpoint: without numbers, if the constructor allows it.
+    """The model: for an exported model, with its weights on the CPU; for a checkpoint, without data, if the constructor
+    allows it.
     """
 
     @property
@@ -171,7 +172,7 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
 def refuse_misfits(job: Job) -> None:
     """Run the model on its first samples, on the CPU, and refuse data that does not fit.
 
-    A large model, and one that the CPU cannot run, is not tried.
+    A large model, and one that the CPU cannot run, is not run.
 
     Raises:
         ConfigError: the model or the objective cannot take the samples.
@@ -210,7 +211,7 @@ def _misfit(job: Job, sample: Any, error: Exception) -> ConfigError:
 
 
 def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[Problem]:
-    """Return the problem of a strategy that cannot give a prediction what it needs of the model."""
+    """Return the problem of a strategy that cannot provide the access to the model that a prediction needs."""
     needs = set(needs_of(parts.objective)) | ({Access.methods} if outputs.layer else set())
     refused = refused_access(parts.strategy, facts, needs)
     if refused is None:
@@ -222,7 +223,7 @@ def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[P
 
 
 def _model_of_source(cfg: RunConfig, source: Source) -> nn.Module:
-    """Return what `Job.model` holds."""
+    """Return the model for `Job.model`."""
     if source.checkpoint is None:
         return load_model(Path(source.path), checkpoint=source.which)
     try:
@@ -240,7 +241,7 @@ class PlacedModel:
 
     local: LocalModel
     close: Callable[[bool], None]
-    """Leaves the other ranks; takes whether this rank has failed."""
+    """Function that leaves the group of ranks; its argument is whether this rank has failed."""
 
 
 def place_model(job: Job, identity: Identity, *, on_phase: PhaseListener) -> PlacedModel:
@@ -268,8 +269,8 @@ def place_model(job: Job, identity: Identity, *, on_phase: PhaseListener) -> Pla
 
 
 def _is_quantized(request: JobRequest, model: nn.Module) -> bool:
-    """Return whether the weights of a written model are of a class of their own, or none can be trained: no optimizer,
-    and so no strategy, takes them.
+    """Return whether the weights of an exported model are tensor subclasses, or none can be trained: then no optimizer,
+    and so no strategy, accepts them.
     """
     if request.source.checkpoint is not None:
         return False
@@ -304,7 +305,7 @@ def setup_request(job: Job, identity: Identity, model: nn.Module, *, on_phase: P
 
 
 def step_context(job: Job) -> StepContext:
-    """Return the settings of a step, which a job never takes."""
+    """Return the settings of a step, which a job never executes."""
     size = job.cfg.batch.global_size or 1
     plan = BatchPlan(
         num_samples=size_of(job.dataset),
@@ -321,7 +322,7 @@ def step_context(job: Job) -> StepContext:
 
 
 class _NoTrainingData:
-    """Gives no batches: a job takes no step."""
+    """Loader without batches: a job executes no step."""
 
     def fetch(self, ticket: Ticket) -> Sequence[Batch]:
         """Raise an error."""

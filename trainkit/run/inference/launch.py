@@ -21,7 +21,7 @@ from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.capabilities import restarts_alone, runs_loop
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit.run.inference.worker_main")
-_KEPT: Final = "The rows that are done are kept: the same command continues."
+_KEPT: Final = "The finished rows are kept: the same command continues."
 
 
 def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
 
     Args:
         job: the prepared job.
-        folder: where the processes keep their files, and a prediction its parts.
+        folder: folder for files of the processes and parts of a prediction.
         log: logs lines of progress.
 
     Returns:
-        The result of rank 0: its `status` is `finished`, or why it was stopped.
+        The result of rank 0: its `status` is `finished`, or the reason why it was stopped.
 
     Raises:
         TrainkitError: a process failed.

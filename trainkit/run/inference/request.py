@@ -1,4 +1,4 @@
-"""What a job computes: the model, the split and the rows; every process of the job reads it."""
+"""The request of a job: the model, the split and the rows; every process of the job reads it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Verb = Literal["evaluate", "predict"]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the weights of a model are."""
+    """Location of the weights of a model."""
 
     path: str
     """The run, folder or file that the user named."""
     checkpoint: str | None = None
-    """The folder of the checkpoint of a run; None: `path` is a written model."""
+    """The folder of the checkpoint of a run; None: `path` is an exported model."""
     which: Literal["best", "last"] = "last"
-    """Which weights of a written model."""
+    """The weights of an exported model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job: its model, its data, and what to do with them. The config of the job is `resolved.yaml` beside it."""
+    """A job: its model, its data, and the operation. The config of the job is `resolved.yaml` in the same folder."""
 
     verb: Verb
     split: str
@@ -50,7 +50,7 @@ class JobRequest:
         """Read the request of a job.
 
         Raises:
-            UnreadableError: the file is no request.
+            UnreadableError: the file is not a request.
         """
         found = read_map(folder / FILE, {"verb": str, "split": str, "source": dict, "parts": str, "todo": list})
         try:

@@ -28,7 +28,7 @@ _PROGRESS_S: Final = 2.0
 """Seconds between two lines of progress."""
 
 Result = dict[str, Any]
-"""What rank 0 writes: `status`, and the figures of an evaluation."""
+"""Result of rank 0: `status`, and the figures of an evaluation."""
 
 
 def _ignore_error(error: BaseException) -> None:
@@ -43,12 +43,12 @@ class JobTask:
     job: Job
     identity: Identity
     requested: Callable[[], Reason | None]
-    """Returns why this process was asked to stop, or None."""
+    """Function that returns why this process was asked to stop, or None."""
     on_phase: PhaseListener
     log: Callable[[str], None]
-    """Logs a line of progress."""
+    """Function that logs a line of progress."""
     report: Callable[[BaseException], object] = _ignore_error
-    """Reports an error to the parent process."""
+    """Function that reports an error to the parent process."""
 
     def run(self) -> Result | None:
         """Run the task to its end; return the result on rank 0, None on the others."""
@@ -70,7 +70,7 @@ class JobTask:
         return result if self.identity.task.rank == 0 else None
 
     def _assist(self) -> None:
-        """Serve the rank that computes, as the strategy defines."""
+        """Run an auxiliary task of the strategy until rank 0 ends it."""
         model = model_of(self.job)
         request = setup_request(self.job, self.identity, model, on_phase=self.on_phase)
         context = TaskContext(**vars(request), num_steps=1, requested=self.requested)
@@ -131,7 +131,7 @@ class JobTask:
             is_asked_to_stop=lambda: self.requested() is not None,
             batch_done=batch_done,
         ).run(job.request.todo)
-        self.on_phase("idle", 0)  # others may have more to do
+        self.on_phase("idle", 0)  # other ranks may have more batches
         if local.all_ranks.sum(torch.tensor([float(not done)])).item() == 0:
             return {"status": "finished"}
         reason = self.requested() or "stopped"
@@ -139,7 +139,7 @@ class JobTask:
 
 
 class Progress:
-    """Logs how many rows are done, and how fast, every two seconds."""
+    """Logs the number of finished rows and the speed every two seconds."""
 
     def __init__(self, parts: Parts, *, log: Callable[[str], None]) -> None:
         self._parts, self._log = parts, log
@@ -160,7 +160,7 @@ class Progress:
 
 @contextmanager
 def _threads(job: Job) -> Iterator[None]:
-    """Compute a prediction with the number of threads that its bytes depend on."""
+    """Compute a prediction with the number of threads of its request, on which its bytes depend."""
     if job.request.verb != "predict":
         yield
         return

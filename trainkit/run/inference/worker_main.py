@@ -1,6 +1,6 @@
 """Run one task of a job in its own process: `python -m trainkit.run.inference.worker_main FOLDER/resolved.yaml`.
 
-The environment holds the identity of the process, as for `trainkit.run.worker_main`; the folder everything else.
+The environment holds the identity of the process, as for `trainkit.run.worker_main`; the folder holds everything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The adapters of a run: layers that are converted before a model is changed otherwise, and averages of the weights."""
+"""Build the adapters of a run: layers that are converted before other changes of the model, and averages of weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.strategies.shipped import names_of
 
 
 def output_name(model: nn.Module) -> str | None:
-    """Return the name of the output layer: the one that the model offers, else its last linear layer.
+    """Return the name of the output layer: the one that the model declares, else its last linear layer.
 
     Example:
         >>> output_name(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()))
@@ -32,16 +32,16 @@ def conversion_problems(
     """Return the problems of a conversion for a model, a strategy and the devices of its tasks.
 
     Args:
-        conversion: what is converted.
+        conversion: the conversion.
         model: the model, possibly without data.
         devices: the devices of the tasks.
         precision: value of the precision.
         strategy: the strategy's name.
-        converts: whether the strategy takes converted layers.
+        converts: whether the strategy supports converted layers.
     """
     if not converts:
         others = names_of(lambda kind: kind.traits.converts)
-        rule = f"strategy={strategy} takes no converted layers. Use convert=none, or {others}."
+        rule = f"strategy={strategy} does not support converted layers. Use convert=none, or {others}."
         return [Problem(key="convert", value="float8", rule=rule)]
     return conversion.problems(model, output=output_name(model), devices=devices, precision=precision)
 

@@ -42,7 +42,7 @@ from trainkit.trainer.planned import Planned
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The objects that a training consists of."""
+    """The objects of a training."""
 
     strategy: Strategy
     precision: Precision
@@ -52,7 +52,7 @@ class Components:
     """Split -> dataset; `train` is always there."""
     numerics: Numerics
     hooks: DataHooks = field(default_factory=DataHooks)
-    """The code that `data` names beside its class."""
+    """The code that `data` names in addition to its class."""
 
     @cached_property
     def sample(self) -> Any:
@@ -65,7 +65,7 @@ class Components:
 
     @cached_property
     def example(self) -> Any:
-        """A sample, to look up its fields; a batch that holds it twice, if there is a collate."""
+        """A sample, to look up its fields; with a collate, a batch that holds it twice."""
         if self.hooks.collate is None or self.sample is None:
             return self.sample
         with Untouched(seed=0):
@@ -73,14 +73,14 @@ class Components:
 
     @property
     def selecting(self) -> Supervised | None:
-        """The objective, if it selects its fields by name; None for one with a loss of its own."""
+        """The objective, if it selects its fields by name; None if it overrides `loss`."""
         objective = self.objective
         if isinstance(objective, Supervised) and type(objective).loss is Supervised.loss:
             return objective
         return None
 
     def planned(self, cfg: RunConfig) -> Planned:
-        """Return what callbacks may know of the run before it starts."""
+        """Return the facts that callbacks may know before the run starts."""
         return Planned(
             key="callbacks",
             cfg=cfg,
@@ -95,21 +95,21 @@ class Components:
 
         Raises:
             ConfigError: a field that the objective names does not exist.
-            DataError: the structure of a sample leaves open which fields are meant.
+            DataError: the fields of a sample are ambiguous.
         """
         if self.selecting is not None and self.example is not None:
             self.selecting.split_batch(self.example)
 
     @property
     def weighing(self) -> LossWeighting:
-        """How the loss is normalised, derived from one sample."""
+        """Normalisation of the loss, derived from one sample."""
         if self.hooks.collate is not None:
             return self._weighing_collated()
         per_sample = self.objective.weight_per_sample(self.sample)
         return LossWeighting(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(self.sample))
 
     def _weighing_collated(self) -> LossWeighting:
-        """How the loss is normalised where a collate may pad: by a weight that no sample decides, else by counting."""
+        """Return the normalisation of the loss if a collate may pad: by a constant weight, else by counting."""
         per_sample = None
         with suppress(Exception):  # an objective that reads the sample cannot know its weight in a batch
             per_sample = self.objective.weight_per_sample(None)
@@ -136,10 +136,10 @@ def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) ->
 
 
 def build_objective(cfg: RunConfig) -> Objective:
-    """Build the objective of a run; what its constructor draws depends on the run's seed alone.
+    """Build the objective of a run; random numbers in its constructor depend only on the run's seed.
 
     Raises:
-        ConfigError: the target gives no objective, or a frozen model of it names no folder of a run.
+        ConfigError: the target gives no objective, or a frozen model of it does not name a run folder.
     """
     with Untouched(seed=cfg.seed):
         seed_host(cfg.seed)
@@ -158,7 +158,7 @@ def average_of(cfg: RunConfig) -> Average | None:
 
 
 def conversion_of(cfg: RunConfig) -> Float8 | None:
-    """Return the conversion of layers that a run asks for; None where every layer stays."""
+    """Return the conversion of layers of a run; None if no layer is converted."""
     conversion: Float8 | None = build(cfg.convert, "convert") if cfg.convert else None
     return conversion
 
@@ -177,7 +177,7 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
     """Return which parts of the model are recomputed or compiled, and its memory format on a device.
 
     Raises:
-        ConfigError: a memory format is asked for that the strategy does not keep.
+        ConfigError: the strategy does not support the requested memory format.
     """
     return ModelTransforms(
         recompute=cfg.activation_checkpointing,
@@ -195,7 +195,7 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     needs (`trainkit.numerics.deferred.building.lazy_init_values`).
 
     Raises:
-        ConfigError: the target is no model.
+        ConfigError: the target is not a model.
     """
     with Untouched(seed=cfg.seed):
         model = _deferred(cfg) if deferred else None
@@ -270,14 +270,14 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> Callable[[Mapping[str, n
 
 
 def parameter_matches(model: nn.Module) -> Callable[[str, Sequence[str]], bool]:
-    """Return a function that tells whether one of some patterns is of a parameter, by its canonical name."""
+    """Return a function that returns whether one of some patterns matches a parameter, by its canonical name."""
     owners = _owners(model)
     return lambda name, patterns: _matches(name, owners[name], patterns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedParameters:
-    """The parameters that patterns and groups of `optimizer.groups` hold, by canonical name."""
+    """The parameters of the patterns and groups of `optimizer.groups`, by canonical name."""
 
     patterns: Mapping[str, Mapping[str, Sequence[str]]]
     """Group -> pattern -> every parameter that it matches."""
@@ -336,7 +336,7 @@ def frozen_models(objective: Objective) -> Iterator[tuple[str, FrozenModel]]:
 
 
 def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
-    """Return the model of a run with the weights of a checkpoint, on the CPU; the last one where there is no best.
+    """Return the model of a run with the weights of a checkpoint, on the CPU; the last one if there is no best.
 
     Raises:
         ConfigError: its class is of a package that is not allowed.
@@ -358,7 +358,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the parameters and saved buffers of a checkpoint into a model.
 
     Raises:
-        CheckpointError: they are those of another model.
+        CheckpointError: the tensors belong to another model.
     """
     saved = model.state_dict()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)

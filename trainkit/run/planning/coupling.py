@@ -40,11 +40,11 @@ class Coupling:
     found: tuple[tuple[str, str], ...] = ()
     """(subject, predicate): `("the model", "draws random numbers")`."""
     not_probed: str | None = None
-    """Why the model was not run, or not to the end; None if it was, or if the objective declares coupling."""
+    """Reason why the model was not run (to the end); None if it was, or if the objective declares coupling."""
 
     @property
     def depends_on_cut(self) -> bool | None:
-        """Whether another cut of the steps is another training; None if unknown."""
+        """Whether another cut of the steps is a different training; None if unknown."""
         return True if self.found else None if self.not_probed else False
 
     @property
@@ -66,8 +66,8 @@ def probe(
     """Run a model and an objective on variants of one shard, and compare.
 
     Args:
-        model: a model for the probe alone, on the CPU, in training mode; its parameters are changed.
-        objective: an objective for the probe alone.
+        model: a model used only for the probe, on the CPU, in training mode; its parameters are changed.
+        objective: an objective used only for the probe.
         samples: an even number of samples of equal shapes; the second half replaces the first.
         collate: makes a batch of samples.
 
@@ -101,7 +101,7 @@ def _findings(shard: Shard) -> Coupling:
         return Coupling(found=(*found, (_EITHER, _UNSTEADY)))
     runs = {replaced: shard.run(replaced) for replaced in _variants(shard.size)}
     if base.inputs and _equal(base.inputs, runs[frozenset(range(shard.size))].inputs):
-        return Coupling(found=tuple(found), not_probed="the samples that were tried are all alike")
+        return Coupling(found=tuple(found), not_probed="the samples that were tried are all equal")
     # Compare at the positions that keep their samples.
     kept = [([place for place in range(shard.size) if place not in replaced], run) for replaced, run in runs.items()]
     if not all(_equal(base.inputs, run.inputs, places) for places, run in kept):
@@ -200,7 +200,7 @@ class Pass:
     buffers: Mapping[str, Tensor]
     """The floating-point buffers of the model after the pass."""
     drew: frozenset[str]
-    """Which objects drew random numbers: MODEL, OBJECTIVE."""
+    """Objects that drew random numbers: MODEL, OBJECTIVE."""
 
 
 class Shard:

@@ -24,7 +24,7 @@ from trainkit.strategies.memory_capabilities import ModelMemory, estimate_memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on each device that depend on the model alone; activations are added to them."""
+    """Bytes on each device that depend only on the model; activations are added."""
 
     num_params: int
     """Parameters, trainable or not."""
@@ -37,14 +37,16 @@ class Memory:
     exchange_bytes: int
     """Copies of the gradients that the exchange or the order of summation needs at its peak."""
     bucket_bytes: int | None = None
-    """Gradients beside the vector that holds all of them and outlives the step; None: gradients are freed by it."""
+    """Gradients in addition to the vector that holds all of them and outlives the step; None: the vector frees the
+    gradients.
+    """
     optimizer_bytes: int | None
     """State of the optimizer; None if it cannot be found without allocating it."""
     gathered_bytes: int = 0
     """Parameters and gradients that are gathered temporarily, at the peak, because the model is sharded."""
 
     frozen_bytes: int = 0
-    """Parameters and buffers of models that the objective reads and does not train."""
+    """Parameters and buffers of frozen models of the objective."""
     staging_bytes: int = 0
     """The copy of the state on the host that is written in the background; kept from the first step to the end."""
     staged_here: bool = False
@@ -59,7 +61,7 @@ class Memory:
 
 
 def meta_model(plan: RunPlan) -> nn.Module:
-    """Return the model without data (on torch's `meta` device); with data if it cannot be built so.
+    """Return the model without data (on torch's `meta` device); with data if it cannot be built without.
 
     Raises:
         ConfigError: the size of a parameter in bytes overflows 64 bits.
@@ -68,13 +70,13 @@ def meta_model(plan: RunPlan) -> nn.Module:
 
 
 def model_without_data(cfg: RunConfig) -> nn.Module:
-    """Return the model of a config as `meta_model` does."""
+    """Return the model of a config, like `meta_model`."""
     found = only_without_data(cfg)
     return _with_data(cfg) if found is None else found
 
 
 def only_without_data(cfg: RunConfig) -> nn.Module | None:
-    """Return the model of a config on torch's `meta` device; None if it cannot be built so.
+    """Return the model of a config on torch's `meta` device; None if it cannot be built there.
 
     Raises:
         ConfigError: the size of a parameter in bytes overflows 64 bits.
@@ -125,12 +127,12 @@ def _with_data(cfg: RunConfig) -> nn.Module:
 
 
 def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = None) -> Memory:
-    """Compute what a device of this run will hold.
+    """Compute the memory of a device of this run.
 
     Args:
         plan: the run.
-        model: possibly without data.
-        estimate: what the device holds of the model; None: what the fullest device of the strategy holds.
+        model: the model, possibly without data.
+        estimate: the share of the model on the device; None: that of the device with the largest share.
     """
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
@@ -145,7 +147,7 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
         num_params=sum(param.numel() for param in model.parameters()),
         parameter_bytes=count * width + apart,
         buffer_bytes=buffers,
-        gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, and freed
+        gradient_bytes=trained * master_width,  # gradients of another dtype are added to these, then freed
         exchange_bytes=round(estimate.gradient_copies * trained) * master_width,
         bucket_bytes=None if estimate.bucket is None else _bucket(plan, estimate.bucket, trained) * master_width,
         optimizer_bytes=optimizer,
@@ -157,7 +159,9 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
 
 
 def _bucket(plan: RunPlan, bucket: int, trained: int) -> int:
-    """Return the gradients beside the vector of the exchange: graphs of whole steps add all of them up apart."""
+    """Return the bytes of gradients outside of the exchange vector: graphs of whole steps accumulate all of them
+    separately.
+    """
     return trained if plan.cfg.compile.mode == "step" else min(bucket, trained)
 
 
@@ -176,7 +180,7 @@ def model_bytes(plan: RunPlan, model: nn.Module) -> int:
 
 
 def _frozen_bytes(frozen: FrozenModel, width: int) -> int:
-    """Count a model whose floating tensors take so many bytes an element."""
+    """Count the bytes of frozen models; floating tensors take `width` bytes per element."""
     model = frozen.source if isinstance(frozen.source, nn.Module) else model_without_data(config_of_run(frozen.source))
     tensors = [*model.parameters(), *model.buffers()]
     return sum(one.numel() * (width if one.is_floating_point() else one.element_size()) for one in tensors)
@@ -195,13 +199,13 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], w
 def stepped_optimizers(
     plan: RunPlan, model: nn.Module, held: Mapping[str, int], **settings: bool
 ) -> Sequence[torch.optim.Optimizer] | None:
-    """Return the optimizers of a run after one step on `meta` parameters; None if one of them cannot run on these.
+    """Return the optimizers of a run after one step on `meta` parameters; None if one of them cannot.
 
     Args:
         plan: the run.
-        model: possibly without data.
+        model: the model, possibly without data.
         held: elements of each parameter on the device.
-        settings: to use instead of the config's, where an optimizer has them.
+        settings: settings that replace those of the config, if an optimizer has them.
     """
     params = {
         name: nn.Parameter(_abstract(param, held[name]))

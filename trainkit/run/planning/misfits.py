@@ -1,7 +1,7 @@
 """Run a few samples through the model and the objective before anything starts, and explain what does not fit.
 
 A model of at most 50 million parameters runs on the CPU, a larger one on torch's `meta` device, which has shapes and
-dtypes but no numbers. What only that device, or only the CPU, cannot run is not refused.
+dtypes but no numbers. An error that only occurs on that device, or only on the CPU, is ignored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.trainer.events import Callback
 
 _CHEAP: Final = 50_000_000
-"""Up to this number of parameters, the model is run with numbers."""
+"""Up to this number of parameters, the model is run with data."""
 _CHEAP_MADE: Final = 1_000_000
-"""The same for made samples, whose numbers mean nothing."""
+"""The same limit for made-up samples, whose values have no meaning."""
 _SAMPLES: Final = 4
 _FEATURES: Final = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _DTYPES: Final = re.compile(r"same dtype|expected scalar type|not implemented for '|should be the same")
@@ -64,7 +64,7 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
         few = max(2, min(_SAMPLES, plan.batch.micro_size))
         error = _try(plan, model, [place * count // few for place in range(few)])
         if error is not None and plan.batch.micro_size > few:
-            # What needs a larger batch than a few samples does fit.
+            # Code that needs a larger batch than a few samples is not refused.
             error = _try(plan, model, range(min(plan.batch.micro_size, count))) and error
     if error is not None:
         raise error
@@ -81,12 +81,12 @@ def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
         for name, node in nodes.items():
             target = resolve_target(node[TARGET])
             if isinstance(target, type) and not issubclass(target, Callback):
-                rule = "is no trainkit Callback: derive it from trainkit.trainer.events.Callback."
+                rule = "is not a trainkit Callback: derive it from trainkit.trainer.events.Callback."
                 yield Problem(key=f"{group}.{name}._target_", value=node[TARGET], rule=rule)
 
 
 def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitError | None:
-    """Run samples once; return what does not fit."""
+    """Run samples once; return the error of a misfit."""
     samples = [read_sample(plan.components.datasets["train"], place) for place in places]
     batch = plan.components.hooks.collate_function(samples, places)
     most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
@@ -104,19 +104,19 @@ class _Trial:
     samples: Sequence[Any]
     batch: Any
     numbers: bool
-    """Whether the model has numbers; otherwise it is on torch's meta device."""
+    """Whether the model has data; otherwise it is on torch's meta device."""
     part: str = "objective"
-    """What is running: model, objective, or the backward pass of the model."""
+    """Part that is running: model, objective, or the backward pass of the model."""
     outputs: Any = None
 
     def run(self, model: nn.Module) -> TrainkitError | None:
-        """Compute the loss and its gradients; return what fails."""
+        """Compute the loss and its gradients; return the error."""
         precision = self.plan.components.precision
         batch = self.batch
         if self.numbers:
             model = build_model(self.plan.cfg)
         elif any(param.device.type != "meta" for param in model.parameters()):
-            return None  # a copy of a large model would not fit
+            return None
         else:
             batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
         objective = build_objective(self.plan.cfg)
@@ -155,7 +155,7 @@ class _Trial:
         return found or self._config_error(self._seen(error), error)
 
     def _is_of_this_device(self, error: Exception) -> bool:
-        """Return whether only the CPU, only the meta device, or only a process without a group cannot run it."""
+        """Return whether the error only occurs on the CPU, on the meta device, or without a process group."""
         text = text_of(error)
         if isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
             return True
@@ -202,7 +202,7 @@ class _Trial:
         )
 
     def _odd_targets(self) -> str | None:
-        """Return what is wrong with targets that are text or of a dtype that the loss does not take."""
+        """Return the problem of targets that are text, or have a dtype that the loss does not accept."""
         leaves = tree_leaves(self.batch)
         texts = [leaf for leaf in leaves if isinstance(leaf, str)]
         if texts:
@@ -230,7 +230,7 @@ class _Trial:
         return ConfigError([Problem(key=key, value=value, rule=with_frames(rule, error))])
 
     def _seen(self, error: BaseException) -> str:
-        """Return what was run, and how it failed."""
+        """Describe the executed code and its failure."""
         gave = "" if self.outputs is None else f" The model gave {shape_text(self.outputs)}."
         first = shape_text(self.samples[0])
         who = "the model" if self.part == "model" else "the objective"
@@ -247,7 +247,7 @@ def _count(objective: Objective, loss: object, batch: Any, *, numbers: bool) -> 
 
 
 def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Problem | None:
-    """Return what is wrong with the result of an objective."""
+    """Return the problem of the result of an objective."""
     name = type(objective).__name__
     if not isinstance(loss, Loss):
         rule = f"{name}.loss returns a {type(loss).__name__}. It must return Loss(loss_sum=..., weight=...)."

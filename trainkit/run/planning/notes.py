@@ -1,7 +1,6 @@
 """Notes and problems of a plan and its model, before it is trained.
 
-They are about keys that have no effect, or not all of it, on the data and the model, and about whether the result
-depends on the cut of a step.
+They report keys without (full) effect on the data and the model, and whether the result depends on the cut of a step.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     Args:
         plan: the run.
         model: the model, possibly without data.
-        is_given: whether the user set a key; what others set is noted where it has no effect, not refused.
+        is_given: whether the user set a key; a key that others set without effect is noted, not refused.
 
     Raises:
         ConfigError: the strategy cannot place this model as configured, batch statistics would be computed over a
@@ -131,7 +130,7 @@ def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
 
 
 def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -> Coupling:
-    """Find what depends on the cut of the steps: the model, the objective, and the code that `data` names.
+    """Find the parts that depend on the cut of the steps: the model, the objective, and the code that `data` names.
 
     Args:
         plan: the run.
@@ -143,13 +142,13 @@ def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -
 
 
 def _coupling_of_data(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yield why batches depend on the cut: a collate that makes another shape of a sample beside a larger one."""
+    """Yield why batches depend on the cut: a collate that changes the shape of a sample next to a larger one."""
     if plan.components.hooks.transform is not None:
         yield "data.batch_transform", "changes the samples of a shard together"
     collate, train = plan.components.hooks.collate, plan.components.datasets["train"]
     if collate is None or not hasattr(train, "__getitem__"):
         return
-    with kept_generators(), suppress(Exception):  # the training reports what fails
+    with kept_generators(), suppress(Exception):  # the training reports failures
         samples = list({_shape(sample): sample for sample in _some(train)}.values())
         alone = [_widths(collate([sample], [0])) for sample in samples]
         if any(widths != _widths(collate(samples, range(len(samples)))) for widths in alone):
@@ -161,9 +160,9 @@ def _widths(batch: Any) -> list[tuple[int, ...]]:
 
 
 def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) -> Coupling:
-    """Run the model of a plan on a few samples of its training data, on the CPU, and find what depends on the cut.
+    """Run the model of a plan on a few samples of its training data, on the CPU, and find dependence on the cut.
 
-    The model and the objective are built anew for this, so that those of the training are not changed.
+    Model and objective are built again for this, so that those of the training do not change.
     """
     if plan.components.objective.couples_samples:
         return Coupling(found=((OBJECTIVE, COUPLES),))
@@ -185,7 +184,7 @@ def _coupling_of_model(plan: RunPlan, model: nn.Module, *, at_any_size: bool) ->
 def _samples_of_one_shape(dataset: Any) -> list[Any] | str:
     """Return an even number of samples whose shapes are equal, or why there are none."""
     if not hasattr(dataset, "__getitem__"):
-        return f"the samples of {type(dataset).__name__} have no places"
+        return f"the samples of {type(dataset).__name__} have no indices"
     by_shape: dict[Any, list[Any]] = {}
     for sample in _some(dataset):
         alike = by_shape.setdefault(_shape(sample), [])
@@ -199,7 +198,7 @@ def _samples_of_one_shape(dataset: Any) -> list[Any] | str:
 
 
 def _some(dataset: Any) -> Iterator[Any]:
-    """Yield samples spread over the dataset, since neighbours may be alike; the first samples of a stream."""
+    """Yield samples spread over the dataset, since neighbours may be similar; the first samples of a stream."""
     if isinstance(dataset, Stream):
         yield from itertools.islice(dataset.from_begin(0), _LOOKED_AT)
         return
@@ -211,7 +210,7 @@ def _some(dataset: Any) -> Iterator[Any]:
 
 
 def _shape(value: Any) -> Any:
-    """Return what samples of one batch must have in common: types, shapes and dtypes."""
+    """Return the properties that samples of one batch must share: types, shapes and dtypes."""
     if isinstance(value, Tensor | np.ndarray):
         return type(value), tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -233,10 +232,11 @@ def key_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]) 
     Args:
         plan: the run.
         model: the model, possibly without data.
-        is_given: whether the user set a key. What a recipe, a default or the run to resume set is noted, not refused.
+        is_given: whether the user set a key. Keys that a recipe, a default or the run to resume set are noted, not
+            refused.
 
     Raises:
-        ConfigError: a key that the user set has no effect, or not all of it.
+        ConfigError: a key that the user set has no (full) effect.
     """
     found = [*_longer_warmup(plan), *_without_validation(plan), *_unknown_split(plan), *_unmatched(plan, model)]
     if problems := [problem for problem, _ in found if is_given(problem.key)]:
@@ -261,7 +261,7 @@ def _has_validation(plan: RunPlan) -> bool:
 
 
 def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
-    """Yield the problems of what goes by a metric of a validation split that the data does not have."""
+    """Yield the problems of keys that need a metric of a validation split, if the data has none."""
     if _has_validation(plan):
         return
     metric = plan.cfg.eval.metric
@@ -270,7 +270,7 @@ def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
         yield Problem(key="eval.metric", value=metric, rule=rule), f"eval.metric={metric} is left out"
     for name, node in plan.cfg.callbacks.items():
         if getattr(resolve_target(node["_target_"]), "decides_by_figures", False):
-            rule = "goes by evaluations, and the data has no validation split. Leave it out, or use data that has one."
+            rule = "needs evaluations, and the data has no validation split. Leave it out, or use data that has one."
             yield Problem(key=f"callbacks.{name}", rule=rule), f"callbacks.{name} has no effect"
 
 
@@ -302,12 +302,12 @@ def _unmatched(plan: RunPlan, model: nn.Module) -> Iterator[tuple[Problem, str]]
             rule = "matches no parameter that is trained. Correct the pattern, or leave it out."
             yield Problem(key=f"{key}.match", value=pattern, rule=rule), ""  # as shipped, they suit many models
         if len(absent) < len(settings["match"]) and not found.members[name]:
-            rule = "holds no parameter: earlier groups match the same parameters. Order the groups anew."
+            rule = "holds no parameter: earlier groups match the same parameters. Change the order of the groups."
             yield Problem(key=key, rule=rule), ""
 
 
 def _members(plan: RunPlan, model: nn.Module) -> Iterator[str]:
-    """Yield which parameters each group holds."""
+    """Yield the parameters of each group."""
     groups = plan.cfg.optimizer.get("groups") or {}
     found = matching_groups(model, groups).members
     count = sum(map(len, found.values()))
@@ -319,7 +319,7 @@ def _members(plan: RunPlan, model: nn.Module) -> Iterator[str]:
 
 
 def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
-    """Return what is wrong with the objective of a plan: its terms, its model, and what compiling does not keep."""
+    """Return the problems of the objective of a plan: of its terms, its model, and with compiling."""
     objective, compiled = plan.components.objective, plan.cfg.compile.mode
     found = [*_term_problems(plan), *objective.validate_model(model, plan.components.sample)]
     if compiled != "off" and Access.derivatives in objective.needs:
@@ -330,7 +330,7 @@ def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
 
 
 def objective_notes(plan: RunPlan, model: nn.Module) -> list[str]:
-    """Return the lines that the plan and the summary show of an objective."""
+    """Return the lines about an objective for the plan and the summary."""
     return plan.components.objective.notes(model, plan.components.sample)
 
 
@@ -339,7 +339,9 @@ def _term_problems(plan: RunPlan) -> Iterator[Problem]:
     taken = {"loss", *objective.metrics()}
     for place, name in enumerate(objective.term_names):
         if name in taken or name in objective.term_names[:place]:
-            rule = f"{type(objective).__name__} has the term {name!r} beside a loss, metric or term of that name. "
+            rule = (
+                f"{type(objective).__name__} has the term {name!r} in addition to a loss, metric or term of that name. "
+            )
             rule += "Give each a name of its own."
             yield Problem(key="objective", rule=rule)
 

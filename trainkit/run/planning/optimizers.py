@@ -1,4 +1,4 @@
-"""Several optimizers of a run (`optimizers`): which parameters each updates, at which rate, in which phase."""
+"""Several optimizers of a run (`optimizers`): the parameters, learning rate and phase of each."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class PlannedOptimizer:
 
     name: str
     node: Mapping[str, Any]
-    """The complete node of its class."""
+    """The complete node of the optimizer."""
     match: tuple[str, ...]
-    """Patterns of its parameters; empty: the parameters that no other takes."""
+    """Patterns of its parameters; empty: the parameters of no other optimizer."""
     rate: LearningRate
-    """Its learning rate at every step."""
+    """Learning rate of the optimizer at every step."""
     phase: Phase
-    """When the phase of its name runs."""
+    """Schedule of the phase with its name."""
 
     @property
     def kind(self) -> type | None:
-        """Its class; None if its target is a function."""
+        """Class of the optimizer; None if its target is a function."""
         return class_built_by(self.node)
 
     @property
@@ -111,13 +111,13 @@ def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective)
         if name not in names
     ]
     if not found and all(one.phase.every > 1 for one in optimizers):
-        rule = "every phase leaves steps out, and some steps would have none. Give one of them a ratio of 1 or more."
+        rule = "every phase skips steps, and some steps would have no phase. Give one of them a ratio of 1 or more."
         found.append(Problem(key="optimizers", rule=rule))
     return found
 
 
 def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
-    """Return that a strategy has one optimizer only; for a run with several."""
+    """Return the problem of a run with several optimizers under a strategy that supports one."""
     if strategy.traits.several_optimizers:
         return []
     rule = (
@@ -140,7 +140,7 @@ def assigned_parameters(model: nn.Module, optimizers: Sequence[PlannedOptimizer]
 
 
 def assignment_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) -> list[Problem]:
-    """Return patterns that match nothing, and parameters that no optimizer takes, or two."""
+    """Return patterns that match nothing, and parameters of no optimizer or of two."""
     found = list(_pattern_problems(model, optimizers))
     assigned, owner = assigned_parameters(model, optimizers), dict[str, str]()
     for optimizer, names in assigned.items():
@@ -167,7 +167,7 @@ def _pattern_problems(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) 
             if not names:
                 rule = f"matches no parameter of the model, which has {_some(list(params))}."
             elif not any(params[name].requires_grad for name in names):
-                rule = f"matches frozen parameters alone: {_some(names)}."
+                rule = f"matches only frozen parameters: {_some(names)}."
             else:
                 continue
             yield Problem(key=f"optimizers.{one.name}.match", value=pattern, rule=rule)
@@ -193,13 +193,13 @@ def named_optimizers(
     model: nn.Module,
     replaced: Mapping[str, object] | None = None,
 ) -> tuple[NamedOptimizer, ...]:
-    """Return what a strategy builds the optimizers from.
+    """Return the input from which a strategy builds the optimizers.
 
     Args:
         cfg: the config.
-        optimizers: from `planned_optimizers`.
+        optimizers: result of `planned_optimizers`.
         model: the model, before a strategy changes it.
-        replaced: settings to use instead of the config's, where an optimizer has them.
+        replaced: settings that replace those of the config, if an optimizer has them.
     """
     assigned = assigned_parameters(model, optimizers)
     return tuple(

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: which memory, how much the run needs there, and what to try instead.
+"""Explain an out-of-memory error: the kind of memory, the need of the run, and remedies.
 
 The texts by which an error is recognized are those of torch (CUDA, ROCm, XPU, MPS, CPU), cuBLAS, cuDNN, NCCL, Triton,
 XLA and Linux.
@@ -30,7 +30,7 @@ from trainkit.strategies.model_transforms import shaping_problems
 from trainkit.strategies.shipped import shipped_strategies
 
 _FEWEST: Final = 3
-"""Number of remedies to name, if there are so many."""
+"""Number of remedies to name, if there are that many."""
 _OF_KERNEL: Final = (
     "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
     "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {error}"
@@ -38,7 +38,7 @@ _OF_KERNEL: Final = (
 
 
 def explained(error: Exception, plan: RunPlan, task: Task, *, step: int | None) -> TrainkitError | None:
-    """Return the error of a failed allocation, which names what the run needs, and ways to need less.
+    """Return the error of a failed allocation, with the memory that the run needs and remedies.
 
     Args:
         error: any error of a task; of a failed allocation, the traceback is removed.
@@ -53,7 +53,7 @@ def explained(error: Exception, plan: RunPlan, task: Task, *, step: int | None) 
     kind = memory_kind(error)
     if kind is None or isinstance(error, TrainkitError):
         return None
-    error.__traceback__ = None  # its frames hold the tensors that fill the memory
+    error.__traceback__ = None  # its frames keep the tensors alive that fill the memory
     head = f"rank {task.rank}, {'while the model was placed' if step is None else f'step {step}'}:"
     if kind is MemoryKind.on_chip:
         return TrainingError(f"{head} {_OF_KERNEL.format(device=task.device, error=first_line(error))}")
@@ -68,8 +68,8 @@ def _shared(plan: RunPlan) -> str:
     workers = plan.cfg.loader.num_processes
     fewer = f"loader.num_workers={workers // 2} (now {workers}), or " if workers else ""
     return (
-        "the shared memory of the host (/dev/shm), through which its processes exchange tensors, is full. To go on, "
-        f"try {fewer}make it larger (docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm)."
+        "the shared memory of the host (/dev/shm), through which its processes exchange tensors, is full. To "
+        f"continue, try {fewer}make it larger (docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm)."
     )
 
 
@@ -91,7 +91,7 @@ def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
         ways = _remedies(plan, placing=placing)
     except (MemoryError, RuntimeError):  # no memory is left to compute the details
         return head
-    needs = f"The run needs {num_bytes(memory.total_bytes)} a device, and activations: {_parts(memory)}."
+    needs = f"The run needs {num_bytes(memory.total_bytes)} per device, and activations: {_parts(memory)}."
     if not ways:
         return f"{head} {needs}"
     width = max(len(way.overrides) for way in ways)
@@ -121,7 +121,9 @@ class _Remedy:
 
 
 def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
-    """Return remedies that are not applied yet; while the model is placed, remedies that make it smaller come first."""
+    """Return remedies that are not applied yet; while the model is placed, remedies that make the model smaller come
+    first.
+    """
     lasting = [*_spread(plan), *_reduced_precision(plan)]
     passing = [*_recomputed(plan), *_smaller_shards(plan)]
     # sharding the model comes first in any case
@@ -132,7 +134,7 @@ def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
 def _spread(plan: RunPlan) -> Iterator[_Remedy]:
     """Yield the ways to shard the model over several devices."""
     count = plan.facts.num_gpus or 4
-    effect = f"about 1/{count} of the model a device, on {count} of them"
+    effect = f"about 1/{count} of the model per device, on {count} of them"
     for overrides, cfg in sharding_choices(plan, count):
         if _can_go(plan, cfg):
             yield _Remedy(overrides=overrides, effect=effect)
@@ -204,7 +206,7 @@ class MemoryKind(Enum):
     """Memory that can run out."""
 
     device = "device memory"
-    """Memory of an accelerator; on the CPU that of the host."""
+    """Memory of an accelerator; on the CPU, memory of the host."""
     host = "host memory"
     """RAM, or the number of memory maps of a process."""
     shared = "shared memory of the host"

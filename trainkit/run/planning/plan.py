@@ -1,7 +1,7 @@
 """The plan of a run: everything that is resolved before a device is used.
 
-The process that resolved it sends it to the ranks, which then build the components only. A rank that another program
-or user starts receives no plan, and makes its own.
+The process that resolved it sends it to the ranks, which then only build the components. A rank that another program or
+user starts receives no plan, and makes its own.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class RunPlan:
     cfg: RunConfig
     """The config with every auto value resolved: the content of `resolved.yaml`."""
     components: Components
-    """The objects that the training consists of."""
+    """The objects of the training."""
     tasks: tuple[Task, ...]
     """The processes of the run."""
     num_replicas: int
     """Replicas that compute their own shards."""
     batch: BatchPlan
-    """How steps are cut into shards."""
+    """Division of steps into shards."""
     num_steps: int
     """Steps of the whole training."""
     rate: LearningRate
@@ -74,7 +74,7 @@ class RunPlan:
     """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
 
     def reading(self, place: device) -> Reading:
-        """Return how the samples of this run are read, for batches on a device."""
+        """Return the settings for reading the samples of this run, for batches on a device."""
         return Reading(device=place, settings=self.cfg.loader, hooks=self.components.hooks, seed=self.cfg.seed)
 
     def highest_rate(self, step: int) -> float:
@@ -95,7 +95,7 @@ class RunPlan:
 
     @property
     def has_evaluator(self) -> bool:
-        """Whether a task evaluates checkpoints beside the training."""
+        """Whether a task evaluates checkpoints in parallel to the training."""
         return any(task.is_evaluator for task in self.tasks)
 
     @property
@@ -116,7 +116,7 @@ class RunPlan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of a step, in the order of the objective; empty where it names none."""
+        """The phases of a step, in the order of the objective; empty if it names none."""
         by_name = {one.name: one.phase for one in self.optimizers}
         return tuple(by_name[name] for name in self.components.objective.phases)
 
@@ -125,7 +125,7 @@ class RunPlan:
         return next_sync_step(self.components.strategy, step)
 
     def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
-        """Return the plan with the choices that its strategy makes by the model."""
+        """Return the plan with the choices that its strategy makes for the model."""
         strategy = resolve(self.components.strategy, build, self.facts)
         return replace(self, components=replace(self.components, strategy=strategy))
 
@@ -171,17 +171,17 @@ def _roles_text(tasks: Sequence[Task]) -> str | None:
 
 
 def _drawn_text(hooks: DataHooks) -> str:
-    """Return how samples are drawn, if not each of them once an epoch."""
+    """Return how samples are drawn, if not each of them once per epoch."""
     if hooks.sampler is None:
         return ""
     return f", drawn by {hooks.sampler.name}: an epoch does not contain every sample exactly once"
 
 
 def _skips_text(numerics: NumericsConfig) -> str | None:
-    """Return what happens to a step that is not finite, if it does not end the run."""
+    """Return the reaction to a step that is not finite, if it does not end the run."""
     if numerics.on_nonfinite == "skip":
         share = f"{numerics.max_skipped_share * 100:g} %"
-        return f"left out, at most {numerics.max_skips_in_a_row} steps in a row and {share} of all"
+        return f"skipped, at most {numerics.max_skips_in_a_row} steps in a row and {share} of all"
     return "trained again from the last checkpoint" if numerics.on_nonfinite == "rollback" else None
 
 
@@ -247,7 +247,7 @@ def make_plan(
 
 
 def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: LaunchEnvironment | None) -> PlanContext:
-    """Return what a strategy may judge a config by; the size of a shard is not resolved yet."""
+    """Return the context in which a strategy validates a config; the size of a shard is not resolved yet."""
     return PlanContext(
         numerics=parts.numerics,
         num_gpus=num_gpus,
@@ -319,7 +319,7 @@ def _counted(count: int, word: str) -> str:
 
 
 VARIABLE: Final = "TRAINKIT_PLAN"
-"""Environment variable that holds, as JSON, what the plan of a worker's run resolves and `resolved.yaml` lacks."""
+"""Environment variable that holds, as JSON, the values of the plan that `resolved.yaml` lacks."""
 
 
 def plan_to_environ(plan: RunPlan) -> dict[str, str]:

@@ -15,7 +15,7 @@ from trainkit.run.planning.plan import make_plan
 
 
 def plan_all_points(compositions: Sequence[Composition], *, num_gpus: int | None = None) -> list[int]:
-    """Plan all compositions, and start none.
+    """Plan all compositions without starting any.
 
     A point that continues another run is skipped: its auto values come from that run. A dataset is read once for all
     consecutive points that use it.

@@ -1,4 +1,4 @@
-"""Refuse tasks that a run cannot have beside those of its strategy, or cannot go on without."""
+"""Refuse tasks that a run cannot have in addition to those of its strategy, and elasticity that it does not support."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trainkit.strategies.capabilities import num_slots
 def elastic_problems(
     cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
 ) -> list[Problem]:
-    """Return why the run cannot go on with fewer tasks, as `elastic.min_replicas` asks."""
+    """Return why the run cannot continue with fewer tasks, as `elastic.min_replicas` asks."""
     fewest = cfg.elastic.min_replicas
     count = len(parts.strategy.tasks(facts))
     if fewest is None or count == 1:  # the config check has already reported that a single process ignores the key
         return []
     if facts.launch is not None:
-        rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
+        rule = f"has no effect under {facts.launch.kind}, which restarts processes itself: set the number there."
     elif backend is not None and not backend.elastic:
         rule = f"has no effect: {backend.name} starts all processes or none."
     elif not parts.strategy.traits.elastic:
-        rule = "has no effect: this strategy goes on with all its processes or not at all."
+        rule = "has no effect: this strategy needs all its processes."
     elif fewest > count:
         rule = f"more than the {count} replicas of this run. Use {count} or fewer."
     else:
@@ -38,7 +38,7 @@ def elastic_problems(
 
 
 def mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
-    """Return that one process would use several MIG instances, of which CUDA shows it one."""
+    """Return the problem of a process with several MIG instances, of which CUDA shows only one."""
     names = mig_instances(os.environ)
     if len(names) < 2 or facts.launch is not None:
         return []
@@ -46,7 +46,7 @@ def mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
     alone = len(tasks) == 1 and tasks[0].device not in ("cpu", "cuda:0")
     if not alone and num_slots(parts.strategy, facts.num_gpus) <= len(tasks):
         return []
-    rule = f"a process uses one MIG instance, and {VISIBLE} names {len(names)}. Name one, or use one a process."
+    rule = f"a process uses one MIG instance, and {VISIBLE} names {len(names)}. Name one, or use one per process."
     return [Problem(key="strategy", rule=rule)]
 
 
@@ -71,14 +71,12 @@ def evaluator_problems(
             by_hand = "Start the evaluator by hand: python -m trainkit.run.session.evaluator_main RUN"
             rules.append(f"{started} starts the processes. {by_hand}")
         if cfg.elastic.min_replicas is not None:
-            rules.append("the run may go on with fewer tasks (elastic.min_replicas). Leave one of them out.")
+            rules.append("the run may continue with fewer tasks (elastic.min_replicas). Leave one of them out.")
         problems += [Problem(key="eval.beside", value=True, rule=rule) for rule in rules]
     if not validation_splits(parts.datasets):
         problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
     for name, node in cfg.callbacks.items():
         if getattr(class_built_by(node), "decides_by_figures", False):
-            rule = (
-                f"goes by evaluations during the training, which {key} leaves to a process of its own. Leave one out."
-            )
+            rule = f"needs evaluations during the training, which {key} moves to a separate process. Leave one out."
             problems.append(Problem(key=f"callbacks.{name}", rule=rule))
     return problems

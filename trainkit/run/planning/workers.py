@@ -12,17 +12,17 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.plan import RunPlan
 
 ChooseWorkers = Callable[[RunPlan], tuple[int, str]]
-"""Returns the number of data loading processes for a plan, and a note about it."""
+"""Function that returns the number of data loading processes for a plan, and a note about it."""
 
 _KEY: Final = "loader.num_workers"
 
 
 def with_workers(plan: RunPlan, choose: ChooseWorkers | None) -> tuple[RunPlan, str]:
-    """Return the plan with a number in the place of `auto`, and a note about it.
+    """Return the plan with a number instead of `auto`, and a note about it.
 
     Args:
         plan: the plan of a run that is about to begin.
-        choose: measures; None where nothing can.
+        choose: measures the number; None if that is impossible.
 
     Raises:
         ConfigError: `auto` cannot be measured for this run.
@@ -35,7 +35,7 @@ def with_workers(plan: RunPlan, choose: ChooseWorkers | None) -> tuple[RunPlan, 
 
 
 def refuse_open_workers(cfg: RunConfig) -> None:
-    """Refuse `auto` where no run begins.
+    """Refuse `auto` if no run begins.
 
     Raises:
         ConfigError: `loader.num_workers` is `auto`.

@@ -1,1 +1,1 @@
-"""The processes of ranks: how they are started, what they report, and how they end."""
+"""Start the processes of ranks, read their reports, and end them."""

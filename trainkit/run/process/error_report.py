@@ -92,7 +92,7 @@ def keep_here(report: ErrorReport) -> None:
 
 @dataclass
 class Reporter:
-    """Writes the report of one rank for the first error that it is called with; later errors are consequences of it."""
+    """Writes the report of one rank about the first error; later errors are treated as its consequences."""
 
     path: Path | None
     """None: no report is written, because the ranks of this process have written theirs."""

@@ -40,12 +40,12 @@ HEADER: Final = struct.Struct("!I")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpawnRequest:
-    """The process that a fork is to become."""
+    """The description of the process that a fork becomes."""
 
     arguments: list[str]
     environ: dict[str, str]
     log: str | None
-    """File for its output; None: that of this process."""
+    """File for its output; None: the output of this process."""
     reader: int
     """Read end of its parent-death pipe."""
 
@@ -92,7 +92,7 @@ class ForkServer:
         """Pid descriptor -> number of the fork at the client, and its pid."""
 
     def serve(self) -> SpawnRequest | None:
-        """Serve requests. In the server: return None once the client is gone. In a fork: return what to become."""
+        """Serve requests. In the server: return None once the client is gone. In a fork: return its request."""
         while True:
             ready, _, _ = select.select([self._connection.fileno(), *self._running], [], [])
             for descriptor in ready:
@@ -121,7 +121,7 @@ class ForkServer:
             return True
         os.close(reader)
         self._running[os.pidfd_open(pid)] = (number, pid)
-        with contextlib.suppress(OSError):  # the client is gone: `serve` finds out
+        with contextlib.suppress(OSError):  # the client is gone: `serve` detects it
             send(self._connection, {"number": number, **asdict(ProcessId.of(pid))})
         return False
 
@@ -167,7 +167,7 @@ class Fork:
     running: bool = True
     """Whether its exit has not been reported."""
     mark: ProcessId | None = None
-    """Its pid and start time; None until the fork server has sent them."""
+    """The pid and start time of the process; None until the fork server has sent them."""
     gone: threading.Event = field(default_factory=threading.Event)
     """Set once the exit of the process has been reported."""
 
@@ -197,10 +197,10 @@ class Fork:
 
 
 class ForkServerClient:
-    """A process that imports the modules its forks need, and is then forked; started and ended with its block.
+    """Client of a process that imports the modules of its forks, and is then forked; it starts and ends with the block.
 
     Args:
-        module: what `python -m` runs; its first argument is the file descriptor of its socket.
+        module: the module that `python -m` runs; its first argument is the file descriptor of its socket.
         environ: its environment.
         arguments: further arguments.
         log: file for its output, and that of forks without their duplicate log; None: the terminal or notebook.
@@ -221,7 +221,7 @@ class ForkServerClient:
         self._numbers = count()
         self._forks: dict[int, Fork] = {}
         self._ended = False
-        """Whether the forks of a dead server have been reported; a fork that is registered later would not be."""
+        """Whether the forks of a dead server have been reported; later registered forks would not be."""
         self._lock = threading.Lock()
 
     @staticmethod
@@ -285,7 +285,7 @@ class ForkServerClient:
             "log": None if log is None else str(log.absolute()),
         }
         try:
-            with self._lock:  # a request that cannot be sent is the caller's to repeat: the listener must not report it
+            with self._lock:  # the caller repeats a request that cannot be sent: the listener must not report it
                 if self._ended:
                     raise BrokenPipeError
                 self._forks[fork.number] = fork
@@ -360,7 +360,7 @@ class ForkedGroup(WorkerGroup):
 
 
 ENTRY: Final = (sys.executable, "-m", "trainkit.run.worker_main")
-"""The beginning of a worker's command."""
+"""The first words of a worker's command."""
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Write that this rank is alive, and which phase begins."""
+        """Write that this rank is alive, and the phase that begins."""
         moment, pauses = time.monotonic(), self._pauses
         pauses.note(phase, step, moment=moment)
         number = step * len(PHASES) + _NUMBERS[phase]
@@ -81,7 +81,7 @@ class HeartbeatReading:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A measure of progress; of ranks that wait for each other, the others wait for the one with the least."""
+        """A measure of progress; ranks that wait for each other wait for the one with the least progress."""
         return self.step, _NUMBERS[self.phase]
 
 
@@ -131,7 +131,7 @@ def beats_of(identity: Identity, folder: RunFolder) -> Beats | None:
 
 _OF_A_STEP: Final[frozenset[Phase]] = frozenset({"data", "forward", "backward", "reduce", "update"})
 _BESIDE_A_STEP: Final[frozenset[Phase]] = frozenset({"compile"})
-"""Phases within a step whose duration says nothing about the duration of steps."""
+"""Phases within a step whose duration is unrelated to the duration of steps."""
 _BEGINNINGS: Final[frozenset[Phase]] = frozenset({"start", "join", "load"})
 """Phases after which a step opens the data and warms up again."""
 _WINDOW_S: Final = 60.0

@@ -1,7 +1,7 @@
-"""Dumps of NCCL's flight recorder: the last collectives of each rank, which torch writes where one fails or times out.
+"""Dumps of NCCL's flight recorder: the last collectives of each rank, which torch writes if one fails or times out.
 
-The recorder of `trainkit.strategies.flight_recorder` sees which collectives a rank has called; NCCL's sees which of
-them have begun and ended on the device.
+The recorder of `trainkit.strategies.flight_recorder` records the collectives that a rank has called; that of NCCL
+records which of them have begun and ended on the device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trainkit.run.folder.run_folder import RunFolder
 _ENTRIES: Final = 2000
 """Collectives that are kept for a rank, which bounds its dump; the default of torch 2.13."""
 _RANK: Final = re.compile("[0-9]{1,9}")
-"""The end of a dump's name; another file there is not named."""
+"""Suffix of the name of a dump; other files are ignored."""
 _RENAMED_IN: Final = (2, 10)
-"""The version of torch since which the variables begin with TORCH_FR; it warns of their older names."""
+"""The version of torch since which the variables begin with TORCH_FR; the older names cause a warning."""
 
 
 def recorder_variables(folder: RunFolder, *, version: str = torch.__version__) -> dict[str, str]:

@@ -41,7 +41,7 @@ class ProcessExit:
     attempt: int
     rank: int
     code: int
-    """Its exit code; -9 if signal 9 ended it."""
+    """Exit code of the worker; -9 if signal 9 ended it."""
 
 
 class Process(Protocol):
@@ -53,7 +53,7 @@ class Process(Protocol):
 
     @property
     def mark(self) -> ProcessId | None:
-        """Its pid and start time; None while they are unknown."""
+        """The pid and start time of the process; None while they are unknown."""
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, not to its children; ignored if it has ended."""
@@ -68,7 +68,7 @@ class Process(Protocol):
 class WorkerGroup:
     """Owns processes; leaving its block always ends them and everything they started.
 
-    Each worker leads its own session and process group: a Ctrl-C at the terminal reaches the supervisor alone.
+    Each worker leads its own session and process group: a Ctrl-C at the terminal reaches only the supervisor.
     """
 
     def __init__(self, attempt: int, report: Callable[[ProcessExit], None], *, pass_fds: Sequence[int] = ()) -> None:
@@ -182,7 +182,7 @@ class _Worker:
         self._thread.start()
 
     def _wait(self, report: Callable[[int], None]) -> None:
-        if hasattr(os, "waitid"):  # ended, but not reaped: its pid still names its group
+        if hasattr(os, "waitid"):  # ended, but not reaped: its pid still identifies its group
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()

@@ -1,8 +1,8 @@
 """The barrier at which the processes of an external launch wait for each other before they train.
 
-The store is the launcher's, or one that rank 0 hosts. It may outlive its ranks (the one of torchrun's agents does), and
-no environment variable tells two groups in it apart: each agent counts restarts by itself. So rank 0 creates a unique
-prefix for the group, and sends it to every process that announces itself under a name never used before:
+The launcher or rank 0 hosts the store. It may outlive its ranks (that of torchrun's agents does), and no environment
+variable distinguishes two groups in it: each agent counts restarts by itself. So rank 0 creates a unique prefix for the
+group, and sends it to every process that announces itself under a name never used before:
 
     rank 1    arrival/1 = "1 of 2, named X"          rank 0    answer/X = PREFIX
               PREFIX/present/1                                 ... until all are present
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 _POLL_S: Final = 0.05
 _EXIT_BARRIER_S: Final = 5.0
-"""How long the store outlives the work of the rank that hosts it; a killed process never reaches the exit barrier."""
+"""Seconds for which the rank that hosts the store waits at its end; a killed process never reaches the exit barrier."""
 
 
 class ProcessBarrier:
@@ -228,10 +228,10 @@ class ProcessBarrier:
         try:
             return report_from_json(content)
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise self._store.misfit(key, ValueError("it is no report of a failure")) from None
+            raise self._store.misfit(key, ValueError("it is not a report of a failure")) from None
 
     def _wait_for(self, key: str) -> None:
-        """Wait for a value that rank 0 sets; rank 0 itself reports which ranks it waits for."""
+        """Wait for a value that rank 0 sets; rank 0 itself logs the ranks that it waits for."""
         waiter = self._waiter(lambda: [0], log=_ignore)
         try:
             while not self._store.has(key):
@@ -315,7 +315,7 @@ _OWN_KEYS: Final = (("cluster", "task"),)
 
 
 def config_digest(cfg: RunConfig) -> dict[str, Any]:
-    """Return what processes compare of a config, as JSON: its values without secrets, and a hash of them."""
+    """Return the data of a config that processes compare, as JSON: its values without secrets, and a hash of them."""
     values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
     digest = hashlib.sha256(json.dumps(sorted(values.items()), default=str).encode()).hexdigest()
     return {"digest": digest, "values": values}
@@ -330,7 +330,7 @@ def config_mismatches(
         Problem(
             key=key,
             value=ours["values"].get(key),
-            rule=f"{place} has {yaml_text(other['values'].get(key))}. Start all alike.",
+            rule=f"{place} has {yaml_text(other['values'].get(key))}. Start all with the same config.",
             origin=origin,
         )
         for place, other in differing.items()

@@ -66,7 +66,7 @@ from trainkit.storage import reporting
 from trainkit.trainer import failpoints
 
 _LOCK_TIMEOUT_S: Final = 10.0
-"""How long the previous group may take to die after its launcher has started another in its place."""
+"""Seconds that the previous group may take to end after its launcher has started a new one."""
 
 
 def train_external(
@@ -111,7 +111,7 @@ class JoinedGroup:
     folder: RunFolder
     fencing_token: FencingToken
     token: str
-    """Secret of the group for its auxiliary tasks; empty where it has none."""
+    """Secret of the group for its auxiliary tasks; empty if it has none."""
 
     @property
     def ranks_here(self) -> int:
@@ -171,7 +171,7 @@ class JoinedGroup:
             )
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Forget the folder of a run that has ended, so that a restart of the launch begins another."""
+        """Clear the record of the folder of a run that has ended, so that a restart of the launch begins a new run."""
         if self.barrier.launch.rank == 0 and result.get("status") in ENDED:
             clear_run_folder(self.plan.cfg, self.folder, self.barrier)
 
@@ -216,7 +216,7 @@ def joined(
 
 
 def announce(launch: LaunchEnvironment) -> None:
-    """Set the environment variables for the network, and print which process this is."""
+    """Set the environment variables for the network, and print the identity of this process."""
     configure_network(launch)
     if launch.rank == 0 or launch.by_hand:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
@@ -230,7 +230,7 @@ def _checked_plan(start: ResumePoint, launch: LaunchEnvironment, check: CheckSta
 
 
 def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bool) -> list[str]:
-    """Return the notes about the model; rank 0 writes them, and looks for more, while the others wait for it."""
+    """Return the notes about the model; rank 0 collects them, including expensive ones, while the others wait."""
     model = meta_model(plan)
     found = [*model_notes(plan, model, is_given)]
     return [*found, *cut_notes(plan, lambda: coupling_of(plan, model))] if is_rank0 else found
@@ -244,9 +244,9 @@ def _share_cores(barrier: ProcessBarrier, place: int) -> None:
 
 
 def has_own_gpu(barrier: ProcessBarrier, launch: LaunchEnvironment, gpu: Callable[[], str]) -> bool:
-    """Return whether each process of this host sees one GPU, and each another one; collective.
+    """Return whether each process of this host sees one GPU, different for each; collective.
 
-    `srun --gpus-per-task=1` and pods give each process its own; otherwise all see the same, which is a replica too few.
+    `srun --gpus-per-task=1` and pods give each process its own GPU; otherwise all would share one GPU.
     """
     shares = launch.num_local > 1 and not launch.takes_devices
     own = gpu() if shares else ""
@@ -255,14 +255,14 @@ def has_own_gpu(barrier: ProcessBarrier, launch: LaunchEnvironment, gpu: Callabl
 
 
 def device_of_process() -> str:
-    """Return the UUID of the only CUDA device that this process sees; empty where there is none, or more."""
+    """Return the UUID of the only CUDA device that this process sees; empty if there is none, or more than one."""
     if torch.cuda.device_count() != 1 or mig_instances(os.environ)[1:]:
         return ""
     return str(torch.cuda.get_device_properties(0).uuid)
 
 
 def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
-    """Agree on where to begin: only rank 0 looks at folders, which other hosts may see differently."""
+    """Agree on the resume point: only rank 0 reads folders, which other hosts may see differently."""
     found: list[ResumePoint] = []
 
     def find() -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _agree_on_folder(
     *,
     notes: Sequence[str],
 ) -> tuple[RunFolder, FencingToken]:
-    """Agree on the run folder: rank 0 creates, locks and marks it, and every rank checks that it sees it."""
+    """Agree on the run folder: rank 0 creates, locks and marks it, and every rank checks that it can see the folder."""
     tokens: list[FencingToken] = []
 
     def begin() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tasks of an external launch that may join at any time, and again: workers without state, and the evaluator.
+"""Tasks of an external launch that may join late or rejoin: workers without state, and the evaluator.
 
 The others begin without them (`trainkit.run.rendezvous.join`). Then the chief publishes the folder, batch and config of
 the run in the store, and a task that arrives, early or late, for the first time or again, reads them. No process waits
@@ -48,7 +48,7 @@ _JOIN_INFO: Final[Mapping[str, Kind]] = {
 _POLL_S: Final = 0.2
 _TOKEN: Final = "TRAINKIT_TOKEN"  # noqa: S105 - the name of the variable that holds it
 _SHUTDOWN_GRACE_S: Final = 30.0
-"""How long a task that was stopped waits for the result, which the chief still writes."""
+"""Seconds that a stopped task waits for the chief to write the result."""
 
 
 def late_joining_ranks(cfg: RunConfig, launch: LaunchEnvironment) -> frozenset[int]:
@@ -79,7 +79,7 @@ def publish_join_info(
     fencing_token: FencingToken,
     token: str,
 ) -> None:
-    """Publish what late tasks need in order to join; for rank 0, once there is a run folder.
+    """Publish the data that late tasks need to join; for rank 0, once there is a run folder.
 
     Their composed config has to equal this one. The secret of the tasks is not published if the environment provides
     it.
@@ -102,7 +102,7 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
         Status and reason of the run.
 
     Raises:
-        ConfigError: its config differs from the chief's, or it sees another folder.
+        ConfigError: its config differs from that of the chief, or it sees another folder.
         HangError: the chief did not arrive, or is gone.
         StoppedError, TerminatedError, HangupError: this process was asked to end; the others continue.
     """
@@ -151,12 +151,12 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported with the cause of this task
                 _raise_cause(launch, folder, error, reporter)
         if stop.requested:
-            raise stop_error(stop.requested, "the others go on.")
+            raise stop_error(stop.requested, "the others continue.")
         return {**_outcome(folder), "folder": str(folder.path)}
 
 
 def _read_join_info(store: StoreClient, stack: ExitStack, waiter: WaitReporter) -> dict[str, Any]:
-    """Wait for what the chief publishes, and return it."""
+    """Wait for the join information of the chief, and return it."""
     store.open(stack, waiter)
     while True:
         try:
@@ -180,7 +180,7 @@ def _checked(store: StoreClient) -> dict[str, Any]:
 
 def _abort_task(reason: Reason) -> None:
     """End this task at once: other tasks take over its work."""
-    raise stop_error(reason, "asked to end; the others go on.")
+    raise stop_error(reason, "asked to end; the others continue.")
 
 
 def _raise_cause(launch: LaunchEnvironment, folder: RunFolder, error: BaseException, reporter: Reporter) -> None:
@@ -188,13 +188,13 @@ def _raise_cause(launch: LaunchEnvironment, folder: RunFolder, error: BaseExcept
     if training_has_ended(folder):
         return
     report = reporter(error)
-    sys.stderr.write("".join(traceback.format_exception(error)))  # goes to its log
+    sys.stderr.write("".join(traceback.format_exception(error)))  # printed to its log
     if not report.is_secondary:
         raise error
     if not training_has_ended(folder):
         raise HangError(
-            f"{launch.place_of(0)} is gone, and with it the run. Start every task again; resume=auto goes on from the "
-            "last checkpoint."
+            f"{launch.place_of(0)} is gone, and with it the run. Start every task again; resume=auto continues from "
+            f"the last checkpoint."
         ) from error
 
 

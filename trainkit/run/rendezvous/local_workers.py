@@ -45,7 +45,7 @@ class LocalWorkerGroup:
     """Fencing token of the run folder; a group with another token must not write."""
     secrets: Mapping[str, Any]
     limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
-    """How long a rank may make no progress."""
+    """Longest times without progress."""
 
     def run(self, folder: RunFolder) -> dict[str, Any] | None:
         """Start the workers and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.

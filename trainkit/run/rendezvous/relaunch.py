@@ -1,4 +1,4 @@
-"""What an external launch continues: the folder of its previous start, or what `resume` names."""
+"""Find the state that an external launch continues: the folder of its previous start, or that of `resume`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trainkit.run.supervisor.restart_policy import record_relaunch
 
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
-"""What a group stores about the exceptions that ended it."""
+"""Fields that a group stores about the exceptions that ended it."""
 ENDED: Final = ("finished", "stopped")
 """Statuses of a run that its launcher does not restart; a user who repeats the command wants another run."""
 
 
 def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: ProcessBarrier) -> ResumePoint:
-    """Find where the launch begins; for rank 0.
+    """Find the resume point of the launch; for rank 0.
 
     A launcher that restarts its processes repeats their command, and expects them to continue. The folder of the launch
     is found in the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
 
     Raises:
-        ConfigError: what `resume` names does not exist, or is another training.
+        ConfigError: the path in `resume` does not exist, or is another training.
     """
     launch = barrier.launch
     for path in (barrier.load_from_previous(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
@@ -73,7 +73,7 @@ def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
     adopted = adopt(cfg, earlier)
     if fingerprint(adopted) != fingerprint(earlier):
         return None
-    note = f"started again by the launcher: continues {path}"
+    note = f"restarted by the launcher: continues {path}"
     return ResumePoint(cfg=adopted, folder=folder, note=note, relaunched=True)
 
 

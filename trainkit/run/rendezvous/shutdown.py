@@ -1,8 +1,8 @@
 """End the processes of an external launch together, with one explanation of what went wrong.
 
 No supervisor watches them: a rank that fails reports through the store and the run folder, and the others, whose next
-collective fails, find out which failure was first. A launcher may end all processes as soon as one has ended, so no
-rank exits before rank 0 has reported.
+collective fails, find the first failure. A launcher may end all processes as soon as one has ended, so no rank exits
+before rank 0 has reported.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
 _Processes = Mapping[int, Mapping[str, Any]]
 """The result of `_own_process` on each rank."""
 _GRACE_S: Final = 0.2
-"""How long other ranks have to write their error reports after this rank has failed by itself."""
+"""Seconds that other ranks have to write their error reports after this rank has failed by itself."""
 _GRACE_AFTER_LOSS_S: Final = 3.0
-"""The same if this rank only lost its connection to another: the rank that failed first may still be reporting."""
+"""The same for a rank that only lost its connection to another: the rank that failed first may still be writing its
+report.
+"""
 _SHUTDOWN_GRACE_S: Final = 30.0
-"""How long a finished rank waits for rank 0, which still writes the result."""
+"""Seconds that a finished rank waits for rank 0 to write the result."""
 
 
 @dataclass(kw_only=True)
@@ -45,10 +47,10 @@ class SharedEnding:
     report: Reporter
     """Reports an error before this rank leaves the group; ranks of local workers have written their reports already."""
     result: dict[str, Any] | None = None
-    """On rank 0 the content of result.json; after the block, the status and reason elsewhere."""
+    """The content of result.json on rank 0; on other ranks, after the block, the status and reason."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
-        """Take the result of this process's part."""
+        """Store the result of this process."""
         self.result = result
 
 
@@ -73,7 +75,7 @@ def ending_together(
     except (Exception, SystemExit) as error:
         report = ending.report(error)
         if barrier.launch.rank > 0:
-            sys.stderr.write("".join(traceback.format_exception(error)))  # goes to its log
+            sys.stderr.write("".join(traceback.format_exception(error)))  # printed to its log
             raise _follower_error(barrier, None if runs_local_workers else folder, report, processes) from error
         failure = _first_failure(barrier, None if runs_local_workers else folder, report, processes)
         _record(barrier, folder, failure, confirm)
@@ -168,7 +170,9 @@ def _own_process() -> dict[str, Any]:
 
 
 def _evidence(folder: RunFolder, processes: _Processes) -> ProcessEvidence:
-    """Return the process states that this process can see of ranks without a reporter: those on its own host."""
+    """Return the states of processes of ranks without a reporter, as far as this process can see them: on its own
+    host.
+    """
     here = {
         rank: ProcessId(found["pid"], found["started"]) for rank, found in processes.items() if found["at"] == host_id()
     }

@@ -63,9 +63,9 @@ T = TypeVar("T")
 
 _POLL_S: Final = 0.2
 _ANSWER_S: Final = 300.0
-"""How long the store may take to answer; its process may be stopped, or the machine loaded."""
+"""Seconds that the store may take to answer; its process may be stopped, or the machine loaded."""
 _CHECK_VALID_S: Final = 2.0
-"""How long a successful connection check counts."""
+"""Seconds for which a successful connection check is valid."""
 
 
 class StoreClient:
@@ -78,7 +78,7 @@ class StoreClient:
     def __init__(self, launch: LaunchEnvironment) -> None:
         self._launch = launch
         self.address = launch.store
-        """Host and port."""
+        """Host and port of the store."""
         self._checked_at = 0.0
         self._store: Any = None
 
@@ -86,7 +86,7 @@ class StoreClient:
         """Host the store, if this process does so, or wait until it is reachable.
 
         Raises:
-            ConfigError: the address is no address of this host, or in use.
+            ConfigError: the address does not belong to this host, or is in use.
             HangError: no server answers there.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch takes 1 s
@@ -178,7 +178,7 @@ def store_of_launch(launch: LaunchEnvironment) -> HostedStore:
     connect: then the address of the outgoing interface is used.
 
     Raises:
-        ConfigError: the address is no address of this host, or in use.
+        ConfigError: the address does not belong to this host, or is in use.
     """
     host, port = launch.store
     try:
@@ -188,6 +188,6 @@ def store_of_launch(launch: LaunchEnvironment) -> HostedStore:
             found = own_address() or found
         return HostedStore((found, port))
     except OSError as error:
-        number = error.errno or 0  # resolver errors are negative, and have their own texts
+        number = error.errno or 0  # resolver errors are negative, and have their own messages
         rule = f"rank 0 cannot listen there: {os.strerror(number) if number > 0 else error.strerror or error}."
         raise ConfigError([Problem(key="store", value=str(Address(host, port)), rule=rule)]) from error

@@ -1,5 +1,5 @@
-"""Hold a run to its plan: after its first steps and at its end, its own memory, time and bytes stand beside the planned
-ones.
+"""Compare a run with its plan: after its first steps and at its end, memory, time and bytes are compared with the
+planned ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 FILE: Final = "plan.json"
 """The file of the plan, in the run folder."""
 _FIRST, _LAST = 5, 20
-"""The steps of a start between which it is measured; those before find buffers, connections and kernels."""
+"""The first and last measured step after a start; earlier steps allocate buffers and open connections."""
 _NEVER: Final = 1 << 62
 _ACKED, _RECEIVED = 120, 128
-"""Places of two counters in `struct tcp_info` of Linux: bytes sent and acknowledged, bytes received."""
+"""Offsets of two counters in `struct tcp_info` of Linux: bytes sent and acknowledged, bytes received."""
 _COUNTERS: Final = struct.Struct("=Q")
 _LEAST_BYTES: Final = 2**28
-"""On the CPU a process grows by its libraries and threads too: smaller plans are not compared."""
+"""Smallest planned memory on the CPU that is compared: a process also grows by its libraries and threads."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,11 +69,13 @@ class Account:
     def journal(
         self, run: Run, local: LocalModel, waited: Callable[[], float], *, terms: Sequence[str]
     ) -> MetricsAccumulator:
-        """Return what makes rows of metrics from the steps; `waited` gives the seconds of waiting for data so far."""
+        """Return the accumulator that makes rows of metrics from the steps; `waited` gives the seconds of waiting for
+        data so far.
+        """
         return MetricsAccumulator(run, local, waited, self._instruments, terms=terms)
 
     def triggers(self, run: Run, journal: MetricsAccumulator, enter: Callable[[str], None]) -> list[Trigger]:
-        """Return what measures the steps from now on; nothing on a rank above 0, or after the first measurement."""
+        """Return the triggers that measure the steps; empty on a rank above 0, or after the first measurement."""
         self._run, self._journal, self._enter = run, journal, enter
         if not run.is_owner or self._documents:
             return []
@@ -109,7 +111,7 @@ class Account:
         return Mark(step=state.step, seconds=state.seconds, tcp_bytes=tcp_bytes() if counts else None)
 
     def _compare(self) -> None:
-        """Plan the run, write the plan, and show what differs."""
+        """Plan the run, write the plan, and print the differences."""
         self._mark()
         self._enter("callback")
         self._journal.pause()
@@ -128,7 +130,7 @@ class Account:
 
         plan, run = self._plan, self._run
         model = only_without_data(plan.cfg)
-        if model is None:  # a second model with data may not fit beside the one that is trained
+        if model is None:  # a second model with data may not fit in addition to the trained one
             raise TrainingError("the model cannot be built without data")
         outlook = outlook_of(plan, model)
         document = {"version": 1, "memory": outlook.memory.document(), **outlook.document()}
@@ -163,27 +165,27 @@ class Mark:
     seconds: float
     """Seconds of training so far, without evaluation and checkpoints."""
     tcp_bytes: int | None
-    """Bytes that its open TCP connections have sent and received; None where the system has no counters."""
+    """Bytes that its open TCP connections have sent and received; None if the system has no counters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Planned or measured figures of a run; what is not known is None."""
+    """Planned or measured figures of a run; None if unknown."""
 
     memory: int | None = None
-    """Bytes at the peak of a device."""
+    """Peak bytes of a device."""
     step_s: float | None = None
     """Seconds of a step."""
     bytes_a_step: float | None = None
     """Bytes that rank 0 sends and receives in a step."""
 
     def document(self) -> dict[str, float | None]:
-        """Return them for result.json."""
+        """Return the figures for result.json."""
         return {"memory": self.memory, "step_s": self.step_s, "bytes_a_step": self.bytes_a_step}
 
 
 def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> CountedWork:
-    """Return the work of a step as the instruments of the run use it."""
+    """Return the work of a step in the form that the run's instruments use."""
     peak = None if hardware is None else hardware.peak_flops(plan.components.precision.value)
     if peak is not None and hardware is not None:
         peak *= work.num_devices / (work.tasks_a_host if hardware.whole_host else 1)
@@ -192,7 +194,7 @@ def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> Co
 
 
 def hardware_under(device: torch.device) -> Hardware | None:
-    """Return the figures of the GPU that a rank trains on; None on any other device, and for a GPU without figures."""
+    """Return the figures of a rank's GPU; None on other devices, and for a GPU without figures."""
     if device.type != "cuda":
         return None
     from trainkit.run.estimates.hardware import recognised  # noqa: PLC0415 - a short run plans nothing
@@ -201,7 +203,7 @@ def hardware_under(device: torch.device) -> Hardware | None:
 
 
 def tcp_bytes() -> int | None:
-    """Return the bytes that the open TCP connections of this process have sent and received; a few us a connection.
+    """Return the bytes that the open TCP connections of this process have sent and received; a few us per connection.
 
     Source: tcp(7), TCP_INFO; include/uapi/linux/tcp.h, tcpi_bytes_acked and tcpi_bytes_received.
     """
@@ -226,10 +228,10 @@ def _of_connection(descriptor: int) -> int:
 
 
 def peak_bytes(device: torch.device, *, before: int, planned: int | None) -> int | None:
-    """Return the peak of a device: by the allocator of a GPU, else by what the process has grown.
+    """Return the peak of a device: of the allocator of a GPU, else the growth of the process.
 
     Args:
-        device: of this rank.
+        device: the device of this rank.
         before: `peak_resident_bytes` before the model was placed.
         planned: the planned peak; on the CPU, a small one is not compared.
     """
@@ -253,7 +255,7 @@ def between(first: Mark, last: Mark) -> tuple[float | None, float | None]:
 
 
 def differences(planned: Figures, measured: Figures) -> dict[str, float | None]:
-    """Return by how many per cent each measured figure differs from the planned one; None where one is not known.
+    """Return the difference of each measured figure from the planned one in per cent; None if one is unknown.
 
     Example:
         >>> differences(Figures(memory=100, step_s=2.0), Figures(memory=110, bytes_a_step=7.0))
@@ -285,7 +287,7 @@ def _parts(planned: Figures, measured: Figures) -> Iterator[str]:
     shown: Mapping[str, tuple[str, str]] = {
         "memory": ("{} of memory at the peak", "bytes"),
         "step_s": ("{} a step", "seconds"),
-        "bytes_a_step": ("{} sent and received a step", "bytes"),
+        "bytes_a_step": ("{} sent and received per step", "bytes"),
     }
     for name, (words, unit) in shown.items():
         per_cent, ours, theirs = found[name], planned.document()[name], measured.document()[name]

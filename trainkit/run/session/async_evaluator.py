@@ -1,9 +1,9 @@
-"""The evaluator: scores each new complete checkpoint of a run beside its training, which never waits for it.
+"""The evaluator: scores each new complete checkpoint of a run in parallel to its training, which never waits for it.
 
 It only reads the folder of checkpoints. It writes its results to `evaluations.jsonl`, one line per checkpoint, and to
-an event file beside the training's; it publishes the best checkpoint through `checkpoints/evaluated.json`
-(`trainkit.trainer.checkpoint.retention`). It may die and be restarted at any moment: a finished checkpoint has
-its line, and checkpoints with a line are not evaluated again.
+an event file next to that of the training; it publishes the best checkpoint through `checkpoints/evaluated.json`
+(`trainkit.trainer.checkpoint.retention`). It may die and be restarted at any moment: a finished checkpoint has its
+line, and checkpoints with a line are not evaluated again.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class CheckpointEvaluator:
             self._take(loaded)
         except (CheckpointError, OSError) as error:
             self._reported.add(mark)
-            print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - written to the log of this task
+            print(f"{checkpoint.folder.name} is skipped: {error}", flush=True)  # noqa: T201 - written to the log of this task
             return self.evaluate_next(requested)
         parts = self._plan.components
         self._on_phase("evaluate", self.step)
@@ -212,7 +212,9 @@ class CheckpointEvaluator:
         self._executor.load_state_dict(model_weights(loaded.tensors))
 
     def _of_averages(self, loaded: Loaded, requested: Callable[[], str | None]) -> dict[str, float]:
-        """Return the figures of the averaged weights in a checkpoint; empty without, or without their statistics."""
+        """Return the figures of the averaged weights in a checkpoint; empty without averages, or without their
+        statistics.
+        """
         average, model = average_of(self._plan.cfg), self._executor.local.model
         keys = {f"optimizer/{AVERAGE}/{name}" for name, _ in model.named_parameters()}
         keys = {key for key in keys if key in loaded.tensors}

@@ -1,4 +1,4 @@
-"""Run a task that does not run the training loop: it serves the rank that trains, as its strategy defines."""
+"""Run a task that does not run the training loop: its strategy defines how it serves the training rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_auxiliary(
 
 
 def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
-    """Return a loader of training data for tickets that are not known beforehand: nothing is prefetched."""
+    """Return a loader of training data without prefetching, for tickets that are not known beforehand."""
     return Loader(
         plan.components.datasets["train"],
         plan=plan.batch,

@@ -52,7 +52,7 @@ def evaluate_all(
     folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier start of this task
     if evaluate_checkpoints(plan, identity, folder, requested=requested, on_phase=on_phase):
         report_end(folder, EvaluatorEnd(status="finished"))
-        if folder.read_result() is not None:  # rank 0 did not wait any longer
+        if folder.read_result() is not None:  # rank 0 no longer waited
             bring_up_to_date(folder)
 
 
@@ -103,7 +103,7 @@ def await_evaluator(
         if report is not None and silent_s > _FAILED_S:
             return EvaluatorEnd(status="failed", reason=f"{report.kinds[0]}: {report.summary}")
         if silent_s > _SILENT_S:
-            return EvaluatorEnd(status="failed", reason=f"it gave no sign of life for {_SILENT_S:g} s")
+            return EvaluatorEnd(status="failed", reason=f"it sent no heartbeat for {_SILENT_S:g} s")
         sleep(_POLL_S)
 
 
@@ -122,7 +122,7 @@ class _Watch:
 def describe(folder: RunFolder, end: EvaluatorEnd) -> dict[str, Any]:
     """Return the entry of result.json about the evaluator.
 
-    An evaluator that was stopped when no checkpoint was left to evaluate has finished.
+    An evaluator that was stopped after evaluating every checkpoint counts as finished.
     """
     try:
         evaluated, left = evaluated_so_far(folder)

@@ -1,4 +1,4 @@
-"""The states of callbacks in a checkpoint: JSON beside the tensors, which are stored as those of the model are."""
+"""The states of callbacks in a checkpoint: JSON, and tensors stored like those of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.trainer.events import Callback, kind_of
 
 PREFIX: Final = "callback/"
-"""Beginning of the names of these tensors in a checkpoint."""
+"""Prefix of the names of these tensors in a checkpoint."""
 _MARK: Final = "tensor of the checkpoint"
 """The key that stands for a tensor in the JSON."""
 
@@ -70,7 +70,7 @@ def refuse_unlike(tensors: Mapping[str, Tensor], ranks: Collective) -> None:
             named = unlike.split("/")[1]
             raise TrainingError(
                 f"the state of the callback {named} holds other tensors on rank {rank} than on rank 0, whose state is "
-                f"saved. Keep what is the same on every rank, or use {ALL_DEVICES}."
+                f"saved. Keep only state that is the same on every rank, or use {ALL_DEVICES}."
             )
 
 
@@ -88,7 +88,7 @@ def joined(state: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def copied(state: Any) -> Any:
-    """Return a state whose tensors do not change with those of the callback."""
+    """Return a state with copies of the tensors of the callback."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, Mapping):

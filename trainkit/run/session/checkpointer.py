@@ -41,7 +41,7 @@ from trainkit.trainer.ownership import OwnershipToken
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run, at most one per step; every rank has one, and rank 0's writes the files.
+    """Writes the checkpoints of a run, at most one per step; every rank has one, and that of rank 0 writes the files.
 
     If the state is sharded, every rank writes its shards: then `save`, `notify_saved` and `close` are collective.
     """
@@ -63,7 +63,7 @@ class Checkpointer:
         self._settings = plan.cfg.checkpoint
         self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
         self._finite: set[str] = set()
-        """The buffers that begin finite."""
+        """The buffers that were finite at the start."""
         if any(True for _ in executor.local.model.buffers()):
             buffers = {name: parts for name, parts in self.collect().items() if name.startswith("buffer/")}
             self._finite = buffers.keys() - set(nonfinite(buffers))
@@ -87,7 +87,7 @@ class Checkpointer:
 
     @cached_property
     def _together(self) -> ShardedSaver | None:
-        """Writes the shards of all ranks; None where the state is not sharded."""
+        """Writes the shards of all ranks; None if the state is not sharded."""
         all_ranks = self._executor.local.all_ranks
         if not self._plan.components.strategy.traits.is_sharded or all_ranks.num_ranks == 1:
             return None
@@ -120,7 +120,7 @@ class Checkpointer:
         return self._together is not None or self._run.is_owner
 
     def mark_saved(self) -> None:
-        """Mark the step as saved on every rank, whichever rank writes it."""
+        """Mark the step as saved on every rank, independent of the rank that writes it."""
         self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
         self._run.state.left_out.saved(self._run.state.step)
 
@@ -129,7 +129,7 @@ class Checkpointer:
         self._saved_at = None
 
     def collect(self) -> ShardedState:
-        """Return the state that this rank writes of the current step; tensors that are not copied change with the next
+        """Return the part of the current state that this rank writes; tensors are not copied and change with the next
         step.
         """
         return sharded_state_dict(self._executor)
@@ -138,7 +138,7 @@ class Checkpointer:
         """Raise if a trained parameter, or a buffer that was finite, is no longer finite; collective.
 
         Raises:
-            NonFiniteError: on every rank alike; names the step and a tensor.
+            NonFiniteError: on every rank; names the step and a tensor.
         """
         found = self._found_nonfinite(kept)
         everywhere = sorted(
@@ -148,8 +148,9 @@ class Checkpointer:
             kind, _, name = everywhere[0].partition("/")
             of = {"param": "parameter", "buffer": "buffer"}[kind]
             raise NonFiniteError(
-                f"after step {self._run.state.step} the {of} {name} is not finite, and no checkpoint of it is written. "
-                f"{REMEDY}; numerics.on_nonfinite=skip leaves out steps whose loss or gradient is not finite."
+                f"after step {self._run.state.step} the {of} {name} is not finite, and no checkpoint of it is "
+                f"written. "
+                f"{REMEDY}; numerics.on_nonfinite=skip skips steps whose loss or gradient is not finite."
             )
 
     def _found_nonfinite(self, kept: ShardedState) -> list[str]:
@@ -231,7 +232,7 @@ class Checkpointer:
         try:
             load_state_extra(self._executor, loaded.meta.get("strategy", {}))
         except (ValueError, TypeError) as error:
-            what = f"meta.json does not tell what the strategy remembered ({error})"
+            what = f"meta.json does not hold the state of the strategy ({error})"
             raise damaged(loaded.checkpoint.folder, what) from None
         # A checkpoint without its evaluation is written again if the evaluation finds it best.
         self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
@@ -265,7 +266,7 @@ class Checkpointer:
     def _prepare(self) -> None:
         """Allocate the memory of the copies once, after the first step: the optimizer has its state then.
 
-        Servers hold the state of a parameter server: to see it takes as long as a save, so that nothing is prepared.
+        With a parameter server, reading the state takes as long as a save, so nothing is prepared.
         """
         plan, step = self._plan, self._run.state.step
         if self._prepared or not 0 < step < plan.last_step or plan.is_measurement or not self.writes_here:
@@ -294,7 +295,8 @@ class Checkpointer:
 
 
 def snapshot_beside_steps(cfg: RunConfig, device: str, *, own_loop: bool) -> Snapshot | None:
-    """Return what copies the state of a run to the host while the next steps go on; None: steps wait for the copies.
+    """Return the snapshot that copies the state of a run to the host during the next steps; None: steps wait for the
+    copies.
 
     It takes a GPU, a step that announces its update, and the loop of trainkit: a graph of a whole step announces one
     phase, and a loop of the user's own may change a parameter between two steps.
@@ -311,7 +313,7 @@ def snapshot_beside_steps(cfg: RunConfig, device: str, *, own_loop: bool) -> Sna
 
 
 def heard_by(snapshot: Snapshot | None, on_phase: PhaseListener) -> PhaseListener:
-    """Return a listener that also lets a GPU wait for the copies before a step changes what they copy."""
+    """Return a listener that also makes a GPU wait for the copies before a step changes the copied tensors."""
     return on_phase if snapshot is None else snapshot.heard(on_phase)
 
 

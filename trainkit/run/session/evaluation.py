@@ -31,7 +31,7 @@ from trainkit.trainer.loop import CallbackHooks
 from trainkit.trainer.manifest import better
 
 MOST_CELLS: Final = 10_000
-"""Cells up to which a table is in result.json; larger ones are in tables.jsonl alone."""
+"""Largest number of cells of a table in result.json; larger tables are only in tables.jsonl."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,11 +43,11 @@ class EvalRunner:
     executor: Executor
     callbacks: CallbackHooks
     enter: Callable[[str], None]
-    """Reports that another phase begins."""
+    """Callback that reports the begin of a phase."""
     figures: dict[str, float] = field(default_factory=dict)
     """The newest value of each metric."""
     tables: dict[str, Table] = field(default_factory=dict)
-    """The newest of each table."""
+    """The newest version of each table."""
     _validated_at: int | None = None
 
     @cached_property
@@ -71,7 +71,7 @@ class EvalRunner:
         return self.figures.get(self._watched.metric) if self.is_up_to_date else None
 
     def results(self) -> dict[str, Any]:
-        """Return the entries of result.json: the metrics, and the tables where there are any."""
+        """Return the entries of result.json: the metrics, and the tables, if there are any."""
         figures = {name: value for name, value in self.figures.items() if not math.isnan(value)}
         small = {name: table.to_json() for name, table in self.tables.items() if table.num_cells <= MOST_CELLS}
         return {"metrics": figures, "tables": small} if small else {"metrics": figures}
@@ -112,15 +112,16 @@ class EvalRunner:
             return [self._measured(split, label) for split, label in named]
 
     def refuse_here(self, split: str, dataset: Any) -> None:
-        """Refuse an evaluation for a callback where the ranks cannot make it together.
+        """Refuse an evaluation for a callback if the ranks cannot run it together.
 
         Raises:
-            TrainingError: names why.
+            TrainingError: names the reason.
         """
         callback, hook = self.callbacks.running or (None, "no hook")
         step, splits = self.run.state.step, self.plan.components.datasets
         if hook in ("checkpoint_saved", "run_end"):
-            why = f"{hook} runs {'on one rank alone' if hook == 'checkpoint_saved' else 'after the ranks have parted'}"
+            ended = "after the process group has ended"
+            why = f"{hook} runs {'on only one rank' if hook == 'checkpoint_saved' else ended}"
         elif callback is not None and callback.observes:
             why = "an observer calls no collective: set observes = False"
         elif self.plan.next_sync_step(step) != step:
@@ -132,7 +133,7 @@ class EvalRunner:
         raise TrainingError(f"{split} cannot be evaluated in {hook}: {why}.")
 
     def _details(self, split: str) -> dict[str, Metric]:
-        """Return what callbacks want measured besides the metrics of the objective, new for each evaluation."""
+        """Return the additional metrics of callbacks, new objects for each evaluation."""
         names = dict.fromkeys(name for one in self.callbacks for name in one.details)
         if not names:
             return {}
@@ -148,13 +149,13 @@ class EvalRunner:
         label: str | None = None,
         more: Mapping[str, Metric] | None = None,
     ) -> Evaluation:
-        """Evaluate a split, or a dataset in its place; collective.
+        """Evaluate a split, or another dataset instead; collective.
 
         Args:
             split: the split.
-            dataset: samples in its place.
-            label: replaces the split in names of metrics.
-            more: metrics besides those of the objective.
+            dataset: samples to use instead of the split.
+            label: replaces the name of the split in names of metrics.
+            more: additional metrics.
         """
         batches = EvalBatches(
             self.plan.components.datasets[split] if dataset is None else dataset,
@@ -174,10 +175,10 @@ class EvalRunner:
         )
 
     def _refuse_unknown(self, split: str, found: Evaluation) -> None:
-        """Refuse a monitored metric of this split that is no number: no checkpoint would ever be the best."""
+        """Refuse a monitored metric of this split that is not a number: there would be no best checkpoint."""
         name = self._watched.metric
         if name.startswith(f"{split}/") and name not in found.figures:
-            what = "is a table, and no number" if name in found.tables else "is given by no metric"
+            what = "is a table, not a number" if name in found.tables else "is not a computed metric"
             rule = f"{what}. There are: {', '.join(found.figures)}."
             raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
 
@@ -199,9 +200,8 @@ class EvalRunner:
 class Averages:
     """The averages of one rank.
 
-    Batch statistics that a training has counted are those of other weights than a mean of weights (`swa`). They are
-    counted anew after the last step alone, since that takes a pass over the training data; until then such averages are
-    not shown.
+    Batch statistics collected in training do not fit a mean of weights (`swa`). They are computed again only after the
+    last step, since that takes a pass over the training data; until then such averages are not evaluated.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Averages:
 
     @property
     def _counts_later(self) -> bool:
-        """Whether batch statistics are counted anew, at a later step."""
+        """Whether batch statistics are computed again, at a later step."""
         return self._counts and not self._over and self._run.state.step < self._plan.num_steps
 
     @contextmanager

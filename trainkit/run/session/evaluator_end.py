@@ -1,4 +1,4 @@
-"""How the evaluator of an attempt has ended: `live/evaluated.json`, which the result of the run waits for."""
+"""The end of the evaluator of an attempt: `live/evaluated.json`, which the result of the run waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EvaluatorEnd:
 
     status: Literal["finished", "failed", "timed out", "stopped"]
     reason: str | None = None
-    """Why it has not finished."""
+    """Reason why it has not finished."""
 
 
 def report_end(folder: RunFolder, end: EvaluatorEnd) -> None:

@@ -69,7 +69,7 @@ def _conclude(folder: RunFolder) -> None:
     best = folder.best_and_last()["best"]
     print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
     if not current and folder.result.exists():
-        print(f"{folder.result} was left as it is: another process uses the folder.", flush=True)  # noqa: T201
+        print(f"{folder.result} was not changed: another process uses the folder.", flush=True)  # noqa: T201
 
 
 def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""What a loop of the user's own gives to its steps: a loss, and figures for the rows of metrics."""
+"""The inputs of a user's own loop for its steps: a loss, and figures for the rows of metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainkit.objectives.base import Loss, Model, Objective
 from trainkit.strategies.base import StepContext
 
 LossFunction = Callable[[nn.Module, Any], object]
-"""Runs the model on the batch of a shard. Returns a tensor of one number, the mean over the samples of the shard; a
-mapping from names to such tensors, which are added up; or a `Loss`, a sum with its weight.
+"""Function that runs the model on the batch of a shard. It returns a tensor of one number, the mean over the samples of
+the shard; a mapping from names to such tensors, which are added up; or a `Loss`, a sum with its weight.
 """
 
 _WANTED: Final = (
@@ -28,8 +28,8 @@ class FunctionLoss(Objective):
     """The mean over samples that a function computes; every sample has the weight 1.
 
     Args:
-        function: as `LossFunction`.
-        terms: the names of a mapping that it returns.
+        function: a `LossFunction`.
+        terms: the keys of the mapping that it returns.
 
     Example:
         >>> objective = FunctionLoss(lambda model, batch: model(batch).square().mean())
@@ -45,10 +45,13 @@ class FunctionLoss(Objective):
         self.term_names = tuple(terms)  # type: ignore[misc]  # of this function
 
     def loss(self, model: Model, batch: Any) -> Loss:
-        """Return the loss of a batch, whose first tensor says how many samples there are."""
+        """Return the loss of a batch; the number of samples is taken from its first tensor."""
         first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is None:
-            raise TrainingError("loss_fn: the batch has no tensor that tells its number of samples. Return a Loss.")
+            raise TrainingError(
+                "loss_fn returned a mean, but no tensor of the batch gives the number of samples. "
+                "Return a Loss with its weight."
+            )
         return loss_of(self.function, model, batch, weight=float(len(first)), terms=self.term_names)
 
 
@@ -56,16 +59,18 @@ def loss_of(function: LossFunction, model: Model, batch: Any, *, weight: float, 
     """Call a loss function, and return its result as a sum with its weight.
 
     Args:
-        function: as `LossFunction`.
+        function: a `LossFunction`.
         model: the model.
         batch: the batch of a shard.
-        weight: of the shard, where the function returns a mean.
-        terms: the names of a mapping that it returns.
+        weight: the weight of the shard, if the function returns a mean.
+        terms: the keys of the mapping that it returns.
 
     Raises:
-        TrainingError: it returns something else.
+        TrainingError: the function returns something else.
     """
-    found = function(cast("nn.Module", model), batch)  # strategies that wrap it otherwise refuse a function
+    found = function(
+        cast("nn.Module", model), batch
+    )  # only strategies that pass the plain module accept a loss function; the others refuse it earlier
     if isinstance(found, Loss):
         return found
     if not isinstance(found, Mapping):
@@ -93,7 +98,7 @@ def _mean(found: object, name: str | None = None) -> Tensor:
     """Return a mean in float32 or float64.
 
     Raises:
-        TrainingError: it is something else.
+        TrainingError: the value is something else.
     """
     subject = "loss_fn gives" if name is None else f"loss_fn gives as the term {name}"
     if not isinstance(found, Tensor):
@@ -107,7 +112,7 @@ def _mean(found: object, name: str | None = None) -> Tensor:
 
 
 class GivenLoss(Objective):
-    """The objective of the steps of a loop of the user's own: the configured one, unless a step is given a loss."""
+    """The objective of the steps of a user's own loop: the configured one, unless a step gets its own loss."""
 
     runs_user_code: ClassVar[bool] = True
 
@@ -118,7 +123,7 @@ class GivenLoss(Objective):
         self._terms = tuple(terms)
 
     def take(self, function: LossFunction | None) -> None:
-        """Let the next step compute a loss; None: that of the configured objective."""
+        """Set the loss of the next step; None: that of the configured objective."""
         self.function = function
 
     def context_of(self, training: StepContext) -> StepContext:
@@ -139,7 +144,7 @@ class GivenLoss(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class _LoopContext(StepContext):
-    """The settings of the steps of a loop of the user's own."""
+    """The settings of the steps of a user's own loop."""
 
     given: GivenLoss
 
@@ -157,10 +162,10 @@ class _LoopContext(StepContext):
         return loss
 
     def _refuse_other_weight(self, loss: Loss, weight: float) -> None:
-        """Refuse a weight that is not the one by which the loss of the step will be divided.
+        """Raise TrainingError if the weight of the Loss differs from the planned weight of the shard.
 
         Raises:
-            TrainingError: the objective has a known weight, and this is another.
+            TrainingError: the planned weight is known, and differs.
         """
         given = loss.weight
         if self.weighing.per_sample is None:

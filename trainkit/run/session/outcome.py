@@ -18,11 +18,11 @@ from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import MANIFEST
 
 Report = Callable[[BaseException], ErrorReport]
-"""Reports an error to the parent and the other ranks."""
+"""Function that reports an error to the parent and the other ranks."""
 
 
 def progress_of(run: Run) -> dict[str, Any]:
-    """Return the progress of a run, and the steps that it has skipped or trained again."""
+    """Return the progress of a run, and its skipped and repeated steps."""
     state = run.state
     found = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
     if state.own_loss:
@@ -31,19 +31,19 @@ def progress_of(run: Run) -> dict[str, Any]:
 
 
 def own_loss_refusal(checkpoint: Path) -> ConfigError:
-    """Return the error of a training that only the loop which gave its losses can continue."""
-    rule = "has steps whose loss its loop gave (trainkit.session). Continue it by its script, with resume=RUN."
+    """Return the error of a training that only the user's own loop can continue, because it gave the losses."""
+    rule = "has steps with a loss from its own loop (trainkit.session). Continue it with its script and resume=RUN."
     return ConfigError([Problem(key="resume", value=str(checkpoint), rule=rule)])
 
 
 def refuse_own_losses(checkpoints: Path) -> None:
-    """Refuse to continue a training whose losses its loop gave by a process that has no such loop.
+    """Refuse to continue a training with losses of a user's own loop in a process without such a loop.
 
     Args:
         checkpoints: a folder of checkpoints, or one checkpoint.
 
     Raises:
-        ConfigError: the newest checkpoint has steps with a loss of a loop.
+        ConfigError: the newest checkpoint has steps with such a loss.
     """
     with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is restored
         newest = [read_manifest(checkpoints)] if (checkpoints / MANIFEST).is_file() else list_complete(checkpoints)[:1]
@@ -66,7 +66,7 @@ def status_of(run: Run) -> dict[str, str]:
 
 
 def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[str, Any]:
-    """Return the entries of the result for an error; for one caused by another rank's failure, only that fact."""
+    """Return the entries of the result for an error; if another rank's failure caused it, only that fact."""
     reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
     reason += callback_note(error)
     if lost:

@@ -1,4 +1,4 @@
-"""A loop of the user's own: takes the loop of the trainer step by step, with the same parts and the same numbers."""
+"""Let a user's own loop drive the loop of the trainer step by step, with the same components and results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trainkit.trainer.left_out import RollbackNeeded
 
 
 class OwnLoop:
-    """The steps of one task of a run, taken by a loop of the user's own.
+    """The steps of one task of a run, driven by a user's own loop.
 
-    Between two calls the process counts as idle: how long the loop itself takes is the user's decision.
+    Between two calls the process counts as idle, because the user decides how long the loop itself takes.
 
     Args:
         task: the open session of the task.
@@ -60,7 +60,8 @@ class OwnLoop:
                 if self._current is not None and self._current[0] is ticket:
                     raise TrainingError(
                         f"no step was made with the batches of step {ticket.step}. Call session.step(), or "
-                        "session.forward_backward() and session.update(), once for each round of session.batches()."
+                        "session.forward_backward() and session.update(), once for each iteration of "
+                        "session.batches()."
                     )
         finally:
             self._in_batches = False
@@ -124,7 +125,7 @@ class OwnLoop:
             self.task.save()
 
     def finish(self) -> dict[str, Any]:
-        """End the training where the loop was left; return the content of result.json."""
+        """End the training at the step at which the loop was left; return the content of result.json."""
         self._refuse_with_gradients()
         if not self.is_over:
             self._refuse_between_averages("the end of the loop")
@@ -134,14 +135,14 @@ class OwnLoop:
         """Let the next step compute a loss; None: that of the objective.
 
         Raises:
-            ConfigError: the strategy, or an objective with phases, cannot give a step a loss of its own.
+            ConfigError: the strategy, or an objective with phases, does not support a loss for a single step.
         """
         if isinstance(self._given.configured, FunctionLoss):
             self._refuse(LoopCall.own_loss)
         if function is not None and function != self._given.configured.loss:
             self._refuse(LoopCall.own_loss)
             if self._given.configured.phases:
-                rule = "has phases, each with a loss of its own. Use step() without loss_fn."
+                rule = "has phases, each with its own loss. Use step() without loss_fn."
                 raise ConfigError([Problem(key="objective", rule=rule)])
             if not callable(function):
                 raise TrainingError(f"loss_fn is a {type(function).__name__}: give a function of (model, batch).")
@@ -158,7 +159,7 @@ class OwnLoop:
     def _executor_apart(self) -> UpdatesApart:
         self._refuse(LoopCall.apart)
         if self.task.plan.optimizers:
-            rule = f"{LoopCall.apart.value} are of one optimizer, and here each phase has its update. Use step()."
+            rule = f"{LoopCall.apart.value} support one optimizer, and here each phase has its own update. Use step()."
             raise ConfigError([Problem(key="optimizers", rule=rule)])
         executor = self.task.executor
         assert isinstance(executor, UpdatesApart)
@@ -190,7 +191,9 @@ class OwnLoop:
 
     def _taken(self, call: str) -> tuple[Ticket, Sequence[Batch]]:
         if self._in_batches and self._current is None and not self.is_over:
-            raise TrainingError(f"session.{call}: the step of these batches is made. One round has one step.")
+            raise TrainingError(
+                f"session.{call}: the step of these batches is already done. One iteration has one step."
+            )
         found = self._fetched()
         if found is None:
             reason, last = self.task.run.stop_reason, self.task.plan.last_step
@@ -213,7 +216,7 @@ class OwnLoop:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Run what belongs between two steps."""
+        """Run the work between two steps."""
         self._refuse_with_gradients()
         yield
         self.task.rest()

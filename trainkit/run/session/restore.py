@@ -1,5 +1,5 @@
-"""The initial state of a run on each rank: its links to the process, the view for callbacks, the step context, and the
-checkpoint to continue from.
+"""Build the initial state of a run on each rank: its links to the process, the view for callbacks, the step context,
+and the checkpoint to continue from.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainkit.trainer.ownership import OwnershipToken, uncontested
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
-"""Keys that earlier versions did not write."""
+"""Keys that earlier versions did not write -> their types."""
 _STATE: Final[Mapping[str, Kind]] = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
 _LOSS_SCALE: Final[Mapping[str, Kind]] = {"scale": float, "good_steps": int, "overflows": int}
 _LEFT_OUT: Final[Mapping[str, Kind]] = {"count": int, "steps": list, "first": int, "last": int}
@@ -60,7 +60,7 @@ def refuse_malformed(loaded: Loaded) -> None:
     try:
         _check(loaded.meta, loaded.checkpoint.step)
     except ValueError as error:
-        raise damaged(loaded.checkpoint.folder, f"meta.json is not what was written ({error})") from None
+        raise damaged(loaded.checkpoint.folder, f"meta.json is not as it was written ({error})") from None
 
 
 def _check(meta: Any, step: int) -> None:
@@ -77,16 +77,16 @@ def _check(meta: Any, step: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLinks:
-    """The links of a session to the process that it runs in."""
+    """The links of a session to its process."""
 
     stop_requested: Callable[[], str | None]
-    """Returns why this process was asked to stop, or None."""
+    """Function that returns why this process was asked to stop, or None."""
     check_fence: Callable[[], None] = uncontested
-    """Raises if another worker group owns the run folder now."""
+    """Function that raises if another worker group owns the run folder now."""
     on_phase: PhaseListener = ignore_phase
-    """Receives (phase, step) when this task begins another phase."""
+    """Callback that receives (phase, step) when this task begins another phase."""
     within_steps: bool = True
-    """Whether it receives the phases within a step, too."""
+    """Whether it also receives the phases within a step."""
 
 
 class RestoreTarget(Protocol):
@@ -97,7 +97,7 @@ class RestoreTarget(Protocol):
     executor: Executor
 
     def enter(self, phase: str) -> None:
-        """Report that another phase begins."""
+        """Report the begin of a phase."""
 
     def warn(self, message: str) -> None:
         """Add a note to the startup summary."""
@@ -110,7 +110,7 @@ class RestoreTarget(Protocol):
 
 
 def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...], *, measure: Measure) -> Run:
-    """Return the view of a starting run that callbacks receive; `measure` is what `Run.evaluate` calls."""
+    """Return the view of a starting run for callbacks; `Run.evaluate` calls `measure`."""
     local, traits = executor.local, plan.components.strategy.traits
     # if the model is sharded, this rank may hold only a part of it
     model = meta_model(plan) if traits.is_sharded else local.model
@@ -137,7 +137,7 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
 
 
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
-    """Return a function that gives the samples of a ticket: indices of the dataset, or positions in a stream."""
+    """Return a function that returns the samples of a ticket: indices of the dataset, or positions in a stream."""
     train = plan.components.datasets["train"]
     if isinstance(train, Stream) and train.files_for(plan.batch.num_shards(0)) is not None:
         return DealtOrder(plan=plan.batch).indices
@@ -148,7 +148,7 @@ def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
 
 
 def make_step_context(plan: RunPlan, on_gradients: GradientListener | None = None) -> StepContext:
-    """Return the settings that every step of a plan needs; without a listener, nothing looks at gradients."""
+    """Return the settings that every step of a plan needs; without a listener, gradients are not observed."""
     rate, max_norm = plan.rate, plan.cfg.clip.max_norm
     return StepContext(
         plan=plan.batch,
@@ -172,11 +172,11 @@ def loader_of(plan: RunPlan, executor: Executor) -> Loader:
 
 
 def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
-    """Continue from this folder's newest complete checkpoint, else start from the one that `resume` or `init_from`
-    names.
+    """Continue from this folder's newest complete checkpoint, else start from the checkpoint that `resume` or
+    `init_from` names.
 
-    This also serves a rollback: it then continues from a checkpoint of this run, or from the one that it was resumed
-    from.
+    A rollback uses this too: it continues from a checkpoint of this run, or from the one from which the run was
+    resumed.
     """
     cfg = session.cfg
     session.enter("load")
@@ -206,7 +206,7 @@ def _refuse_foreign(loaded: Loaded, folder: Path) -> None:
 
 
 def _refuse_other_steps(session: RestoreTarget) -> None:
-    """Raise if ranks see different checkpoints: they would train something else, or wait for ever; collective."""
+    """Raise if ranks see different checkpoints: they would train different things, or wait for ever; collective."""
     if session.executor.local.all_ranks.num_ranks > 1:
         found = session.executor.local.all_ranks.gather(torch.tensor([session.run.state.step]))
         steps = [int(step.item()) for step in found]

@@ -80,7 +80,7 @@ class TaskSession:
         self.fingerprint, self._given_loss, self.logged = fingerprint(plan.cfg), given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task.device)
         if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
-            notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
+            notes = (*notes, "the model is built whole on every rank: its constructor reads values of its own tensors.")
         on_phase("join", 0)
         in_steps = self._account.heard(on_phase if links.within_steps else heard_by(snapshot, ignore_phase))
         self._step_phase = self.callbacks.with_listeners(in_steps)
@@ -142,7 +142,7 @@ class TaskSession:
         return loader
 
     def enter(self, phase: str) -> None:
-        """Report that this rank begins another phase."""
+        """Report that this rank begins a phase."""
         self._on_phase(phase, self.run.state.step)
 
     def warn(self, message: str) -> None:
@@ -189,7 +189,7 @@ class TaskSession:
 
     @contextmanager
     def keeping_last_checkpoint(self) -> Iterator[None]:
-        """Complete the checkpoint that is being written if the steps inside end with a number that is not finite."""
+        """Complete the checkpoint that is being written if the steps inside end with a value that is not finite."""
         try:
             yield
         except NonFiniteError:
@@ -212,7 +212,7 @@ class TaskSession:
 
     def new_loop(self) -> TrainingLoop:
         """Return the loop from the current step to the last one."""
-        if self._evaluation_due:  # an error prevented it in the run that is continued
+        if self._evaluation_due:  # it is still due if an error prevented it in the previous start
             self._evaluation_due = False
             self.evaluate()
         timeline = TriggerSchedule(self._triggers(), self.run.state.step)
@@ -359,14 +359,16 @@ class TaskSession:
             self.run.request_stop(answer.stop)
 
     def finish(self) -> dict[str, Any]:
-        """End a training regularly: evaluate, save, leave together; return the content of result.json. Collective."""
+        """End a training regularly: evaluate, save, and leave the process group together; return the content of
+        result.json. Collective.
+        """
         state = self.run.state
         self.flush(is_last=True)
         for one in sync(self.executor):
             state.left_out.take(one)
         refresh_model(self.executor)
         asked = self.run.stop_reason in REASONS
-        self._data_state = self._loader.state()  # statistics of averages may read the training data once more
+        self._data_state = self._loader.state()  # statistics of averages may read the training data again
         if not asked and self._scorer.averages is not None and self._scorer.averages.end_early():
             self._scorer.forget()
             self._keeper.save_again()
@@ -381,7 +383,7 @@ class TaskSession:
         self._keeper.close()
         self.enter("end")
         self._journal.pause()
-        # Rank 0 writes to disk while the others have finished; all leave the process group together.
+        # Rank 0 still writes to disk when the others have finished; all leave the process group together.
         self.executor.local.all_ranks.sum(torch.zeros(1))
         result = {**status_of(self.run), **self.progress(), **result_extra(self.executor)}
         result["weights_sha256"] = self._keeper.weights_sha256()

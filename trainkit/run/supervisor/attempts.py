@@ -24,46 +24,46 @@ from trainkit.storage import Presence
 from trainkit.strategies.rendezvous_store import Rendezvous
 
 _GRACE_S: Final = 0.1
-"""How long the other ranks have to write their error reports after one has failed."""
+"""Seconds that the other ranks have to write their error reports after one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0
-"""The same if the failed rank only lost its connection to another: the root cause may be the last to exit."""
+"""The same for a failed rank that only lost its connection to another: the root cause may be the last to exit."""
 _ENDING_S: Final = 10.0
-"""How long a process that has ended may take to be reaped on a busy machine."""
+"""Seconds that a process that has ended may take to be reaped on a busy machine."""
 _REPORTED_S: Final = 30.0
-"""How long a rank may live on after its error report, unless it saves."""
+"""Seconds that a rank may live after its error report, unless it is saving."""
 _SHUTDOWN_GRACE_S: Final = 5.0
-"""How long auxiliary tasks have to end after the training."""
+"""Seconds that auxiliary tasks have to end after the training."""
 
 
 def log_to_stderr(line: str) -> None:
     """Log a line on the terminal."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings:
-    """How the ranks of a run are started, watched and restarted."""
+    """The settings for starting, watching and restarting the ranks of a run."""
 
     max_restarts: int = 3
     """Bounds the restarts, see `trainkit.run.supervisor.restart_policy`; 0 never restarts."""
     min_replicas: int | None = None
-    """The run continues without lost replicas as long as so many are left; None: only with all."""
+    """The run continues without lost replicas as long as this many are left; None: only with all."""
     retry_s: float = 60.0
     """Seconds until a lost replica is tried again."""
     limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
-    """How long a rank may make no progress."""
+    """Longest times without progress."""
     pass_fds: Sequence[int] = ()
     """File descriptors that every worker inherits: the lock of the folder."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the workers besides those of this process: the plan, and the secrets, which are in no file."""
+    """Variables of the workers besides those of this process: the plan, and the secrets, which are not in any file."""
     auxiliary_ranks: Collection[int] = ()
     """Ranks that serve the rank that trains, and end with it."""
     replaceable: Collection[int] = ()
     """Ranks that are restarted alone when they die, while the others continue."""
     note_without_checkpoint: str = "There is no checkpoint to restart from."
-    """What a failure adds where there is no checkpoint."""
+    """Note on a failure without a checkpoint."""
     log: Callable[[str], None] = log_to_stderr
-    """Logs restarts, and replicas lost and tried again."""
+    """Function that logs restarts, and replicas lost and retried."""
 
 
 class AttemptRunner:
@@ -243,8 +243,8 @@ class AttemptRunner:
             self._replacing.stop_restarting()
 
     def _kill_stragglers(self, group: WorkerGroup) -> None:
-        """End the auxiliary ranks a while after the training, and the evaluator a while after rank 0, which waits for
-        it.
+        """Kill auxiliary ranks some time after the training has ended, and the evaluator some time after rank 0, which
+        waits for it.
         """
         if self._trained_at is None or time.monotonic() < self._trained_at + _SHUTDOWN_GRACE_S:
             return
@@ -309,7 +309,7 @@ class AttemptRunner:
         return root_cause(self._folder, exits, running, self._evidence), exits
 
     def _grace_s(self, group: WorkerGroup, exits: list[ProcessExit]) -> float:
-        """Return how long to wait for failures of other ranks: longer while all failed ranks only lost a connection."""
+        """Return the seconds to wait for failures of other ranks: longer if all failed ranks only lost a connection."""
         running = group.running
         reports = [self._evidence.report(rank) for rank in (*(one.rank for one in exits), *running)]
         if any(report is not None and not report.is_secondary for report in reports):
@@ -320,11 +320,11 @@ class AttemptRunner:
 
 
 _NOTICE_S: Final = 1.0
-"""How long rank 0 may take to notice that it has lost another rank, and begin to save."""
+"""Seconds that rank 0 may take to notice the loss of another rank and begin to save."""
 _SAVE_S: Final = 120.0
-"""How long the save may take."""
+"""Seconds that the save may take."""
 _WORKING_PHASES: Final = ("data", "forward", "backward", "reduce", "evaluate", "save")
-"""Phases in which rank 0 notices a loss, or saves."""
+"""Phases in which rank 0 may notice a loss, or save."""
 
 
 def wait_for_owner_save(folder: RunFolder, group: WorkerGroup, failure: Failure) -> None:

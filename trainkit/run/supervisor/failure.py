@@ -1,4 +1,4 @@
-"""Find out which rank failed first, and how: the first thing that the user reads.
+"""Find the rank that failed first, and how it failed: the first line that the user reads.
 
 Failures are ordered by kind: an error that a rank raised itself, then a process that was ended by a signal or an exit,
 then a lost connection. Within a kind the lower step comes first, then the earlier arrival at this process. Clocks of
@@ -53,11 +53,11 @@ class Failure:
     step: int | None = None
     """Updates that the rank had completed; None: it had not begun."""
     dumps: str = ""
-    """Where NCCL's flight recorder has written the last collectives of the ranks; empty where it has not."""
+    """Note about the files of NCCL's flight recorder with the last collectives of the ranks; empty without files."""
 
     @property
     def is_permanent(self) -> bool:
-        """Whether a restart would end the same way."""
+        """Whether a restart would fail in the same way."""
         return self.report is not None and self.report.is_permanent
 
     def error(self, remark: str = "") -> TrainkitError:

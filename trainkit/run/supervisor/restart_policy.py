@@ -1,10 +1,9 @@
 """Decide which failures are worth another attempt at the run or another start of a task, and which end the run.
 
-A run is given up
-    when user code raises an exception that it raised before: same rank, same step, same text
-    after `max_restarts` restarts in a row without a newer checkpoint
-    after `max_restarts` restarts because of failures in one step, whatever was saved between them
-    after `max_restarts` restarts in a row whose attempts raised an exception within their first two steps
+A run is given up when user code raises an exception that it raised before: same rank, same step, same text after
+    `max_restarts` restarts in a row without a newer checkpoint after `max_restarts` restarts because of failures in one
+    step, regardless of checkpoints between them after `max_restarts` restarts in a row whose attempts raised an
+    exception within their first two steps
 
 The last rule ends a run that advances by one step with each restart. A lost replica (docs/elastic.md) counts in none of
 the rules.
@@ -14,7 +13,7 @@ has begun is restarted 1 s later, then 2, 4 ... 60 s. A worker that dies more th
 progress of the run ends the run; an evaluator that dies so often over one checkpoint is given up, and the training
 continues without it.
 
-Record restarts by a launcher or a process backend, which restarts all processes without knowing what failed.
+Launchers and process backends restart all processes without knowing which one failed.
 
 Rank 0 of the new group finds the error reports of the last one in the run folder. It records the restart, and refuses
 it if user code raised the same exception twice in the same place.
@@ -70,7 +69,7 @@ class Fault:
     newer: bool
     """Whether the attempt wrote that checkpoint."""
     raised: frozenset[RaisedError] = frozenset()
-    """What each rank raised, if user code raised the exception that ended the attempt; otherwise empty."""
+    """Exception of each rank, if user code raised the exception that ended the attempt; otherwise empty."""
 
 
 def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: int | None, reached: int) -> Fault:
@@ -87,7 +86,7 @@ def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: i
 
 
 def raised_by(folder: RunFolder, task: Task) -> RaisedError | None:
-    """Return the exception of user code that a task reported; None: it reported none, or one of another kind."""
+    """Return the exception of user code that a task reported; None if it reported none, or another kind of error."""
     report = read_error_report(folder.error_of(task.rank))
     if report is None or not _is_of_user(report):
         return None
@@ -119,7 +118,7 @@ class RestartPolicy:
         >>> policy = RestartPolicy(max_restarts=1)
         >>> policy.refuse(Fault(step=5, begun_at=0, reached=3, newer=True))
         >>> policy.refuse(Fault(step=5, begun_at=3, reached=4, newer=True))
-        'gave up after 1 restarts: 2 attempts failed in step 5, whatever was saved between them'
+        'gave up after 1 restarts: 2 attempts failed in step 5, regardless of checkpoints between them'
     """
 
     max_restarts: int
@@ -146,10 +145,10 @@ class RestartPolicy:
         if again:
             return repeated(again)
         if self.no_progress > self.max_restarts:
-            what = f" that got no further than the checkpoint of step {fault.reached}{remark}"
+            what = f" without progress beyond the checkpoint of step {fault.reached}{remark}"
         elif fault.step is not None and self._in_step[fault.step] > self.max_restarts:
             count = self._in_step[fault.step]
-            what = f": {count} attempts failed in step {fault.step}, whatever was saved between them"
+            what = f": {count} attempts failed in step {fault.step}, regardless of checkpoints between them"
         elif self._early > self.max_restarts:
             what = f": {self._early} attempts in a row raised an exception within their first two steps"
         else:
@@ -179,7 +178,7 @@ class _RestartHistory:
     died_before_start: int = 0
     """Deaths in a row before it had begun."""
     due: float | None = None
-    """When it is restarted; None: it runs, or is not restarted."""
+    """Time of its restart; None: it is running, or is not restarted."""
     raised: set[RaisedError] = field(default_factory=set)
     """The exceptions of user code that it has raised."""
 
@@ -189,7 +188,7 @@ class TaskRestarter:
     """Counts the deaths of the tasks of one attempt that may be restarted alone."""
 
     tasks: Mapping[int, Task]
-    """These tasks, by rank."""
+    """The tasks that may be restarted alone, by rank."""
     folder: RunFolder
     max_restarts: int
     log: Callable[[str], None]
@@ -202,12 +201,12 @@ class TaskRestarter:
         return any(record.due is not None for record in self._records.values())
 
     def may_restart(self, failure: Failure) -> bool:
-        """Return whether the failed task is one of these, and a restart may help."""
+        """Return whether the failed task is one of `tasks`, and a restart may help."""
         task = self.tasks.get(failure.rank)
         return task is not None and (task.is_evaluator or not failure.is_permanent)
 
     def restart_count(self, rank: int) -> int:
-        """Return how often a task was restarted alone."""
+        """Return the number of restarts of one task."""
         return self._records[rank].life
 
     def on_death(self, failure: Failure) -> None:
@@ -238,18 +237,18 @@ class TaskRestarter:
         step = None if heartbeat is None else heartbeat.step
         restart = Restart(kind="alone", cause=failure.headline, step=step, rank=failure.rank, task=str(task))
         record_restart(self.folder.path, restart)
-        self.log(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
+        self.log(f"{failure.headline} Restarting only {task}{when}; the others continue.")
 
     def _give_up(self, failure: Failure, task: Task, record: _RestartHistory, *, twice: bool) -> None:
         count = f"gave up after {self.max_restarts} restarts of {task} alone"
-        no_further = f"{count} that got no further than step {record.reached}"
+        no_further = f"{count} without progress beyond step {record.reached}"
         if twice:
             no_further = count = f"gave up: {task} raised the same exception twice in the same place"
         if not task.is_evaluator:
             raise CrashLoopError(f"{no_further}: {failure.error()}")
         words = failure.headline
         report_end(self.folder, EvaluatorEnd(status="failed", reason=f"{words} Evaluation {count}."))
-        self.log(f"{words} Evaluation {count}; the training goes on without it.")
+        self.log(f"{words} Evaluation {count}; the training continues without it.")
 
     def due(self) -> list[Task]:
         """Return the tasks to start now, after removing the files of their previous start."""
@@ -263,7 +262,7 @@ class TaskRestarter:
         return [self.tasks[rank] for rank in ranks]
 
     def stop_restarting(self, *, evaluator: bool = False) -> None:
-        """Restart no more tasks, because the training has ended: with `evaluator` not the evaluator either."""
+        """Stop restarting tasks, because the training has ended; `evaluator` includes the evaluator."""
         for rank, task in self.tasks.items():
             if evaluator or not task.is_evaluator:
                 self._records[rank].due = None
@@ -280,7 +279,7 @@ class ExternalRestart:
     raised: frozenset[RaisedError]
     """The exceptions of all earlier groups."""
     refusal: str | None
-    """Why the group does not begin; None: it does."""
+    """The reason why the group must not begin; None if it may."""
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the exceptions as JSON for the next group."""
@@ -312,7 +311,7 @@ def record_relaunch(
         step = next((one.step for one in found if one.rank == rank), None)
         restart = Restart(
             kind="all",
-            cause=headline or "The processes were gone.",
+            cause=headline or "The processes had ended.",
             step=step,
             rank=rank,
             checkpoint=newest[0].step if newest else None,

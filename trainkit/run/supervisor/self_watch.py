@@ -35,13 +35,13 @@ _ENDING_S: Final = 60.0
 _OTHERS_S: Final = 30.0
 """Seconds beyond its limit that another rank has to end itself before this one ends."""
 _DEBUGGERS: Final = ("bdb.py", "pydevd.py", "pydevd_runpy.py")
-"""Files of debuggers: a thread that executes one of them waits for the user."""
+"""Files of debuggers: a thread that executes one of them counts as waiting for the user."""
 
 
 class BeatCounter:
-    """The heartbeats of a run of one process: it receives the phases beside the steps, and reads the step count itself.
+    """The heartbeats of a run of one process: it receives phases outside of steps, and reads the step count itself.
 
-    So a step costs nothing. If failpoints are armed, every phase is reported, since they need it.
+    This costs the steps no time. If failpoints are armed, every phase is reported, since they need it.
     """
 
     def __init__(self, relay: Beats | None = None) -> None:
@@ -157,7 +157,7 @@ class SelfWatch:
                 return
 
     def _is_to_end(self, overdue: OverdueRank) -> bool:
-        """Return whether this rank hangs, or another that does not end itself."""
+        """Return whether this rank hangs, or another hanging rank does not end itself."""
         return overdue.rank == self._rank or overdue.silence_s > overdue.limit.seconds + _OTHERS_S
 
     def _frame(self) -> FrameType | None:

@@ -59,7 +59,7 @@ def supervise(
     Args:
         resolved: the config file that the workers read.
         tasks: one per process; rank 0 writes the run folder, and its output goes to the terminal.
-        settings: how they are started, watched and restarted.
+        settings: settings for starting, watching and restarting them.
         folder: the run folder; the caller holds its lock.
         command: the command to start instead of `python -m trainkit.run.worker_main RESOLVED`; tests use it.
         rendezvous: the store of the ranks; by default one on the loopback interface, for this run alone.
@@ -219,13 +219,13 @@ class _Member:
     """One replica slot, whether it takes part in the next attempt or not."""
 
     task: Task
-    """The task as planned; its `index` stays, its rank is assigned anew for each attempt."""
+    """The task as planned; its `index` stays, its rank is assigned again for each attempt."""
     failures: int = 0
     """Failures that it caused since the last checkpoint it took part in."""
     losses: int = 0
     """Times it was lost since then."""
     due: float | None = None
-    """When a lost replica is tried again; None: it is not lost."""
+    """Time at which a lost replica is retried; None: it is not lost."""
 
 
 class ReplicaMembership:
@@ -237,7 +237,7 @@ class ReplicaMembership:
     each further loss.
 
     Args:
-        tasks: all of them, as planned.
+        tasks: all tasks, as planned.
         min_replicas: the run does not continue with fewer; None: no replica is ever lost, however often it fails.
         retry_s: seconds until a lost replica is tried again; doubled by each further loss without a completed step.
         clock: returns monotonic seconds.
@@ -246,7 +246,7 @@ class ReplicaMembership:
         >>> tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(3)]
         >>> membership = ReplicaMembership(tasks, min_replicas=2)
         >>> membership.record_failure(0, at_start=True)
-        'worker:0 (cpu) is lost: goes on with 2 of 3 replicas, and tries it again in 60 s.'
+        'worker:0 (cpu) is lost: the run continues with 2 of 3 replicas, and retries it in 60 s.'
         >>> membership.next_members()
         ()
         >>> [(str(task), task.rank) for task in membership.tasks]
@@ -304,7 +304,7 @@ class ReplicaMembership:
             member.failures = member.losses = 0
 
     def record_failure(self, rank: int, *, at_start: bool) -> str | None:
-        """Record which replica caused the end of an attempt, perhaps before the first step after its restart.
+        """Record the replica that caused the end of an attempt, possibly before the first step after its restart.
 
         Returns:
             One line if the replica is lost; None: the next attempt includes it.
@@ -318,7 +318,8 @@ class ReplicaMembership:
         member.due = self._clock() + wait_s
         self._present = [other for other in self._present if other is not member]
         return (
-            f"{_name(member.task)} is lost: goes on with {self._counted} replicas, and tries it again in {wait_s:g} s."
+            f"{_name(member.task)} is lost: the run continues with {self._counted} replicas, and retries it in "
+            f"{wait_s:g} s."
         )
 
     @property
