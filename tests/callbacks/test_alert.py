@@ -68,7 +68,7 @@ def server() -> Iterator[tuple[str, list[Any]]]:
 
 
 def test_without_a_channel_nothing_starts() -> None:
-    with pytest.raises(ConfigError, match=r"callbacks\.alert: calls what the environment names, and it names nothing"):
+    with pytest.raises(ConfigError, match=r"callbacks\.alert: has nothing to call"):
         Alert()
 
 

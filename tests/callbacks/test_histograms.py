@@ -213,7 +213,7 @@ def test_the_output_layer_of_a_language_model_has_no_hook() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["strategy=local_sgd"], "under one_device, device_map, mirrored and fsdp, and LocalSgd keeps them to itself."),
+        (["strategy=local_sgd"], "under one_device, device_map, mirrored and fsdp, not under LocalSgd."),
         (["compile.mode=default"], "callbacks.histograms: sees no gradient of a compiled step (compile.mode=default)."),
         (["callbacks.histograms.kinds=[]"], "callbacks.histograms.kinds=[]: names nothing to show."),
     ],

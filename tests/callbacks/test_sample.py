@@ -41,7 +41,7 @@ def test_a_token_that_the_text_does_not_have_fails_no_training(
         Sample(num_tokens=20, top_k=None).train_end(run, {"status": "finished"})
 
     (record,) = caplog.records
-    assert record.getMessage().startswith("sample: the dataset cannot decode what the model wrote: ")
+    assert record.getMessage().startswith("sample: the dataset cannot decode the tokens of the model: ")
 
 
 def test_only_the_owner_of_a_finished_run_writes(tmp_path: Path) -> None:

@@ -165,4 +165,4 @@ def test_report_refuses_folders_of_which_one_is_no_run(
     assert main(["report", str(runs / "a"), str(tmp_path)]) == 2
     assert "Give run folders, or one folder of a sweep." in capsys.readouterr().err
     assert main(["report", str(runs / "a"), "--out", str(tmp_path / "none/page.html")]) == 2
-    assert "must be a file in a folder that exists." in capsys.readouterr().err
+    assert "must be a file in an existing folder." in capsys.readouterr().err

@@ -148,8 +148,8 @@ def test_a_section_is_shown_without_marks_and_another_name_is_refused(capsys: py
     assert cli.main(["explain", "errors.files-that-cannot-be-written"]) == 0
     assert capsys.readouterr().out == (
         "Files that cannot be written\n\n"
-        "Cause: a file system is full, read-only or gone, or a limit is reached. Remedy: the table\n"
-        "above (errors.loss-that-is-not-finite) names one for each; `trainkit resume RUN` continues.\n"
+        "Cause: a file system is full, read-only or missing, or a limit is reached. Remedy: see the table\n"
+        "above (errors.loss-that-is-not-finite); `trainkit resume RUN` continues.\n"
     )
     assert cli.main(["explain", "errors"]) == 0
     assert "errors.out-of-memory\n" in capsys.readouterr().out

@@ -181,7 +181,7 @@ def test_a_result_needs_no_more_than_status_and_reason() -> None:
 
 def test_top_refuses_json_beside_then(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     assert main(["top", str(runs), "--then", "--json"]) == 2
-    assert "--json: prints the leaderboard alone. Without --then." in capsys.readouterr().err
+    assert "--json: prints only the leaderboard. Leave out --then." in capsys.readouterr().err
 
 
 def test_the_state_of_a_tracker(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_what_a_tracker_refused_is_sent_when_it_answers_again(tmp_path: Path, se
     assert sender.trouble(ConnectionError("no route.")) == "ConnectionError: no route"
     state = read_state(tmp_path, "wandb")
     assert state is not None
-    assert state.not_sent == "what follows step 10, the files and the end: ConnectionError: no route"
+    assert state.not_sent == "everything after step 10, the files and the end: ConnectionError: no route"
     sender.send_new()
     assert [step for step, _ in service.points] == [10, 20]
 

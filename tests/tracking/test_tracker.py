@@ -54,11 +54,11 @@ def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
             tracker.log(run, row(10))
         tracker.run_end(run, {})
     first, last = caplog.messages
-    assert first.startswith("wandb is not reached (no answer for 0.01 s). The training goes on")
+    assert first.startswith("wandb is not reached (no answer for 0.01 s). The training continues")
     assert last.endswith(f"python -m trainkit.tracking {run.folder} sends the rest.")
     state = read_state(run.folder, "wandb")
     assert state is not None
-    assert state.not_sent == "what follows step 0, the files and the end: no answer within 0.5 s"
+    assert state.not_sent == "everything after step 0, the files and the end: no answer within 0.5 s"
 
 
 @pytest.mark.usefixtures("installed")
@@ -70,7 +70,7 @@ def test_a_tracker_that_fails_is_named_with_its_reason(
     tracker = Wandb(wait_s=60)
     tracker.run_start(run)
     tracker.run_end(run, {})
-    assert "wandb was not sent everything: ConnectionError: no route" in caplog.text
+    assert "wandb did not receive everything: ConnectionError: no route" in caplog.text
 
 
 @pytest.mark.usefixtures("installed")

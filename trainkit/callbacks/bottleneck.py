@@ -1,4 +1,4 @@
-"""Name the bottleneck of a training: from the parts of its steps on every rank, and the kernels of one rank."""
+"""Name the bottleneck of a training: from the step times of every rank and the kernel times of one rank."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainkit.config.schema import RunConfig
 from trainkit.report.numbers import share
 
 KINDS: Final = ("input", "host", "compute", "memory", "exchange", "straggler")
-"""What may bind a training."""
+"""Possible bottlenecks."""
 
 _MATRIX: Final = re.compile(r"(^|[^a-z])(add|bad?d?)?b?mm($|[^a-z])|gemm|conv|attention|flash|fmha|cutlass|xmma")
-"""Names of operations and kernels that compute much for each byte they move: products of matrices."""
+"""Names of compute-bound operations and kernels: matrix products, convolutions, attention."""
 _COMMUNICATES: Final = re.compile(r"nccl|gloo|c10d|ProcessGroup|Memcpy")
 _SHORT_S: Final = 1e-5
-"""An operation of the CPU that takes less is mostly the host's work to call it."""
+"""CPU operations shorter than this mostly consist of the host's call overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTimes:
-    """Seconds a step of the operations of one rank."""
+    """Kernel time per step of one rank, in seconds."""
 
     compute_s: float = 0.0
     """Products of matrices, convolutions, attention: bound by the arithmetic of the device."""
@@ -61,23 +61,23 @@ class StepTimes:
     steps: tuple[float, ...]
     """The duration of each step."""
     inputs: tuple[float, ...]
-    """Its part for the input."""
+    """Seconds of each step that wait for input."""
     exchanges: tuple[float, ...]
-    """Its part for the exchange, with the wait for other ranks."""
+    """Seconds of each step in the exchange, including the wait for other ranks."""
 
     def own(self, step: int) -> float:
-        """Return the time of a step in which this rank did not exchange or wait."""
+        """Return the time of a step without exchange and waiting."""
         return self.steps[step] - self.exchanges[step]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """The shares of a step."""
+    """The shares of a step, by kind of bottleneck."""
 
     shares: Mapping[str, float]
-    """Kind -> its share of a step; together 1."""
+    """Kind -> its share of a step; the shares sum to 1."""
     slowest: int
-    """The rank that computes and reads longest."""
+    """The rank with the longest computing and reading time."""
 
     @property
     def bottleneck(self) -> str:
@@ -86,15 +86,15 @@ class Breakdown:
 
 
 def breakdown(ranks: Sequence[StepTimes], kernels: KernelTimes) -> Breakdown:
-    """Divide a step into what may bind it.
+    """Divide the time of a step among the possible bottlenecks.
 
-    In each step, the rank that takes longest decides when all go on: what it takes more than the median rank is
-    `straggler`, and what it spends in the exchange itself is `exchange`. What is left beside the input is divided by
-    the times of the kernels; `host` is the time in which none ran.
+    In each step, all ranks wait for the slowest one: its time above the median rank is `straggler`, and its time in the
+    exchange itself is `exchange`. The rest, without the input, is divided by the kernel times; `host` is the time in
+    which no kernel ran.
 
     Args:
         ranks: the steps of each rank, the same number of them.
-        kernels: of one rank.
+        kernels: kernel times of one rank.
 
     Example:
         >>> one = StepTimes(steps=(1.0,), inputs=(0.1,), exchanges=(0.5,))
@@ -127,7 +127,7 @@ def breakdown(ranks: Sequence[StepTimes], kernels: KernelTimes) -> Breakdown:
 
 
 def remedy(kind: str, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
-    """Return the key that may move a bottleneck, with a value where there is one.
+    """Return the key that may remove a bottleneck, with a value if one is known.
 
     Example:
         >>> remedy("input", RunConfig(), device="cpu", is_stream=False)
@@ -155,7 +155,7 @@ def remedy(kind: str, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
 
 
 def verdict(found: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
-    """Return the bottleneck, its share and the key that may move it, in one line."""
+    """Return the bottleneck, its share and the key that may remove it, in one line."""
     kind = found.bottleneck
     where = f" (rank {found.slowest})" if kind == "straggler" else ""
     key = remedy(kind, cfg, device=device, is_stream=is_stream)

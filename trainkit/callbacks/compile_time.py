@@ -9,7 +9,7 @@ from typing import Any
 
 
 class CompileTime:
-    """Adds up the time in which torch.compile works; nothing where torch.compile was not imported."""
+    """Adds up the time in which torch.compile works; counts nothing if torch.compile was not imported."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0

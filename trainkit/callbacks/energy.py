@@ -14,8 +14,8 @@ def consumed_joules(devices: Sequence[torch.device]) -> float | None:
         devices: CUDA devices of this process.
 
     Returns:
-        Joules of all of them together; None without a device, without the package `nvidia-ml-py` (module `pynvml`),
-        or where a device does not report its energy (before NVIDIA's Volta).
+        Joules of all of them together; None if there is no device, the package `nvidia-ml-py` (module `pynvml`), is
+        missing, or a device does not report its energy (before NVIDIA's Volta).
 
     Source: NVML API reference, nvmlDeviceGetTotalEnergyConsumption (millijoules).
 

@@ -64,7 +64,7 @@ class MetricsFile(Callback):
             _keep(run)
 
     def state(self) -> dict[str, Any]:
-        """Write the buffered rows: a run that resumes from the checkpoint has every earlier row, whenever it is killed.
+        """Write the buffered rows: a run that resumes from the checkpoint has every earlier row, even after a kill.
 
         A thread completes the checkpoint, up to a row before `checkpoint_saved` tells so.
         """

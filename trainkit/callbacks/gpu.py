@@ -32,7 +32,7 @@ class _Found:
 class Gpu(Callback):
     """Adds figures of the GPUs of rank 0 to the rows of metrics: `gpu/0/use`, `memory`, `power`, `temperature`.
 
-    The driver is asked when a row is logged, at most every `every_s` seconds, and no step waits for the device. A
+    The driver is queried when a row is logged, at most every `every_s` seconds, and no step waits for the device. A
     figure that a GPU does not report is left out.
 
     Raises:
@@ -44,7 +44,7 @@ class Gpu(Callback):
     observes: ClassVar[bool] = True
 
     every_s: Annotated[float, cosmetic, above(0)] = 1.0
-    """Least seconds between two questions to the driver; rows in between have no such figures."""
+    """Least seconds between two queries of the driver; rows in between have no GPU figures."""
     _found: _Found = field(default_factory=_Found, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Gpu(Callback):
             raise MissingExtraError(key="callbacks.gpu", package="nvidia-ml-py", extra="gpu")
 
     def run_start(self, run: Run) -> None:
-        """Find the GPUs; say so where there are none."""
+        """Find the GPUs; warn if there are none."""
         if not run.is_owner:
             return
         import pynvml  # noqa: PLC0415 - optional

@@ -24,7 +24,7 @@ from trainkit.trainer.events import Callback, Row, Run, State
 from trainkit.trainer.phase_clock import PARTS, PhaseClock
 
 FILE: Final = "measured.json"
-"""The file of a run folder with what was measured."""
+"""File of a run folder that holds the measurement."""
 
 
 @dataclass
@@ -32,12 +32,12 @@ class _Running:
     clock: PhaseClock = field(default_factory=PhaseClock)
     compiling: CompileTime | None = None
     first: int = 0
-    """Updates after which the measured steps begin."""
+    """Number of updates before the measured steps."""
     began_at: float = 0.0
-    """Seconds since the epoch, as `time.time`."""
+    """Start time in seconds since the epoch, as `time.time`."""
     first_step_at: float | None = None
     since: float = 0.0
-    """When the measured steps began, on `time.perf_counter`."""
+    """Start of the measured steps, on `time.perf_counter`."""
     trained_s: float = 0.0
     """`State.seconds` at that moment."""
     joules: float | None = None
@@ -64,9 +64,9 @@ class Measurement(Callback):
     num_steps: Annotated[int | None, cosmetic, at_least(1)] = None
     """Measured steps; null: until the end of the training."""
     until: Annotated[str | None, cosmetic] = None
-    """The metric of an evaluation that ends the training; null: none does."""
+    """The metric of an evaluation that ends the training; null: no metric ends it."""
     target: Annotated[float, cosmetic] = 0.0
-    """The value of that metric which ends the training, or a better one."""
+    """The training ends when the metric reaches this value or a better one."""
     mode: Annotated[str, cosmetic] = "max"
     """Whether higher or lower values are better: max or min."""
     _running: _Running = field(default_factory=_Running, init=False, repr=False, compare=False)
@@ -76,7 +76,7 @@ class Measurement(Callback):
         return self._running.clock
 
     def run_start(self, run: Run) -> None:
-        """Note when the first step begins, and count the time of torch.compile from now on."""
+        """Record when the first step begins, and count the time of torch.compile from now on."""
         running = self._running
         running.first, running.began_at = run.state.step + self.warmup_steps, time.time()
         running.compiling = CompileTime()
@@ -97,7 +97,7 @@ class Measurement(Callback):
                 self._end(run)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """End the training once the metric has its value."""
+        """End the training once the metric reaches the target."""
         value = metrics.get(self.until or "", math.nan)
         reached = value <= self.target if self.mode == "min" else value >= self.target
         if reached and self._running.until is None:
@@ -175,7 +175,8 @@ class Measurement(Callback):
 
 
 def _spread_of(ends: Sequence[float]) -> float:
-    """Return the standard deviation of the steps by their median, without regard to outliers; 0 for too few steps.
+    """Return the standard deviation of the steps divided by their median, without regard to outliers; 0 for too few
+    steps.
 
     The quartiles of a normal distribution lie 1.349 standard deviations apart.
 

@@ -1,4 +1,4 @@
-"""Images that a model makes of noise, in a grid."""
+"""Grid of images that a model generates from noise."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WIDTH: Final = 576
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures(Callback):
-    """Writes `pictures/step_000690.png` in the run folder at each evaluation: always of the same noise.
+    """Writes `pictures/step_000690.png` in the run folder at each evaluation: always from the same noise.
 
     The model is called as `model(noise, part)`, and returns (images, 1 or 3, height, width).
     """
 
     latent: Annotated[int, cosmetic, at_least(1)] = 16
-    """Numbers of noise an image: what the model takes."""
+    """Dimension of the noise vector that the model takes."""
     num_images: Annotated[int, cosmetic, at_least(1), at_most(1024)] = 64
     """Images in the grid, eight in a row."""
     part: Annotated[str, cosmetic] = "generator"

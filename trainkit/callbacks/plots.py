@@ -67,7 +67,7 @@ class Plots(Callback):
         if not run.is_owner:
             return
         self._begin(run)
-        self._collect()  # the later of two drawings of one plot must come last
+        self._collect()  # the newest drawing of a plot must be written last
         if (run.folder / "metrics.jsonl").exists():
             self._draw_metrics(run)
         self._collect()
@@ -83,7 +83,7 @@ class Plots(Callback):
     def _start(self, name: str, request: Mapping[str, Any]) -> None:
         try:
             self._drawn.in_progress.append((name, Drawing(request)))
-        except OSError as error:  # no process can be started: no reason to end a training
+        except OSError as error:  # a process that cannot be started must not end the training
             _log.warning("plots/%s: %s", name, error)
 
     def _collect(self) -> None:

@@ -27,7 +27,7 @@ from trainkit.trainer.phase_clock import PhaseClock
 
 @dataclass
 class _Timed:
-    """The steps before the recording, which are measured without it."""
+    """The steps before the recording, which are timed without the profiler."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)
     begun: float = 0.0
@@ -56,7 +56,7 @@ class Profiler(Callback):
     observes: ClassVar[bool] = True
 
     skip_steps: Annotated[int, cosmetic, at_least(1)] = 10
-    """Steps to skip first, from where this start of the run begins: the warm-up is not of interest."""
+    """Steps to skip first, counted from the first step of this start: the warm-up is not of interest."""
     num_steps: Annotated[int, cosmetic, at_least(1)] = 5
     """Steps recorded."""
     memory: Annotated[bool, cosmetic] = False
@@ -100,7 +100,7 @@ class Profiler(Callback):
             self._conclude(run)
 
     def _time(self, run: Run, *, is_first: bool, is_last: bool) -> None:
-        """Measure a step; on a CUDA device wait for it, and only before the first step and after the last."""
+        """Time a step; a CUDA device is synchronised only before the first step and after the last."""
         timed = self._running.timed
         timed.clock.end_step()
         if is_first:
@@ -117,7 +117,7 @@ class Profiler(Callback):
             self._keep(run)
 
     def _keep(self, run: Run) -> None:
-        """Write the measured steps of this rank for rank 0, which reads those of all at the end of the run."""
+        """Write the measured steps of this rank for rank 0, which reads those of all ranks at the end of the run."""
         laps = self._running.timed.laps
         if not laps or run.is_owner:
             return

@@ -114,9 +114,9 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
     """Return the live line for standard output.
 
     Args:
-        every_s: seconds between plain lines; a terminal's bar has its own pace.
-        step_now: returns the number of finished steps, called from another thread: a slow step still shows that time
-            passes.
+        every_s: seconds between plain lines; the bar of a terminal is redrawn at its own pace.
+        step_now: returns the number of finished steps, called from another thread: the bar shows the elapsed time even
+            during a slow step.
     """
     if (display := display_of_notebook()) is not None:
         return NotebookLine(display=display)
@@ -172,7 +172,7 @@ class Progress(Callback):
         self._show(run)
 
     def rolled_back(self, run: Run, step: int) -> None:
-        """Print where the training continues, and measure its pace anew."""
+        """Print where the training continues, and restart the measurement of the pace."""
         self._shown.pace = Pace(PauseSchedule.of(run), begun=(run.state.step, run.state.seconds, time.monotonic()))
         if run.is_owner:
             where = f"the checkpoint of step {run.state.step}"

@@ -35,7 +35,7 @@ class Sample(Callback):
     temperature: Annotated[float, cosmetic, above(0)] = 0.8
     """Values below 1 favour the most likely tokens."""
     top_k: Annotated[int | None, cosmetic, at_least(1), unit("tokens")] = 20
-    """Sample from so many of the most likely tokens; null: from all."""
+    """Sample from this many of the most likely tokens; null: from all."""
 
     def run_start(self, run: Run) -> None:
         """Check before the training whether a text can be generated."""
@@ -57,8 +57,8 @@ class Sample(Callback):
         try:
             text = self.text(run)
         except (IndexError, KeyError, ValueError) as error:
-            # The model may have more tokens than the text: no reason to fail a finished training.
-            _log.warning("sample: the dataset cannot decode what the model wrote: %s", error)
+            # The model may have more tokens than the text; a finished training must not fail because of that.
+            _log.warning("sample: the dataset cannot decode the tokens of the model: %s", error)
             return
         if not run.is_owner:  # other ranks only take part in the computation
             return

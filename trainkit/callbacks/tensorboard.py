@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _COUNTERS = frozenset({"step", "epoch", "samples", "seconds"})
-"""The position of a row, not its metrics."""
+"""Columns that hold the position of a row, not metrics."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Open:
     due: float = 0.0
     seen: bool = False
     start: int | None = None
-    """The step that a rollback went back to; None: there was none."""
+    """The step to which a rollback returned; None without a rollback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class TensorBoard(Callback):
                 self._events(run).text(name, table.markdown(), step=run.state.step, wall_time=time.time())
 
     def rolled_back(self, run: Run, step: int) -> None:
-        """Begin a new file, which replaces what was written about the steps that are trained again."""
+        """Start a new file that replaces the events of the steps that are trained again."""
         self.run_end(run, {})
         self._open.start = run.state.step
 
@@ -112,7 +112,7 @@ class TensorBoard(Callback):
             from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
 
             folder = run.folder / "tensorboard"
-            # The previous attempt may have got further than its last checkpoint: that part is written again.
+            # The previous attempt may have trained beyond its last checkpoint: those events are written again.
             start = run.begun_at if self._open.start is None else self._open.start
             self._open.events = EventFile(folder, purge_after=start if folder.is_dir() else None)
         return self._open.events

@@ -17,21 +17,21 @@ from trainkit.report.curves import GREY, INK, STYLE, save
 from trainkit.report.numbers import compact
 
 _MOST_NUMBERS: Final = 26
-"""Classes up to which each cell has its number."""
+"""Up to this many classes, each cell shows its number."""
 _MOST_NAMES: Final = 60
-"""Classes up to which each has its name."""
+"""Up to this many classes, each has a label."""
 _COLUMNS: Final = 8
 _LONGEST: Final = 14
 
 
 def draw_confusion(path: Path, *, title: str, classes: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
-    """Draw a confusion matrix: a row a true class, coloured by the share of its samples.
+    """Draw a confusion matrix: one row per true class, coloured by the share of its samples.
 
     Args:
         path: the PNG.
-        title: of the figure.
+        title: title of the figure.
         classes: names, in the order of rows and columns.
-        counts: samples of each true class that were given to each class.
+        counts: samples of each true class that were predicted as each class.
     """
     matrix = np.asarray(counts, np.float64)
     size = len(classes)
@@ -73,11 +73,11 @@ def _write_numbers(axes: mpl.axes.Axes, matrix: np.ndarray, shares: np.ndarray) 
 
 
 def draw_samples(path: Path, *, title: str, samples: Sequence[tuple[bytes, Sequence[str]]]) -> None:
-    """Draw images with a caption each, eight in a row.
+    """Draw images with captions, eight in a row.
 
     Args:
         path: the PNG.
-        title: of the figure.
+        title: title of the figure.
         samples: a PNG and the lines of its caption, in the order to show them.
     """
     columns = min(_COLUMNS, len(samples))

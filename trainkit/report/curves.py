@@ -42,7 +42,7 @@ STYLE: dict[Any, Any] = {
 _SIDES = ("train", "val")
 """The splits of a metric that are drawn; a strategy's own numbers, such as `pipeline/bubble`, are not metrics."""
 _MOST_POINTS = 1500
-"""More than a plot has pixels in width; longer curves are averaged in buckets."""
+"""Limit of the points of a curve, above the width of a plot in pixels; longer curves are averaged in buckets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes
         folder: the folder for `loss.png`, `accuracy.png` ...
         title: the run's name.
         curves: `train/loss`, `val/loss`, `val/accuracy` ... by name.
-        modes: `min` or `max` of metrics whose better end is known, by name; losses are `min`.
+        modes: `min` or `max` for metrics whose better direction is known, by name; losses are `min`.
 
     Returns:
         The files written.

@@ -91,7 +91,7 @@ class Drawing:
         """Wait for the plot.
 
         Returns:
-            Why there is none, or an empty text.
+            The reason why there is no plot, or an empty text.
         """
         assert self._process.stderr is not None
         with self._process.stderr as errors:
@@ -106,7 +106,7 @@ class Drawing:
 
 
 def draw(request: Mapping[str, Any]) -> None:
-    """Draw what a request describes, in this process."""
+    """Draw the plot of a request, in this process."""
     from trainkit.report import curves  # noqa: PLC0415 - imports matplotlib: for this process only
 
     match request["draw"]:

@@ -1,7 +1,7 @@
-"""The section of docs/errors.md that explains an error; the command line prints the command that shows it.
+"""Find the section of docs/errors.md that explains an error; the command line prints the command that shows it.
 
 The page is part of the package, so that the command needs no network and no copy of the repository. An exception has
-its section by its class (`TrainkitError.anchor`), a problem of a config by the beginning of its key.
+its section by its class (`TrainkitError.anchor`), a problem of a config by the prefix of its key.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from trainkit.config.yaml_files import shipped_docs
 from trainkit.errors import ConfigError, MissingExtraError, Problem, TrainkitError
 
 PREFIX: Final = "errors"
-"""Beginning of the word that names a section: `trainkit explain errors.SECTION`."""
+"""Prefix of the word that names a section: `trainkit explain errors.SECTION`."""
 OTHER_KEYS: Final = "other-keys-and-files"
-"""The section of a problem whose subject is of no other section: a key that does not exist, a file."""
+"""The section of a problem whose subject has no other section: a key that does not exist, a file."""
 COMMAND_LINE: Final = "command-line"
 TARGETS: Final = "a-target-that-is-refused"
 LAUNCH: Final = "cluster-and-launch"
@@ -42,14 +42,15 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "recipes": ("recipe", "defaults"),
     }
 )
-"""The sections of problems, each with the beginnings of its keys."""
+"""The sections of problems, each with the prefixes of its keys."""
 _SECTION_OF: Final = {first: section for section, keys in SECTIONS.items() for first in keys}
 _MOST: Final = 3
-"""Sections that one line names."""
+"""Number of sections that one line names."""
 
 
 def address_line(error: TrainkitError) -> str:
-    """Return the line below an error, with the command that shows its section; of several problems, the first sections.
+    """Return the line below an error, with the command that shows its section; for several problems, the first
+    sections.
 
     Example:
         >>> address_line(ConfigError([Problem(key="seed", rule="..."), Problem(key="--k", rule="...")]))
@@ -82,7 +83,7 @@ def section(name: str) -> str:
 
 
 def anchor_of_title(title: str) -> str:
-    """Return the anchor that Markdown makes of the title of a section.
+    """Return the anchor of a section's title in Markdown.
 
     Example:
         >>> anchor_of_title("Out of memory")

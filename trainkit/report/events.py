@@ -1,6 +1,6 @@
 """Write TensorBoard event files: checksummed records, each one a protocol buffer of TensorBoard's.
 
-TensorBoard's own writer takes a thread, 0.2 s to import, and the time of writing as the time of an event.
+TensorBoard's own writer needs a thread and 0.2 s to import, and records the time of writing as the time of an event.
 
 Source: the TFRecord format (tensorflow.org/tutorials/load_data/tfrecord).
 """
@@ -103,11 +103,11 @@ class EventFile:
         """Add a histogram.
 
         Args:
-            name: its tag.
+            name: the tag.
             limits: the upper limit of each bucket, ascending.
             counts: the values in each bucket.
-            ends: the least and the largest value, the sum of the values and the sum of their squares.
-            step: the step that it is of.
+            ends: the smallest and the largest value, the sum of the values and the sum of their squares.
+            step: the step of the histogram.
             wall_time: seconds since the epoch.
         """
         low, high, total, squares = ends
@@ -189,12 +189,12 @@ def _masked_crc(data: bytes) -> bytes:
 def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finished: bool) -> None:
     """Write the settings of one job for TensorBoard's HParams page; they replace the job's earlier ones.
 
-    The name of the file contains the token of the run, if it has one: such a file without the token stays.
+    The name of the file contains the token of the run, if it has one: other such files are kept.
 
     To view them: tensorboard --logdir SWEEP
 
     Args:
-        folder: the folder of the job's own event files; its scalars become the columns beside the settings.
+        folder: the folder of the job's own event files; its scalars become columns next to the settings.
         settings: key -> value as typed; numbers become numbers, which TensorBoard draws on axes.
         name: the name of the job.
         finished: whether it ended regularly.

@@ -22,7 +22,7 @@ _NUM_QUANTILES: Final = 5
 _COLUMNS: Final = 4
 _MOST_PANELS: Final = 24
 _MOST_STEPS: Final = 300
-"""Records that a panel draws; of more, some at equal distances."""
+"""Records that a panel draws; if there are more, some at equal distances."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Layer:
 
 
 def read_histograms(lines: Iterable[bytes | str]) -> dict[str, dict[str, _Layer]]:
-    """Read kind -> layer -> its quantiles from the lines of `histograms.jsonl`; lines that are no records are skipped.
+    """Read kind -> layer -> its quantiles from the lines of `histograms.jsonl`; lines that are not records are skipped.
 
     Example:
         >>> line = '{"step": 1, "weights": {"fc": {"largest": 2.0, "quantiles": [0, 1, 1, 1, 2]}}}'
@@ -63,7 +63,7 @@ def read_histograms(lines: Iterable[bytes | str]) -> dict[str, dict[str, _Layer]
 
 
 def draw_histograms(folder: Path, *, title: str, lines: Iterable[bytes | str]) -> list[Path]:
-    """Draw a plot of each kind: a panel a layer, with the quantiles of the magnitudes of its values over the steps.
+    """Draw a plot of each kind: one panel per layer, with the quantiles of the magnitudes of its values over the steps.
 
     Returns:
         The files written.
@@ -120,7 +120,7 @@ def _panel(axes: Axes, name: str, layer: _Layer, colour: str, low: float) -> Non
 
 
 def _range(layers: Sequence[_Layer]) -> tuple[float, float]:
-    """Return the ends of the axis that all panels share: six decades at most below the largest value."""
+    """Return the limits of the axis that all panels share: at most six decades below the largest value."""
     largest = [value for layer in layers for value in layer.largest if value > 0]
     lowest = [value for layer in layers for row in layer.quantiles for value in row if value > 0]
     if not largest or not lowest:

@@ -1,4 +1,4 @@
-"""Plots of measured trainings: the speed of each choice with the parts of its step, and a learning-rate range test.
+"""Draw plots of measured trainings: the speed of each choice with the parts of its step, and a range test.
 
 Imports matplotlib: for the drawing process only.
 """
@@ -22,7 +22,7 @@ from trainkit.report.numbers import figure
 _COLOURS: Final = ("#d9a441", BLUE, "#17356b", ORANGE, "#5aa469", "#c2c6cc")
 """A colour for each part of a step, in their order."""
 _MOST: Final = 44
-"""Characters of a label."""
+"""Limit of the characters of a label."""
 
 Row = Mapping[str, Any]
 """An entry of `choices` in bench.json."""
@@ -75,7 +75,7 @@ def _short(text: str, most: int = _MOST) -> str:
 
 
 _ROOM: Final = 0.15
-"""The share of the curve's height that is left free above its first value and below its least one."""
+"""The share of the curve's height that is left free above its first value and below its minimum."""
 
 
 def draw_range(
@@ -88,7 +88,7 @@ def draw_range(
 ) -> None:
     """Draw the loss over the learning rate, with a line at each suggested rate, into a PNG.
 
-    The axis of the loss ends where the loss has returned to twice its fall: a loss that diverges goes out of it.
+    The axis of the loss ends at twice the fall of the loss above its minimum, so a diverging loss leaves the plot.
     """
     rates = [point["lr"] for point in points]
     smoothed = [point["smoothed"] for point in points]

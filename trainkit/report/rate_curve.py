@@ -11,7 +11,7 @@ from trainkit.report.drawing import Drawing, lr_request
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN: Final = "_.-=+*#@"
-"""The same heights for terminals that show ASCII alone."""
+"""The same heights for terminals that show only ASCII."""
 _WIDTH: Final = 60
 _PATIENCE_S: Final = 120.0
 

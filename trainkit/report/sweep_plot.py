@@ -26,7 +26,7 @@ from trainkit.report.curves import BLUE, GREY, INK, ORANGE, STYLE, save
 from trainkit.report.numbers import figure
 
 _MOST_KEYS: Final = 8
-"""More axes than this cannot be distinguished."""
+"""Limit of the axes; more cannot be distinguished."""
 _COLUMNS: Final = 3
 _SHADES: Final = LinearSegmentedColormap.from_list("shades", ["#d3e0f7", BLUE, "#17356b"])
 

@@ -14,7 +14,7 @@ _LAST_FRAMES: Final = 3
 
 
 def one_screen(text: str, limit: int) -> str:
-    r"""Cut a text to so many lines: of a traceback the frames of libraries go first, of any other text the middle.
+    r"""Shorten a text to `limit` lines: a traceback loses the frames of libraries first, any other text its middle.
 
     Args:
         text: the message of an error; it may hold a traceback.

@@ -1,8 +1,8 @@
 """`train.log`: the terminal output of a run, as plain lines, without secrets.
 
 Several processes of a run append whole lines to one log: its supervisor and rank 0. A line is written once it is
-complete, so that a killed process loses none; it is not synced to the disk. Of lines that a program redraws, the log
-has the last form (`ScreenText`).
+complete, so a killed process loses no complete line; it is not synced to the disk. If a program redraws a line, the log
+has its last form (`ScreenText`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TrainLog:
     """Appends lines to a log; write errors never end a run.
 
     Args:
-        path: of the file; only a regular file is written to.
-        separated: whether a line separates the output of an earlier run in this folder from what follows.
+        path: the path of the log; only a regular file is written to.
+        separated: whether a line separates the output of an earlier run in this folder from the new output.
     """
 
     def __init__(self, path: Path, *, separated: bool = False) -> None:
@@ -293,7 +293,7 @@ _LONGEST_SEQUENCE: Final = 4096
 _LONGEST_LINE: Final = 1 << 14
 _MOST_ROWS: Final = 200
 _LIVE_S: Final = 2.0
-"""How long after an upward movement of the cursor the lines within its reach may still change."""
+"""Seconds after an upward movement of the cursor during which lines within its reach may still change."""
 
 
 class ScreenText:

@@ -1,1 +1,1 @@
-"""Trackers: Trackio, Weights & Biases and MLflow, sent from the run folder by a process of their own."""
+"""Send runs to trackers (Trackio, Weights & Biases, MLflow) from the run folder, in a separate process."""

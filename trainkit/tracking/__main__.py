@@ -1,4 +1,4 @@
-"""`python -m trainkit.tracking RUN`: send to the trackers of a run what they were not sent."""
+"""`python -m trainkit.tracking RUN`: send the unsent rows and files of a run to its trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logger for MLflow."""
+"""Define the logger for MLflow."""
 
 from __future__ import annotations
 

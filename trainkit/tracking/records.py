@@ -1,4 +1,4 @@
-"""Read from a run folder what a tracker is sent: parameters, new metrics, files."""
+"""Read the data for a tracker from a run folder: parameters, new metrics, files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _COUNTERS: Final = frozenset({"step"})
 _MOST_PARAMETERS, _MOST_FILES, _MOST_METRICS = 2000, 1000, 10_000
 _LONGEST_NAME: Final = 200
 _BATCH: Final = 500
-"""Most rows that are sent at once."""
+"""Largest number of rows per message."""
 
 
 def tracked_run(folder: Path, state: TrackingState) -> TrackedRun:
-    """Return what a tracker is told about a run when it is opened; secrets stand in no file of a run folder.
+    """Return the description of a run for a tracker; it has no secrets, since no file of a run folder has any.
 
     Raises:
         UnreadableError: a file of the run folder cannot be read.
@@ -60,7 +60,7 @@ def _flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | fl
 
 
 class NewRows:
-    """The rows of a run folder that a tracker was not sent yet.
+    """The rows of a run folder that were not sent to a tracker yet.
 
     Args:
         folder: the run folder.
@@ -72,13 +72,13 @@ class NewRows:
         self.sent = dict(sent)
         """Metric -> the last step that was sent; updated by `confirm`."""
         self._read: dict[str, tuple[int, int]] = {}
-        """File -> its inode, and the bytes of it that were sent."""
+        """File -> its inode, and the number of bytes that were sent."""
 
     def batches(self) -> Iterator[Sequence[LoggedRow]]:
-        """Yield new rows in batches; once the next one is asked for, a batch counts as sent.
+        """Yield new rows in batches; a batch counts as sent when the next one is requested.
 
         Raises:
-            UnreadableError: a file is not what a run writes.
+            UnreadableError: a file does not have the format of a run.
         """
         for name in _ROWS:
             yield from self._of(name)
@@ -127,7 +127,7 @@ class NewRows:
 def files_of(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, str]]:
     """Yield the regular files of a run folder that match a pattern, with their relative names; no link is followed.
 
-    A pattern that leads out of the folder matches nothing.
+    A pattern that leads out of the folder matches no file.
     """
     seen: set[str] = set()
     for pattern in patterns:
@@ -141,7 +141,7 @@ def files_of(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, str]
 
 
 def _is_own(folder: Path, path: Path) -> bool:
-    """Return whether a path is a regular file, and no folder on the way to it is a link."""
+    """Return whether a path is a regular file, and none of its folders is a link."""
     try:
         size_of(path)
         for parent in path.relative_to(folder).parents:
@@ -152,7 +152,7 @@ def _is_own(folder: Path, path: Path) -> bool:
 
 
 def ending_of(folder: Path) -> str:
-    """Return the status of `result.json`; `killed` where there is none."""
+    """Return the status of `result.json`; `killed` if there is none."""
     try:
         return str(read_map(folder / "result.json", {"status": str})["status"])
     except UnreadableError:

@@ -1,10 +1,10 @@
-"""Send a run folder to a tracker: in a process of its own beside a training, or later.
+"""Send a run folder to a tracker: in a separate process during a training, or later.
 
     python -m trainkit.tracking.sending        started by a training, which writes the request to its standard input
-    python -m trainkit.tracking RUN            later, for what a training could not send
+    python -m trainkit.tracking RUN            later, for data that a training could not send
 
-A service may hang, or end its process: only this process waits for it. The training tells the end by a line on the
-standard input, or dies, which closes it; from then on the process lives for a limited time.
+A service may hang, or end its process: only this process waits for it. The training reports its end by a line on the
+standard input, or dies, which closes it; then the process ends within a limited time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainkit.tracking.service import Service, service_of
 from trainkit.tracking.state import FOLDER, TrackingState, read_state, write_state
 
 END: Final = "end"
-"""The line that tells the end of a run, whose result is written."""
+"""The line that reports the end of a run, after its result was written."""
 ASKS, ANSWERS, TROUBLE = "asks", "answers", "trouble"
 _POLL_S: Final = 1.0
 _RETRY_S: Final = (5.0, 15.0, 60.0)
@@ -43,12 +43,12 @@ if sys.platform != "win32":
 
 @dataclass(kw_only=True)
 class Sender:
-    """Sends what is new in a run folder to one tracker."""
+    """Sends the new data of a run folder to one tracker."""
 
     folder: Path
     state: TrackingState
     tell: Callable[[str, str], None] = lambda _kind, _text: None
-    """Receives what happens: asks, answers, trouble with its reason."""
+    """Receives events and their text: asks, answers, trouble with its reason."""
     service: Service | None = None
     """The open service; None before, and after an error."""
 
@@ -56,10 +56,10 @@ class Sender:
         self._rows = NewRows(self.folder, self.state.sent)
 
     def send_new(self) -> None:
-        """Send the rows that are new.
+        """Send the new rows.
 
         Raises:
-            Exception: any error of the service; what was confirmed before is recorded.
+            Exception: any error of the service; earlier confirmed rows are recorded.
         """
         self.tell(ASKS, "")
         if self.service is None:
@@ -93,7 +93,7 @@ class Sender:
         self._record()
 
     def trouble(self, error: BaseException) -> str:
-        """Record an error of the service, which is opened anew for the next attempt; return its reason."""
+        """Record an error of the service, which is opened again for the next attempt; return its reason."""
         self.service = None
         reason = mask(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300].rstrip("."))
         with contextlib.suppress(Exception):  # a full disk must not end the attempts
@@ -108,20 +108,20 @@ class Sender:
 
 
 def with_rest(folder: Path, state: TrackingState, reason: str) -> TrackingState:
-    """Return a state that says from where on something was not sent, and the command that sends it."""
+    """Return a state that names the unsent data, and the command that sends them."""
     return replace(
         state,
-        not_sent=f"what follows step {state.last_step}, the files and the end: {reason}",
+        not_sent=f"everything after step {state.last_step}, the files and the end: {reason}",
         send=f"{sys.executable} -m trainkit.tracking {folder}",
     )
 
 
 @contextmanager
 def only_sender(folder: Path, tracker: str) -> Iterator[None]:
-    """Wait until no other process sends this run to this tracker, and keep others waiting for the block.
+    """Wait until no other process sends this run to this tracker, and let others wait during the block.
 
     Raises:
-        UnreadableError: the lock file is no regular file.
+        UnreadableError: the lock file is not a regular file.
         StorageError: it cannot be created.
     """
     descriptor = open_descriptor(folder / FOLDER / f".{tracker}.lock", os.O_RDWR | os.O_CREAT)
@@ -134,20 +134,20 @@ def only_sender(folder: Path, tracker: str) -> Iterator[None]:
 
 
 class _Training:
-    """The training at the other end of the standard streams."""
+    """The training process at the other end of the standard streams."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self.has_ended = threading.Event()
         self._out = os.dup(1)
         os.set_blocking(self._out, False)
-        nowhere = os.open(os.devnull, os.O_RDWR)  # a package may print what it likes, also its key
+        nowhere = os.open(os.devnull, os.O_RDWR)  # a package may print anything, even its key
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def tell(self, kind: str, text: str) -> None:
-        """Send a line; it is dropped where the training does not read, or is gone."""
+        """Send a line; it is dropped if the training does not read, or has ended."""
         with contextlib.suppress(OSError):
             os.write(self._out, f"{json.dumps([kind, text])}\n".encode())
 
@@ -156,12 +156,12 @@ class _Training:
             if line.strip() == END:
                 break
         if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, self._wait_s)  # the kernel ends the process, whatever it waits for
+            signal.setitimer(signal.ITIMER_REAL, self._wait_s)  # the kernel ends the process, even while it waits
         self.has_ended.set()
 
 
 def main() -> int:
-    """Send a run beside its training, until it has ended; return 0 if everything was sent."""
+    """Send a run during its training, until it has ended; return 0 if everything was sent."""
     request = expect_map(parse_json(sys.stdin.readline()), {"folder": str, "tracker": str, "wait_s": (int, float)})
     folder = Path(request["folder"])
     training = _Training(float(request["wait_s"]))
@@ -195,7 +195,7 @@ def _send_beside(sender: Sender, ended: threading.Event) -> int:
 
 
 def send_later(folder: Path) -> int:
-    """Send a run folder to every tracker that it has a state of; return 0 if everything was sent.
+    """Send a run folder to every tracker with a state in it; return 0 if everything was sent.
 
     Raises:
         UnreadableError: a state cannot be read, or there is none.

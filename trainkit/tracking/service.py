@@ -1,4 +1,4 @@
-"""The interface of a tracker's service, and what is sent to it."""
+"""Define the interface of a tracker's service, and the data that it receives."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TrackedRun:
     id: str
     """32 hexadecimal digits, the same after a resume."""
     project: str
-    """The project or experiment that it belongs to."""
+    """Project or experiment of the run."""
     mode: str
-    """`online`, or `offline` where the tracker can write for a later upload."""
+    """`online`, or `offline` if the tracker can write for a later upload."""
     name: str
-    """The name to show: that of the run and of its folder."""
+    """Displayed name: that of the run and of its folder."""
     fingerprint: str
     """Hash of the keys that decide the result."""
     parameters: Mapping[str, str | float | bool]
@@ -34,13 +34,13 @@ class LoggedRow:
     """Metrics of one step."""
 
     step: int
-    """Updates done."""
+    """Number of updates done."""
     values: Mapping[str, float]
     """Finite numbers by name."""
 
 
 class Service(Protocol):
-    """A tracker. Every method may raise any error, and may take any time: nothing of the training waits for it."""
+    """A tracker. Every method may raise any error, and may take any time: the training does not wait for it."""
 
     def open(self, run: TrackedRun) -> None:
         """Create the tracked run, or continue the one with this id."""

@@ -1,4 +1,4 @@
-"""`RUN/tracking/TRACKER.json`: which tracked run belongs to a run, and what was sent to it."""
+"""Read and write `RUN/tracking/TRACKER.json`: the tracked run of a run, and the data that was sent to it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _KINDS: Final[Mapping[str, Kind]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingState:
-    """`RUN/tracking/TRACKER.json`: which tracked run belongs to a run, and what was sent to it."""
+    """`RUN/tracking/TRACKER.json`: the tracked run of a run, and the data that was sent to it."""
 
     version: Literal[1] = 1
     """Version of this document."""
     tracker: str
     """`mlflow`, `trackio` or `wandb`."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """The id of the tracked run, made once for a run folder: 32 hexadecimal digits."""
+    """Id of the tracked run, created once per run folder: 32 hexadecimal digits."""
     project: str
-    """The project or experiment that it belongs to."""
+    """Project or experiment of the tracked run."""
     mode: str = "online"
     """`online`, or `offline` for a later upload by the tracker's own command."""
     artifacts: list[str] = field(default_factory=list)
@@ -45,17 +45,17 @@ class TrackingState:
     sent: dict[str, int] = field(default_factory=dict)
     """Metric -> the last step that was sent."""
     files: list[str] = field(default_factory=list)
-    """The files that were sent at the last end of the run."""
+    """Files that were sent at the last end of the run."""
     status: str | None = None
-    """The status that the tracked run was ended with; null while it runs, or where that was not sent."""
+    """Status with which the tracked run was ended; null while it runs, or if the end was not sent."""
     not_sent: str | None = None
-    """What was not sent and why, where something was not; null otherwise."""
+    """The unsent data and the reason; null if everything was sent."""
     send: str | None = None
-    """The command that sends the rest; null where nothing is left."""
+    """The command that sends the rest; null if everything was sent."""
 
     @property
     def last_step(self) -> int:
-        """The last step of which a metric was sent; 0 for none."""
+        """The last step with a sent metric; 0 if none was sent."""
         return max(self.sent.values(), default=0)
 
 
@@ -68,7 +68,7 @@ def read_state(folder: Path, tracker: str) -> TrackingState | None:
     """Read the state of a tracker; None if there is none.
 
     Raises:
-        UnreadableError: the file is not what trainkit writes.
+        UnreadableError: the file was not written by trainkit.
     """
     path = path_of(folder, tracker)
     try:
@@ -79,15 +79,15 @@ def read_state(folder: Path, tracker: str) -> TrackingState | None:
     steps = found["sent"].values()
     sound = _ID.fullmatch(found["id"]) and found["tracker"] == tracker and tracker in SERVICES
     if not sound or not all(isinstance(one, str) for one in texts) or not all(type(one) is int for one in steps):
-        raise UnreadableError(path, "it does not say what was sent to a tracker")
+        raise UnreadableError(path, "it is not the state of a tracker")
     return TrackingState(**{name: found[name] for name in _KINDS})
 
 
 def write_state(folder: Path, state: TrackingState) -> None:
-    """Write the state of a tracker; a kill leaves either the file before or the new one.
+    """Write the state of a tracker atomically: after a kill, the file is the old or the new one.
 
     Raises:
-        UnreadableError: `tracking` is no folder.
+        UnreadableError: `tracking` is not a folder.
         StorageError: the file cannot be written.
     """
     path = path_of(folder, state.tracker)
@@ -105,7 +105,7 @@ def write_state(folder: Path, state: TrackingState) -> None:
 
 
 def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:
-    """Return the state that a start of the run goes on with: the id and what was sent are those of earlier starts.
+    """Return the state with which a start of the run continues: it keeps the id and the sent data of earlier starts.
 
     Raises:
         UnreadableError: the state of an earlier start cannot be read.

@@ -1,4 +1,4 @@
-"""The base class of the loggers that send a run to a tracker."""
+"""Define the base class of the loggers that send a run to a tracker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK: Final = 1 << 16
 
 
 class Courier:
-    """The process that sends a run folder to a tracker, as the training sees it."""
+    """The process that sends a run folder to a tracker, seen from the training."""
 
     def __init__(self, folder: Path, tracker: str, *, wait_s: float, warn_s: float) -> None:
         """Start it; returns at once."""
@@ -48,7 +48,7 @@ class Courier:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._say(json.dumps({"folder": str(folder.absolute()), "tracker": tracker, "wait_s": wait_s}))
-        self._asked: float | None = time.monotonic()  # what starts must answer as well
+        self._asked: float | None = time.monotonic()  # starting needs an answer too
         self._warned, self._reason = False, ""
 
     def look(self) -> None:
@@ -60,14 +60,14 @@ class Courier:
         self._warned = True
         why = self._reason or f"no answer for {self._warn_s:g} s"
         _log.warning(
-            "%s is not reached (%s). The training goes on; its rows stand in the run folder, and are sent when it "
+            "%s is not reached (%s). The training continues; its rows are in the run folder, and are sent when it "
             "answers.",
             self._tracker,
             why,
         )
 
     def end(self) -> None:
-        """Let the process send the rest, for at most `wait_s`, and end it; warn if something was not sent."""
+        """Let the process send the rest, for at most `wait_s`, and end it; warn if some data was not sent."""
         with suppress(OSError):
             self._say(END)
         with suppress(OSError):
@@ -83,7 +83,7 @@ class Courier:
             self._record_rest(self._reason or why or f"its process ended with exit code {code}")
 
     def _kill(self) -> None:
-        """End what the tracker's package has started too."""
+        """End the process, including processes that the tracker's package has started."""
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -96,7 +96,7 @@ class Courier:
             state = read_state(self._folder, self._tracker)
             if state is not None:
                 write_state(self._folder, with_rest(self._folder, state, why))
-        _log.warning("%s was not sent everything: %s. %s sends the rest.", self._tracker, why, command)
+        _log.warning("%s did not receive everything: %s. %s sends the rest.", self._tracker, why, command)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -124,9 +124,9 @@ class _Sending:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker(Callback):
-    """Sends parameters, metrics and files of a run to a tracker, as one tracked run however often it is resumed.
+    """Sends parameters, metrics and files of a run to a tracker, as one tracked run even if it is resumed.
 
-    A process of its own reads them from the run folder: no step waits, and no secret is sent, as none stands there.
+    A separate process reads them from the run folder: no step waits, and no secret is sent, since the folder has none.
 
     Raises:
         MissingExtraError: the tracker's package is not installed.
@@ -134,7 +134,7 @@ class Tracker(Callback):
 
     observes: ClassVar[bool] = True
     tracker: ClassVar[str]
-    """The name of the tracker, of its package and of its extra."""
+    """Name of the tracker, of its package and of its extra."""
 
     project: Annotated[str | None, cosmetic] = None
     """The project or experiment; null: the run's name."""
@@ -143,12 +143,14 @@ class Tracker(Callback):
     warn_s: Annotated[float, cosmetic, above(0)] = 30.0
     """Seconds without an answer after which a warning is printed."""
     wait_s: Annotated[float, cosmetic, above(0)] = 30.0
-    """Most seconds that the end of the run waits for the tracker."""
+    """Largest number of seconds that the end of the run waits for the tracker."""
     _sending: _Sending = field(default_factory=_Sending, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
-            importlib.metadata.version(self.tracker)  # a folder of the tracker's name in the current one is no package
+            importlib.metadata.version(
+                self.tracker
+            )  # a folder with the tracker's name in the current folder is not a package
         except importlib.metadata.PackageNotFoundError:
             key = f"logger.{self.tracker}"
             raise MissingExtraError(key=key, package=self.tracker, extra=self.tracker) from None
@@ -159,7 +161,7 @@ class Tracker(Callback):
         return "online"
 
     def run_start(self, run: Run) -> None:
-        """Start to send."""
+        """Start the sending process."""
         if not run.is_owner:
             return
         wanted = TrackingState(
@@ -172,12 +174,12 @@ class Tracker(Callback):
         self._sending.courier = Courier(run.folder, self.tracker, wait_s=self.wait_s, warn_s=self.warn_s)
 
     def log(self, run: Run, row: Row) -> None:
-        """Look whether the tracker answers; the row stands in `metrics.jsonl`."""
+        """Check whether the tracker answers; the row is in `metrics.jsonl`."""
         if self._sending.courier is not None:
             self._sending.courier.look()
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Send the rest, within the limit of time."""
+        """Send the rest, within the time limit."""
         courier, self._sending.courier = self._sending.courier, None
         if courier is not None:
             courier.end()

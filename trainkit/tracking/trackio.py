@@ -1,4 +1,4 @@
-"""The logger for Trackio."""
+"""Define the logger for Trackio."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from trainkit.tracking.tracker import Tracker
 
 @dataclass(frozen=True, kw_only=True)
 class Trackio(Tracker):
-    """Sends a run to Trackio: to its folder on this machine (`TRACKIO_DIR`), or where its own variables say.
+    """Sends a run to Trackio: to its folder on this machine (`TRACKIO_DIR`), or to the server that its own variables
+    name.
 
     To view it: trackio show
     """

@@ -1,4 +1,4 @@
-"""The logger for Weights & Biases."""
+"""Define the logger for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Wandb(Tracker):
     tracker: ClassVar[str] = "wandb"
 
     mode: Annotated[Literal["online", "offline"], cosmetic] = "online"
-    """Whether to send while the run goes, or to write for a later upload."""
+    """Whether to send during the run, or to write for a later upload."""
 
     @property
     def connection(self) -> str:

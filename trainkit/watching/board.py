@@ -1,4 +1,4 @@
-"""Find the runs below a folder, and read what each does at the moment; every file may be crafted."""
+"""Find the runs below a folder, and read the state of each; every file may be crafted."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 @dataclass
 class Board:
-    """The runs below a folder, read again whenever they are asked for."""
+    """The runs below a folder, read again for each request."""
 
     root: Path
-    """The folder that is watched."""
+    """The watched folder."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, for the interval between two searches for new runs."""
     _found: list[Path] = field(default_factory=list, init=False, repr=False)
     _due: float = field(default=-math.inf, init=False, repr=False)
 
     def read(self) -> Watched:
-        """Return what every run does at the moment."""
+        """Return the current state of every run."""
         if self.clock() >= self._due:
             self._found = list(runs_below(self.root))
             self._due = self.clock() + _SEARCH_S
@@ -66,7 +66,7 @@ class Board:
 
 
 def watched(folder: Path, root: Path) -> WatchedRun:
-    """Return what a run does at the moment.
+    """Return the current state of a run.
 
     Args:
         folder: the run folder.
@@ -101,7 +101,7 @@ def _last_step(folder: Path) -> int | None:
 
 
 def _last_rows(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the last row of the training, and the newest value of each metric in the end of the file."""
+    """Return the last row of the training, and the newest value of each metric at the end of the file."""
     try:
         text, _ = read_tail(folder / "metrics.jsonl", _TAIL)
     except UnreadableError:
@@ -135,5 +135,5 @@ def _touched(folder: Path) -> float:
 
 
 def _plain(text: str) -> str:
-    """Return a text that moves no cursor and reorders no line."""
+    """Return a text without characters that move the cursor or reorder the line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST])

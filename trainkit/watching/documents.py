@@ -1,4 +1,4 @@
-"""What `trainkit watch --json` prints, and what its page is sent."""
+"""Define the document that `trainkit watch --json` prints and that its page receives."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from typing import Literal, TypedDict
 
 
 class WatchedRun(TypedDict):
-    """One run."""
+    """One watched run."""
 
     folder: str
-    """The run folder, relative to the folder that is watched."""
+    """The run folder, relative to the watched folder."""
     name: str
-    """The name of the run."""
+    """Name of the run."""
     state: str
-    """`starting`, `running`, `killed`, `silent`, `unknown`, or the status with which it ended."""
+    """`starting`, `running`, `killed`, `silent`, `unknown`, or the status with which the run ended."""
     note: str
-    """A remark on the state; empty without one."""
+    """Note on the state; may be empty."""
     step: int | None
     """Updates done; null if unknown."""
     last_step: int | None
-    """Updates after which it ends; null if unknown."""
+    """Updates after which the run ends; null if unknown."""
     remaining_s: float | None
-    """Seconds until then at the pace of its last row; null if it does not run, or unknown."""
+    """Seconds until its end at the speed of its last row; null if it is not running, or unknown."""
     samples_per_s: float | None
-    """Samples a second in its last row."""
+    """Samples per second in its last row."""
     metrics: dict[str, float]
     """The newest training loss and the newest value of each metric of an evaluation."""
     updated: float | None
-    """Seconds since 1970 of its last sign; null if unknown."""
+    """Time of its last sign of life, in seconds since 1970; null if unknown."""
 
 
 class Watched(TypedDict):
-    """What `trainkit watch --json` prints."""
+    """The output of `trainkit watch --json`."""
 
     version: Literal[1]
     """Version of this document."""
     root: str
-    """The folder that is watched."""
+    """The watched folder."""
     runs: list[WatchedRun]
-    """The runs below it, running ones first, then the most recently updated."""
+    """The runs below it, running ones first, then by their last update."""
     not_shown: int
-    """Runs beyond the number that is shown."""
+    """Number of runs that are not shown."""

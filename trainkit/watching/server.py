@@ -1,10 +1,10 @@
-"""Show the runs below a folder in a browser of this machine: 127.0.0.1 alone, read only, with a token.
+"""Show the runs below a folder in a browser of this machine: only on 127.0.0.1, read only, with a token.
 
     /?token=TOKEN         the page
-    /events?token=TOKEN   server-sent events: a `Watched` document whenever something has changed
+    /events?token=TOKEN   server-sent events: a `Watched` document after each change
 
-Any page that a browser has open may connect to 127.0.0.1, also under a name of its own that leads there: a request
-without the token, or with another `Host`, is answered with 403.
+Any page in a browser may connect to 127.0.0.1, even by a foreign name that resolves to it: a request without the token,
+or with another `Host`, is answered with 403.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class WatchServer(ThreadingHTTPServer):
     """Serves the runs of a board.
 
     Args:
-        read: returns what every run does at the moment.
-        port: the port; 0 takes a free one.
+        read: returns the current state of every run.
+        port: the port; 0 selects a free one.
         refresh_s: seconds between two readings.
 
     Raises:
@@ -56,7 +56,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token."""
+        """Address of the page, with the token."""
         return f"http://{LOOPBACK}:{self.server_port}/?token={self.token}"
 
     def text(self) -> str:
@@ -67,11 +67,11 @@ class WatchServer(ThreadingHTTPServer):
             return self._text
 
     def is_own_host(self, host: str) -> bool:
-        """Return whether a request names this server, and not another name that leads to this machine."""
+        """Return whether the host of a request is this server, not a foreign name that resolves to this machine."""
         return host in {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
 
     def is_token(self, text: str) -> bool:
-        """Return whether a text is the token; takes equally long for every text of its length."""
+        """Return whether a text is the token, in constant time for its length."""
         return hmac.compare_digest(text.encode(), self.token.encode())
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
@@ -89,15 +89,15 @@ class WatchServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: a browser closes connections when it likes."""
+        """Print nothing: a browser may close connections at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET alone, by HTTP/1.0: the end of an answer is the end of its connection."""
+    """Answers only GET, by HTTP/1.0: the end of an answer is the end of its connection."""
 
     server: WatchServer
     timeout = 10.0
-    """Seconds that a client may take to send its request, or to take a piece of the answer."""
+    """Seconds that a client may take to send its request, or to receive a piece of the answer."""
     server_version, sys_version = "trainkit", ""
 
     def do_GET(self) -> None:
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return
 
     def log_message(self, *_: Any) -> None:
-        """Print nothing: a line would hold the token."""
+        """Print nothing: a line would contain the token."""
 
 
 @contextmanager
@@ -234,5 +234,5 @@ events.onerror = () => { document.getElementById("state").textContent = "No conn
 
 
 def page(nonce: str) -> str:
-    """Return the page; its script and style have a number used once, and nothing else of it runs."""
+    """Return the page; its script and style carry a nonce, and no other script runs."""
     return _PAGE.replace("NONCE", nonce)

@@ -1,4 +1,4 @@
-"""Tell somewhere else what happened in a run."""
+"""Report events of a run to a command or a webhook."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Told:
 class Alert(Callback):
     """Calls the command of TRAINKIT_ALERT_COMMAND and the webhook of TRAINKIT_ALERT_WEBHOOK about a run.
 
-    How a run ended is told by the process that started it, which also sees ranks that were killed or hung; what happens
-    meanwhile by rank 0. No step waits for a call.
+    The process that started the run reports its end, because it also sees ranks that were killed or hung; rank 0
+    reports the events during the run. No step waits for a call.
 
     Raises:
         ConfigError: the environment names neither.
@@ -46,11 +46,12 @@ class Alert(Callback):
     observes: ClassVar[bool] = True
 
     events: Annotated[Sequence[Event], cosmetic] = ("failed", "stopped", "nonfinite")
-    """What to tell: failed, stopped (also by a signal), finished, nonfinite (a loss or a step that is not finite)."""
+    """Events to report: failed, stopped (also by a signal), finished, nonfinite (a loss or a step that is not finite).
+    """
     better_than: Annotated[float | None, cosmetic, unit("of the metric")] = None
-    """Tell once that `eval.metric` is better than this; null: never."""
+    """Report once that `eval.metric` is better than this; null: never."""
     timeout_s: Annotated[float, cosmetic, above(0)] = 10.0
-    """Most seconds of a call, and that the end of the run waits for one."""
+    """Timeout of a call, and of the wait for it at the end of the run."""
     _channels: tuple[Channel, ...] = field(default=(), init=False, repr=False, compare=False)
     _told: _Told = field(default_factory=_Told, init=False, repr=False, compare=False)
 
@@ -58,7 +59,7 @@ class Alert(Callback):
         object.__setattr__(self, "_channels", channels_from(os.environ))
 
     def log(self, run: Run, row: Row) -> None:
-        """Tell once that a loss is not finite, or that steps were left out."""
+        """Report once that a loss is not finite, or that steps were skipped."""
         told, skipped = self._told, run.state.skipped
         before, told.skipped = told.skipped, skipped
         broken = math.isnan(row.get("train/loss", 0.0)) or math.isinf(row.get("train/loss", 0.0))
@@ -70,7 +71,7 @@ class Alert(Callback):
             self._tell(run, "nonfinite", what)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Tell once that the metric is better than the threshold."""
+        """Report once that the metric is better than the threshold."""
         watched = MonitoredMetric.of(run.cfg.eval)
         value = metrics.get(watched.metric)
         if self.better_than is None or value is None or self._told.better:
@@ -89,7 +90,7 @@ class Alert(Callback):
             thread.join(max(0.0, until - time.monotonic()))
 
     def ended(self, ending: Ending) -> None:
-        """Tell how the run ended."""
+        """Report how the run ended."""
         event = ending.status if ending.status in ("failed", "finished") else "stopped"
         if event in self.events:
             at = "" if ending.steps is None else f" after {ending.steps:,} steps"
@@ -97,11 +98,11 @@ class Alert(Callback):
             self._send(_message(ending.name, str(ending.folder), event, f"{ending.status}{at}{why}", ending.steps))
 
     def state(self) -> dict[str, Any]:
-        """Return whether the threshold was told."""
+        """Return whether the threshold was reported."""
         return {"better": self._told.better}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore whether the threshold was told."""
+        """Restore whether the threshold was reported."""
         self._told.better = saved["better"]
 
     def _tell(self, run: Run, event: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Call the command and the webhook that the environment names, with a message as JSON.
+"""Call the command and the webhook set in the environment, with a message as JSON.
 
 A config may come from the folder of another user's run, which `trainkit resume` reads: it must not name what this
 machine runs, nor where it connects to. So both stand in environment variables, which a run folder cannot set.
@@ -24,7 +24,7 @@ from trainkit.frames import first_line
 from trainkit.redaction import mask, remember
 
 COMMAND: Final = "TRAINKIT_ALERT_COMMAND"
-"""The variable with a command and its arguments; it gets the message on its standard input."""
+"""Variable with a command and its arguments; the command gets the message on its standard input."""
 WEBHOOK: Final = "TRAINKIT_ALERT_WEBHOOK"
 """The variable with the URL that the message is posted to; a secret."""
 
@@ -66,10 +66,10 @@ class Command:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would lead a message elsewhere."""
+    """Refuses redirects, which would send a message elsewhere."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follow none."""
+        """Refuse the redirect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Webhook:
     """An http or https URL."""
 
     def send(self, message: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Post a message; the URL, which is a secret, is in no answer."""
+        """Post a message; the returned text never contains the URL, which is a secret."""
         body = {**message, "content": message["text"]}
         request = urllib.request.Request(  # noqa: S310 - http and https alone, checked before
             self.url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
@@ -96,7 +96,7 @@ class Webhook:
 
 
 def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
-    """Return the command and the webhook that an environment names.
+    """Return the command and the webhook of an environment.
 
     Raises:
         ConfigError: there is neither, or one cannot be used.
@@ -117,7 +117,7 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
             problems.append(Problem(key=WEBHOOK, rule="must be a URL that begins with https:// or http://."))
     if not found and not problems:
         rule = (
-            f"calls what the environment names, and it names nothing. Set {WEBHOOK}=https://... or "
+            f"has nothing to call. Set {WEBHOOK}=https://... or "
             f"{COMMAND}='PROGRAM ARGUMENTS', or leave the callback alert out."
         )
         problems.append(Problem(key="callbacks.alert", rule=rule))

@@ -65,12 +65,12 @@ class Confusion(Callback):
         return []
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Take what is drawn."""
+        """Collect finished drawings."""
         if run.is_owner:
             self._figures.advance(run)
 
     def log(self, run: Run, row: Row) -> None:
-        """Take what is drawn, and begin what is due."""
+        """Collect finished drawings, and start those that are due."""
         if run.is_owner:
             self._figures.advance(run)
 

@@ -21,7 +21,7 @@ NUM_COUNTS: Final = _NONFINITE + 1
 """Counts of a distribution: negative values, zero, positive values, values that are not finite."""
 _SUMS: Final = 2
 _CHUNK: Final = 1 << 22
-"""Values that are sorted into buckets at once: it bounds the memory that a large tensor takes."""
+"""Number of values that are sorted into buckets at once; bounds the temporary memory for a large tensor."""
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 

@@ -37,7 +37,7 @@ KINDS: Final = ("gradients", "activations", "weights")
 Kind = Literal["gradients", "activations", "weights"]
 T = TypeVar("T")
 _Measured = dict[str, tuple[Tensor, Tensor]]
-"""Name -> what `distribution.measure` gives."""
+"""Name -> result of `distribution.measure`."""
 
 
 def observed_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -61,13 +61,13 @@ class Activations:
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[Tensor, Tensor]] = {}
-        """What `distribution.measure` gives of each layer, added up."""
+        """Layer -> sums and extrema of `distribution.measure`, added up."""
         self.is_forward = False
-        """Whether outputs count: what backward computes again counts once."""
+        """Whether outputs count: only those of forward passes, not those that backward recomputes."""
         self._handles: list[RemovableHandle] = []
 
     def begin(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        """Look at the layers from now on."""
+        """Register hooks on the layers."""
         self.end()
         self.found = {}
         self._handles = [module.register_forward_hook(self._hook(name)) for name, module in layers]
@@ -96,7 +96,7 @@ class Activations:
 
 @dataclass(kw_only=True)
 class _Recorder:
-    """Looks at the steps that are due, and keeps what it counts on the devices until the step is complete."""
+    """Records the steps that are due; keeps counts on the devices until the step is complete."""
 
     every_steps: int
     kinds: Sequence[str]
@@ -113,14 +113,16 @@ class _Recorder:
     step: int | None = None
     """The step that is being recorded, counted from 0."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Kind -> a line about layers that are not shown."""
+    """Kind -> a message about layers that are not shown."""
 
     def wants(self, step: int) -> bool:
-        """Return whether a step is recorded: the first of a training, and each whose number divides."""
+        """Return whether a step is recorded: the first of a training, and every step whose number is a multiple of
+        `every_steps`.
+        """
         return self.is_active and (step == 0 or (step + 1) % self.every_steps == 0)
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Begin to look when a due step begins; outputs count in forward passes alone."""
+        """Start recording when a due step begins; outputs count only in forward passes."""
         if phase == "data":
             self.step, self.found = (step, {}) if self.wants(step) else (None, {})
             if self.step is not None and self.modules:
@@ -129,7 +131,7 @@ class _Recorder:
             self.activations.is_forward = phase == "forward"
 
     def take(self, step: int, tensors: UpdateTensors) -> None:
-        """Count gradients and weights of an update that is about to be made."""
+        """Count gradients and weights of an update before it is applied."""
         del step
         self.counted, self.ranks = tensors.counted, tensors.ranks
         for kind, named in (("gradients", tensors.grads), ("weights", tensors.weights)):
@@ -138,7 +140,7 @@ class _Recorder:
                 self.found.setdefault(kind, {}).update(measured)
 
     def chosen(self, kind: str, names: Iterable[str]) -> list[str]:
-        """Return the layers to show: those that a pattern matches; of too many, some at equal distances."""
+        """Return the layers to show: those that match a pattern, thinned evenly if there are too many."""
         fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.layers)]
         kept = evenly(fitting, self.most_layers)
         if len(kept) < len(fitting):
@@ -149,7 +151,7 @@ class _Recorder:
         """Return the distributions of the step, by kind and layer; collective where ranks hold parts."""
         self.activations.end()
         found, counted, ranks = self.found, self.counted, self.ranks
-        if not found:  # the step was left out
+        if not found:  # the step was skipped
             return {}
         if counted is not None and ranks is not None:
             found = {kind: summed(measured, counted, ranks) for kind, measured in found.items()}
@@ -175,26 +177,26 @@ class _Written:
 class Histograms(Callback):
     """Shows how the values of gradients, activations and weights are distributed, layer by layer, at some steps.
 
-    TensorBoard shows them as histograms and distributions, `plots/gradients.png` and its kin as quantiles over the
-    steps, and the page of the run as a table of the newest ones; `histograms.jsonl` has their figures.
+    TensorBoard shows them as histograms and distributions, `plots/gradients.png` and similar files as quantiles over
+    the steps, and the page of the run as a table of the newest ones; `histograms.jsonl` has their figures.
 
-    A gradient is the one of the update: of the mean loss over all shards and replicas, not scaled, not clipped. Weights
-    are those that it was computed with. Activations are the outputs of the layers that hold no others, for the shards
-    of rank 0. Parameters that are frozen have no gradient and are left out. A step that is not recorded runs as without
-    this callback; no number of the training changes.
+    Gradients are those of the mean loss over all shards and replicas, before scaling and clipping. Weights are those
+    before the update. Activations are the outputs of the layers that hold no others, for the shards of rank 0.
+    Parameters that are frozen have no gradient and are left out. A step that is not recorded runs as without this
+    callback; the results of the training do not change.
 
     A histogram is counted in buckets of a quarter of an octave, from 9e-13 to 1e12. Under `fsdp` each rank counts its
-    parts, and the counts are added up: this is collective, and so an error of this callback ends the run.
+    parts, and the counts are summed over the ranks: a collective call, so an error in this callback ends the run.
     """
 
     every_steps: Annotated[int, cosmetic, at_least(1)] = 100
-    """Steps between two records, counted from the begin of the training; its first step is recorded, too."""
+    """Steps between two records, counted from the start of the training; the first step is always recorded."""
     kinds: Annotated[tuple[Kind, ...], cosmetic] = KINDS
-    """What is shown: `gradients`, `activations`, `weights`."""
+    """Tensors to show: `gradients`, `activations`, `weights`."""
     layers: Annotated[tuple[str, ...], cosmetic] = ("*",)
     """Patterns of the names of parameters and layers that are shown, `[blocks.0.*, head.*]`."""
     most_layers: Annotated[int, cosmetic, at_least(1), unit("layers")] = 48
-    """Parameters or layers of each kind; of more, so many are shown, at equal distances."""
+    """Parameters or layers of each kind; if there are more, this many are shown at equal distances."""
     every_s: Annotated[float, cosmetic, above(0)] = 60.0
     """Least seconds between two drawings of `plots/` during the run."""
     _written: _Written = field(default_factory=_Written, init=False, repr=False, compare=False)
@@ -206,13 +208,11 @@ class Histograms(Callback):
         self._written.figures = FigureQueue(every_s=self.every_s)
 
     def validate(self, planned: Planned) -> list[Problem]:
-        """Return problems: gradients that no listener sees, and nothing to show."""
+        """Return problems: gradients that no listener receives, or nothing to show."""
         strategy, compiled = planned.cfg.strategy["_target_"].rpartition(".")[2], planned.cfg.compile.mode
         found = []
         if not planned.traits.shows_gradients:
-            rule = (
-                f"sees gradients under one_device, device_map, mirrored and fsdp, and {strategy} keeps them to itself. "
-            )
+            rule = f"sees gradients under one_device, device_map, mirrored and fsdp, not under {strategy}. "
             found.append(Problem(key=planned.key, rule=f"{rule}Leave it out."))
         elif compiled != "off" and planned.traits.compiles_step:
             rule = (
@@ -228,11 +228,11 @@ class Histograms(Callback):
         return found
 
     def phase_listener(self) -> PhaseListener:
-        """Return what begins a record."""
+        """Return the listener that starts a record."""
         return self._recorder.on_phase
 
     def gradient_listener(self) -> GradientListener:
-        """Return what counts gradients and weights."""
+        """Return the listener that counts gradients and weights."""
         return self._recorder
 
     @property
@@ -268,7 +268,7 @@ class Histograms(Callback):
             self._write(run, found)
 
     def log(self, run: Run, row: Row) -> None:
-        """Draw what is due."""
+        """Draw figures that are due."""
         if run.is_owner:
             self._figures.advance(run)
 
@@ -312,7 +312,7 @@ class Histograms(Callback):
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many items at equal distances, the first and the last among them.
+    """Return at most `most` items at equal distances, the first and the last among them.
 
     Example:
         >>> evenly(range(10), 4), evenly(range(3), 4)
@@ -324,12 +324,12 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
 
 
 def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) -> _Measured:
-    """Return what the ranks have measured of their parts of each tensor, added up; collective.
+    """Sum the measurements of the ranks, each of its part of the tensors; collective.
 
     Args:
-        measured: this rank's; the same names on every rank.
+        measured: measurements of this rank; names are the same on every rank.
         counted: whether this rank's part counts.
-        ranks: all that hold parts.
+        ranks: the ranks that hold parts.
     """
     if not measured:
         return {}

@@ -69,12 +69,12 @@ class SamplePictures(Callback):
         return []
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Take what is drawn."""
+        """Collect finished drawings."""
         if run.is_owner:
             self._figures.advance(run)
 
     def log(self, run: Run, row: Row) -> None:
-        """Take what is drawn, and begin what is due."""
+        """Collect finished drawings, and start those that are due."""
         if run.is_owner:
             self._figures.advance(run)
 
@@ -113,25 +113,25 @@ class SamplePictures(Callback):
 
 
 def dataset_of(run: Run, split: str) -> Any:
-    """Return the dataset of a split; that of `val` for the averages' `val_ema`, None if there is none."""
+    """Return the dataset of a split; that of `val` for the averages' `val_ema`, None if the split does not exist."""
     found = [name for name in run.datasets if split == name or split.startswith(f"{name}_")]
     return run.datasets[max(found, key=len)] if found else None
 
 
 def inputs_at(dataset: Any, places: Sequence[int], fields: Any = None) -> list[Any]:
-    """Return the inputs of samples by their places; no generator of the training draws meanwhile.
+    """Return the inputs of samples by their indices; no generator of the training draws meanwhile.
 
     Args:
-        dataset: can be indexed.
-        places: of the samples.
-        fields: the field of the input, as the objective names it; None: the common names.
+        dataset: a dataset that can be indexed.
+        places: indices of the samples.
+        fields: input field named by the objective; None: the common names.
     """
     with Untouched(seed=0):
         return [input_of(read_sample(dataset, place), fields) for place in places]
 
 
 def images_of(inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs as images, each (1 or 3, height, width) float32; empty if one of them is none.
+    """Return the inputs as images, each (1 or 3, height, width) float32; empty if one of them is not an image.
 
     Example:
         >>> images_of([torch.zeros(1, 8, 8)])[0].shape, images_of([torch.zeros(8)])

@@ -34,7 +34,7 @@ class EventFolder:
         self._start: int | None = None
 
     def of(self, run: Run) -> EventFile:
-        """Return the file, which is begun at the first call."""
+        """Return the file, which is created at the first call."""
         if self._events is None:
             from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
 
@@ -47,7 +47,7 @@ class EventFolder:
         return self._events
 
     def restart(self, step: int) -> None:
-        """Replace what was written about the steps after this one, which are trained again."""
+        """Discard the events after a step: those steps are trained again."""
         self.close()
         self._start = step
 
@@ -59,11 +59,11 @@ class EventFolder:
 
 
 class FigureQueue:
-    """Draws the newest of the figures that are asked for, each in a process of its own, one at a time.
+    """Draws the newest of the requested figures, each in a process of its own, one at a time.
 
     Args:
         every_s: least seconds between two drawings of a run; the last figures are drawn at its end.
-        events: where TensorBoard finds the figures; None: only their files are written.
+        events: event folder for TensorBoard; None: only image files are written.
     """
 
     def __init__(self, *, every_s: float, events: EventFolder | None = None) -> None:
@@ -78,7 +78,7 @@ class FigureQueue:
         self.advance(run)
 
     def advance(self, run: Run) -> None:
-        """Take what is drawn, and begin what is due; waits for nothing."""
+        """Collect finished drawings and start those that are due; does not wait."""
         if self._running is not None and not self._running[2].running:
             self._take(run)
         if self._running is None and self._waiting and time.monotonic() >= self._due:
@@ -98,7 +98,7 @@ class FigureQueue:
         step, request = self._waiting.pop(path)
         try:
             self._running = path, step, Drawing(request)
-        except OSError as error:  # no process can be started: no reason to end a training
+        except OSError as error:  # a process that cannot be started must not end the training
             _log.warning("plots/%s: %s", path.name, error)
 
     def _take(self, run: Run) -> None:

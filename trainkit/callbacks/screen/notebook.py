@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 from trainkit.callbacks.screen.reading import Reading, terminal_parts
 
 _EVERY_S: Final = 0.5
-"""Seconds between two replacements of the output: each is a message to the browser."""
+"""Seconds between two replacements of the output: each one sends a message to the browser."""
 _WIDTH: Final = 200
-"""Characters that the texts may take: a browser wraps them."""
+"""Limit of the characters of the texts: a browser wraps them."""
 
 
 class _Handle(Protocol):
@@ -21,7 +21,7 @@ class _Handle(Protocol):
 
 
 class Display(Protocol):
-    """Shows an object below the cell, and returns the handle that replaces it: `IPython.display.display`."""
+    """Shows an object below the cell, and returns a handle to replace it: `IPython.display.display`."""
 
     def __call__(self, shown: object, *, display_id: bool) -> Any:
         """Show an object."""
@@ -73,7 +73,7 @@ class NotebookLine:
 
 
 def display_of_notebook() -> Display | None:
-    """Return what shows objects in the notebook whose kernel is this process; None elsewhere, also in a terminal."""
+    """Return IPython's `display` if this process is the kernel of a notebook; None elsewhere, also in a terminal."""
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if getattr(shell, "kernel", None) is None:

@@ -1,4 +1,4 @@
-"""Estimate the remaining time of a run: of its steps, evaluations and checkpoints."""
+"""Estimate the remaining time of a run from its steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trainkit.data.splits import test_splits, validation_splits
 from trainkit.trainer.events import Run
 
 _FORWARD_SHARE: Final = 1 / 3
-"""Part of the time of a training sample that an evaluated one takes: its backward pass takes twice the forward pass."""
+"""Time of an evaluated sample relative to a training sample: the backward pass takes twice the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The steps after which something is due; each part may be absent."""
+    """The interval in steps between two evaluations or saves; each part may be absent."""
 
     every_steps: int | None = None
     steps_per_period: float | None = None
-    """The same by epochs: their length in steps, which need not be a whole number."""
+    """The interval given in epochs, converted to steps; it need not be a whole number."""
 
     def count(self, low: int, high: int) -> int:
-        """Return at how many steps it is due, `low` <= step < `high`, from step 1 on.
+        """Return the number of steps at which it is due, `low` <= step < `high`, from step 1 on.
 
-        A step that both parts name counts twice.
+        A step at which both parts are due counts twice.
 
         Example:
             >>> Interval(every_steps=4, steps_per_period=2.5).count(1, 9)  # 4 and 8; 3, 5 and 8
@@ -38,11 +38,11 @@ class Interval:
 
     @property
     def lengths(self) -> list[float]:
-        """The steps between two times at which it is due, one for each part."""
+        """The number of steps between two due steps, for each part."""
         return [float(one) for one in (self.every_steps, self.steps_per_period) if one is not None]
 
     def shared_with(self, other: Interval) -> Interval:
-        """Return when both are due, of intervals of one part in whole steps; else nothing."""
+        """Return the interval at which both are due, if each has one part in whole steps; else an empty interval."""
         mine, others = self.lengths, other.lengths
         if len(mine) != 1 or len(others) != 1 or not (mine[0].is_integer() and others[0].is_integer()):
             return Interval()
@@ -51,16 +51,16 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class PauseSchedule:
-    """The pauses of a run: moments at which it does something else than train."""
+    """The pauses of a run: evaluations and saves."""
 
     last_step: int
-    """The step after which it ends."""
+    """The last step of the run."""
     evaluations: Interval = Interval()
     saves: Interval = Interval()
     saves_every_s: float | None = None
     samples_per_step: float = 1.0
     evaluated: int = 0
-    """Samples of one evaluation; 0 where nothing is evaluated."""
+    """Samples of one evaluation; 0 without evaluation."""
     evaluated_at_end: int = 0
     """Samples of the evaluation after the last step."""
 
@@ -112,7 +112,7 @@ def _length(dataset: object) -> int:
 class _Mark:
     step: int
     seconds: float
-    """Seconds of training, without pauses."""
+    """Seconds spent training, without pauses."""
     moment: float
     """The same moment on the clock, with pauses."""
 
@@ -120,10 +120,10 @@ class _Mark:
 class Pace:
     """Estimates the remaining time from the steps of the last minute and the pauses so far.
 
-    A row says how long the training took, without pauses; the rest of the time passed in pauses. Between two rows, an
-    evaluation with the save of a new best model is one pause, and a save of its own another. A pause in which neither
-    is due (a plan is made once, after the first steps) is not expected again. Before the first evaluation has ended,
-    its time follows from its number of samples and the time of a training sample.
+    A row of metrics contains the training time without pauses; the rest of the elapsed time was spent in pauses.
+    Between two rows, an evaluation with the save of a new best model is one pause, and a separate save is another. A
+    pause in which neither is due (for example the plan after the first steps) is not expected again. Before the first
+    evaluation has ended, its duration is estimated from its number of samples and the time of a training sample.
 
     Example:
         >>> pace = Pace(PauseSchedule(last_step=100), begun=(0, 0.0, 0.0))
@@ -143,7 +143,7 @@ class Pace:
         self._saves: list[float] = []
 
     def row(self, step: int, seconds: float, *, now: float) -> None:
-        """Take the position of a row of metrics; the pauses of its step come after it."""
+        """Record the position of a row of metrics; the pauses of that step follow the row."""
         mark, before = _Mark(step=step, seconds=seconds, moment=now), self._last
         paused = max((mark.moment - before.moment) - (mark.seconds - before.seconds), 0.0)
         evaluations, saves = self._pauses.due(before.step, step)
@@ -168,7 +168,7 @@ class Pace:
         last, end = self._last, self._pauses.last_step
         if last.step >= end:
             return 0.0
-        # The first row holds the first step, which compiles and allocates: later rows are measured from it on.
+        # The first row holds the first step, which compiles and allocates: later rows are measured relative to it.
         base = self._marks[0] if self._marks and self._marks[0].step < last.step else self._begun
         if last.step <= base.step:
             return math.inf

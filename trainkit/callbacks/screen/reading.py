@@ -24,7 +24,7 @@ class Reading:
     data_wait: float | None = None
     """Fraction of the time spent waiting for data, 0 to 1."""
     targets_per_s: float | None = None
-    """Of a training whose samples have several targets: tokens of a language model."""
+    """Throughput in targets of a training whose samples have several targets, such as tokens of a language model."""
     mfu: float | None = None
     """Share of the devices' peak that the operations of the model use."""
     memory: tuple[float, float] | None = None
@@ -95,7 +95,7 @@ class _BarPart:
     short: str
     style: str
     rank: int
-    """How soon a narrow terminal drops it: the highest first, 0 never."""
+    """Order in which a narrow terminal drops parts: the highest first, 0 never."""
 
 
 def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str, str]]:

@@ -17,11 +17,11 @@ class Document:
     about: str
     """One line for the list of `trainkit schema`."""
     kind: str
-    """The class that describes it, package.module.Name; imported when its schema is asked for."""
+    """The class that describes it, package.module.Name; imported when its schema is requested."""
     version: int = 1
-    """Raised when a key goes away or changes its meaning; a new key does not raise it."""
+    """Version, increased when a key is removed or changes its meaning; a new key does not increase it."""
     is_open: bool = False
-    """Whether the document may hold further keys at its top, as a file to which later versions add keys."""
+    """Whether the document may hold further keys at its top, for example a file to which later versions add keys."""
 
 
 DOCUMENTS: Final[Mapping[str, Document]] = {
@@ -73,4 +73,4 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
         about="OUT.parts/prediction.json of trainkit predict", kind="trainkit.report.schemas.files.Prediction"
     ),
 }
-"""Name of a document -> what describes it."""
+"""Name of a document -> its description."""

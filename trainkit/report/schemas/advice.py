@@ -1,4 +1,4 @@
-"""What `trainkit advise --json` writes."""
+"""Output of `trainkit advise --json`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ class AdvisedWay(TypedDict):
     """One way to train."""
 
     overrides: list[str]
-    """What is added to the command line."""
+    """Arguments to add to the command line."""
     command: str
     """The command that plans it."""
     reason: str
     """Why it is the best way, or why it is not."""
     fits: bool | None
-    """Whether it fits into the memory; null where its plan is refused or its activations are unknown."""
+    """Whether it fits into the memory; null if its plan is refused or its activations are unknown."""
     needs: int | None
-    """Bytes that the fullest device needs."""
+    """Bytes that the device with the largest share needs."""
     devices: int | None
-    """Devices that train."""
+    """Number of devices that train."""
     step_s: float | None
     """Seconds of a step, the middle of the plan's band."""
     cost: float | None
@@ -27,16 +27,16 @@ class AdvisedWay(TypedDict):
 
 
 class AdviceDocument(TypedDict):
-    """What `trainkit advise --json` writes."""
+    """Output of `trainkit advise --json`."""
 
     version: Literal[1]
     """Version of this document."""
     goal: Literal["time", "cost", "memory"]
-    """What the ways are ranked by."""
+    """The goal by which the ways are ranked."""
     hardware: str
     """The device that is planned for."""
     devices: int
-    """The most devices."""
+    """Largest number of devices."""
     best: AdvisedWay | None
     """The best way; null if none can be chosen."""
     runner_up: AdvisedWay | None

@@ -9,9 +9,9 @@ class WrittenFile(TypedDict):
     """A file of a checkpoint."""
 
     bytes: int
-    """Its size."""
+    """Size of the file."""
     sha256: str
-    """SHA-256 of its content, in hexadecimal digits."""
+    """SHA-256 of the content of the file, in hexadecimal digits."""
 
 
 class Manifest(TypedDict):
@@ -26,7 +26,7 @@ class Manifest(TypedDict):
     fingerprint: str | None
     """Hash of the keys that decide the result, of the run that wrote the checkpoint."""
     metric: float | None
-    """The metric `eval.metric`, where it was known."""
+    """The metric `eval.metric`, if it was known."""
     files: dict[str, WrittenFile]
     """Name -> size and hash, of every file except the manifest."""
     owner: NotRequired[str]
@@ -41,26 +41,26 @@ class Piece(TypedDict):
     file: str
     """The file with the block."""
     key: NotRequired[str]
-    """Its key in the file; without, the name of the tensor."""
+    """Key of the block in the file; absent: the name of the tensor."""
     offset: list[int]
-    """Index of its first element, for each dimension."""
+    """Index of the first element of the block, for each dimension."""
     size: list[int]
-    """Its length, for each dimension."""
+    """Length of the block, for each dimension."""
 
 
 class StoredTensor(TypedDict):
     """A tensor of a checkpoint."""
 
     dtype: str
-    """Its dtype, as in safetensors: `F32`, `BF16`, `I64` ..."""
+    """Dtype of the tensor, as in safetensors: `F32`, `BF16`, `I64` ..."""
     shape: list[int]
-    """Its shape."""
+    """Shape of the tensor."""
     pieces: list[Piece]
     """The blocks that make it up; they do not overlap."""
 
 
 class TensorIndex(TypedDict):
-    """`checkpoints/STEP/index.json`: the place of each tensor in the files of the ranks."""
+    """`checkpoints/STEP/index.json`: the location of each tensor in the files of the ranks."""
 
     tensors: dict[str, StoredTensor]
     """`param/NAME`, `buffer/NAME`, `optimizer/SLOT/NAME` or `callback/...` -> the tensor."""
@@ -72,11 +72,11 @@ class LeftOut(TypedDict):
     """The steps that were skipped because a loss or gradient was not finite."""
 
     count: int
-    """Number of them."""
+    """Number of skipped steps."""
     first: int
-    """The first of the latest consecutive ones; -1 if there is none."""
+    """First of the latest consecutive skipped steps; -1 if there is none."""
     last: int
-    """The last of the latest consecutive ones; -1 if there is none."""
+    """Last of the latest consecutive skipped steps; -1 if there is none."""
     steps: list[dict[str, Any]]
     """`step`, `samples` and `num_samples` of each, at most 1,000."""
 
@@ -93,7 +93,7 @@ class Progress(TypedDict):
     retries: int
     """Steps that were repeated because their gradients overflowed."""
     own_loss: NotRequired[bool]
-    """Present and true where a loop of the user has given a step its loss."""
+    """Present and true if a user's own loop gave the loss of a step."""
     left_out: LeftOut
     """Skipped steps."""
 
@@ -110,7 +110,7 @@ class LossScale(TypedDict):
 
 
 class CutOfStep(TypedDict):
-    """How a step is cut."""
+    """Division of a step into shards."""
 
     global_size: int
     """Samples of a step."""
@@ -119,7 +119,7 @@ class CutOfStep(TypedDict):
 
 
 class Meta(TypedDict):
-    """`checkpoints/STEP/meta.json`: the state of a training beside its tensors. Later versions add keys."""
+    """`checkpoints/STEP/meta.json`: the state of a training without its tensors. Later versions add keys."""
 
     state: Progress
     """The counters."""
@@ -130,15 +130,15 @@ class Meta(TypedDict):
     data: dict[str, Any] | None
     """The position in a stream; null for a dataset with an index, whose position follows from the step."""
     strategy: dict[str, Any]
-    """What the strategy keeps: its reducer, or the steps that are assigned and not applied."""
+    """State of the strategy: its reducer, or the steps that were assigned but not applied."""
     batch: CutOfStep
     """The cut of the steps."""
     evaluation_due: NotRequired[bool]
-    """Present and true where the run ended with an error before the evaluation of this step."""
+    """Present and true if the run ended with an error before the evaluation of this step."""
 
 
 class Names(TypedDict):
-    """`checkpoints/index.json`: which checkpoint is the newest, and which the best. It follows from the manifests."""
+    """`checkpoints/index.json`: the newest and the best checkpoint. Derived from the manifests."""
 
     last: str | None
     """Folder of the newest checkpoint."""
@@ -147,9 +147,9 @@ class Names(TypedDict):
 
 
 class Evaluated(TypedDict):
-    """`checkpoints/evaluated.json`: what the evaluator beside a training has found."""
+    """`checkpoints/evaluated.json`: results of the evaluator of a training."""
 
     evaluating: str | None
-    """Folder of the checkpoint that it evaluates."""
+    """Folder of the checkpoint that is being evaluated."""
     metrics: dict[str, float]
-    """Folder of a checkpoint -> its `eval.metric`, where that is finite."""
+    """Folder of a checkpoint -> its `eval.metric`, if that is finite."""

@@ -1,4 +1,4 @@
-"""JSON files of a run, of a sweep and of a prediction, and what `generate` writes with `--json`."""
+"""JSON files of a run, of a sweep and of a prediction, and the output of `generate --json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Result(TypedDict):
     status: str
     """`finished`, `stopped`, `preempted`, `hangup`, `failed` ..."""
     reason: str
-    """Why it ended, in words."""
+    """The reason for the end, in words."""
     steps: NotRequired[int]
     """Updates of the whole training."""
     samples: NotRequired[int]
@@ -37,20 +37,20 @@ class Result(TypedDict):
     model: NotRequired[str | None]
     """Folder of the exported model."""
     plan: NotRequired[dict[str, float | None] | None]
-    """What was planned: `memory` and `bytes_a_step` in bytes, `step_s` with its band `low_s` to `high_s` in seconds."""
+    """The plan: `memory` and `bytes_a_step` in bytes, `step_s` with its band `low_s` to `high_s` in seconds."""
     measured: NotRequired[dict[str, Any] | None]
     """The same figures as measured after `steps` steps, and `at_end`, each with its difference `per_cent`.
 
     `at_end` has `samples_per_s`, `targets_per_s`, `mfu`, `data_wait`, `launches` and, in bytes, `memory_peak`, too.
     """
     plan_error: NotRequired[str]
-    """Why the run could not be compared with its plan."""
+    """The reason why the run could not be compared with its plan."""
     restarts: NotRequired[list[dict[str, Any]]]
     """Restarts of the run: kind, cause, step, rank, task, checkpoint."""
 
 
 class Status(TypedDict):
-    """`RUN/status.json`: what a run does at the moment."""
+    """`RUN/status.json`: the current state of a run."""
 
     version: Literal[1]
     """Version of this document."""
@@ -63,19 +63,19 @@ class Status(TypedDict):
     resumable: bool
     """Whether there is a complete checkpoint."""
     updated: float
-    """Seconds since 1970 of this file."""
+    """Time of this file, in seconds since 1970."""
     updated_at: str
-    """The same as a date, UTC, ISO 8601."""
+    """Time of this file, UTC, ISO 8601."""
     pid: int
     """The process that writes the file."""
     process_start: int
-    """When that process began, in clock ticks after the boot: a later process may have the same number."""
+    """Start of that process in clock ticks after the boot, because a later process may have the same number."""
     host: str
-    """Its host."""
+    """Host of the process."""
     boot_id: str
-    """The boot of that host; empty if unknown."""
+    """Id of the last boot of that host; empty if unknown."""
     boot_time: float
-    """Seconds since 1970 of that boot."""
+    """Time of that boot, in seconds since 1970."""
     processes: str
     """The namespace of processes that `pid` belongs to."""
 
@@ -90,7 +90,7 @@ class BegunBy(TypedDict):
 
 
 class Environment(TypedDict):
-    """`RUN/environment.json`: where a run was started. Later versions add keys and remove none."""
+    """`RUN/environment.json`: the environment in which a run was started. Later versions add keys and remove none."""
 
     started: str
     """Local time with its offset, ISO 8601."""
@@ -119,7 +119,7 @@ class Environment(TypedDict):
     notes: list[str]
     """Notes of the summary."""
     begun: NotRequired[BegunBy]
-    """The command that began the run, where a later one has continued it."""
+    """The command that began the run, if a later one has continued it."""
 
 
 class SettingKey(TypedDict):
@@ -130,11 +130,11 @@ class SettingKey(TypedDict):
     value: Any
     """The value of the run; secrets are redacted."""
     recipe: Any
-    """The value of the recipe, or of the files below it; null where they do not set the key."""
+    """The value of the recipe, or of the files below it; null if they do not set the key."""
     set_by: str
     """`command line`, or the file and line."""
     tag: str
-    """What the key can affect: maths, placement, speed or cosmetic."""
+    """Effect that the key can have: maths, placement, speed or cosmetic."""
 
 
 class Settings(TypedDict):
@@ -156,7 +156,7 @@ class Evaluation(TypedDict):
     model: str
     """The run, checkpoint or file with the weights."""
     checkpoint: str
-    """Which checkpoint: best, last, or its name."""
+    """The checkpoint: best, last, or its name."""
     step: int | None
     """The step of the checkpoint; null for a file without one."""
     split: str
@@ -166,7 +166,7 @@ class Evaluation(TypedDict):
     strategy: str
     """The class of the strategy."""
     num_processes: int
-    """Processes that evaluated."""
+    """Number of processes that evaluated."""
     batch_size: int
     """Samples of a forward pass."""
     precision: str
@@ -191,7 +191,7 @@ class GeneratedText(TypedDict):
 
 
 class Generation(TypedDict):
-    """What `trainkit generate RUN --json` writes."""
+    """Output of `trainkit generate RUN --json`."""
 
     format: Literal[1]
     """Version of this document."""
@@ -203,21 +203,21 @@ class SweepJobEntry(TypedDict):
     """One job of a sweep."""
 
     job: str
-    """Its name: its number in the sweep."""
+    """Name of the job: its number in the sweep."""
     folder: str
-    """Its run folder, relative to that of the sweep."""
+    """Run folder of the job, relative to the folder of the sweep."""
     overrides: list[str]
-    """The arguments of its run; secrets are masked."""
+    """The arguments of the run; secrets are masked."""
     exit_code: int | None
-    """Exit code of its process, -9 if signal 9 ended it; null if it has not ended."""
+    """Exit code of the process of the job, -9 if signal 9 ended it; null if it has not ended."""
     config: str
-    """Hash of its config, by which a resumed sweep knows it again; empty if unknown."""
+    """Hash of the config, by which a resumed sweep recognises the job; empty if unknown."""
     slots: int
-    """Devices, or shares of the CPU cores, that it takes."""
+    """Devices, or shares of the CPU cores, that the job takes."""
     tries: int
-    """Processes that were started for it, over all commands that continued the sweep."""
+    """Number of processes started for the job, over all commands that continued the sweep."""
     pruned: bool
-    """Whether a search stopped it early."""
+    """Whether a search stopped the job early."""
 
 
 class Sweep(TypedDict):
@@ -232,7 +232,9 @@ class Sweep(TypedDict):
 
 
 class Prediction(TypedDict):
-    """`OUT.parts/prediction.json` of an unfinished `trainkit predict`: what decides the numbers of its parts."""
+    """`OUT.parts/prediction.json` of an unfinished `trainkit predict`: everything that determines the content of its
+    parts.
+    """
 
     version: Literal[1]
     """Version of this document."""
@@ -249,7 +251,7 @@ class Prediction(TypedDict):
     objective: dict[str, Any]
     """The section `objective` of the config; secrets are masked."""
     outputs: str
-    """What is predicted (`predict.outputs`)."""
+    """The predicted outputs (`predict.outputs`)."""
     batch_size: int
     """Samples of a forward pass."""
     threads: int
@@ -261,6 +263,6 @@ class Prediction(TypedDict):
     device: list[str]
     """Kinds of the devices: `cpu`, `cuda`."""
     strategy: dict[str, Any] | None
-    """The strategy, where several ranks compute one forward pass together; otherwise null."""
+    """The strategy, if several ranks compute one forward pass together; otherwise null."""
     torch: str
     """Version of torch."""

@@ -1,4 +1,4 @@
-"""What `explain`, `ls`, `top` and `diff` write with `--json`."""
+"""Outputs of `explain`, `ls`, `top` and `diff` with `--json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ExplainedKey(TypedDict):
     key: str
     """The key with its groups, `batch.micro_size`."""
     value: Any
-    """Its value in this composition; secrets are redacted."""
+    """Value of the key in this composition; secrets are redacted."""
     set_by: str
     """The place that set it: `command line`, `FILE:LINE`, or an empty text for the default."""
     type: str
@@ -23,24 +23,24 @@ class ExplainedKey(TypedDict):
     default: Any
     """The value without any setting; null if it is required."""
     required: bool
-    """Whether the user must give it."""
+    """Whether the user must give the key."""
     meaning: str
-    """Its documentation, in one line."""
+    """Documentation of the key, in one line."""
     tag: Effect
-    """What changing it can affect."""
+    """The effect that changing the key can have."""
 
 
 class Explanation(TypedDict):
-    """What `trainkit explain KEY --json` writes."""
+    """Output of `trainkit explain KEY --json`."""
 
     version: Literal[1]
     """Version of this document."""
     key: str
-    """The key that was asked for: one key, or a group or section of keys."""
+    """The requested key: one key, or a group or section of keys."""
     choice: str | list[str] | None
     """The choice of a group; null for any other key."""
     meaning: str
-    """Documentation of the key that was asked for."""
+    """Documentation of the requested key."""
     keys: list[ExplainedKey]
     """The key, or every key below it."""
     notes: list[str]
@@ -55,11 +55,11 @@ class ListedChoice(TypedDict):
     name: str
     """The choice, `mirrored`."""
     description: str
-    """The first comment of its file."""
+    """The first comment of the YAML file."""
     file: str
     """The YAML file."""
     target: str | None
-    """The class that it names; null for one without."""
+    """The class that it names; null if it names none."""
 
 
 class ListedRun(TypedDict):
@@ -68,28 +68,28 @@ class ListedRun(TypedDict):
     folder: str
     """The run folder."""
     state: str
-    """What the run does, as the list shows it."""
+    """The state of the run, as the list shows it."""
     note: str
-    """A remark on the state; empty without one."""
+    """Note on the state; may be empty."""
     step: int | None
     """Steps done; null if unknown."""
     resumable: bool
-    """Whether a checkpoint is there to continue from."""
+    """Whether there is a checkpoint to continue from."""
     updated: float | None
     """Seconds since 1970 of the last change; null if unknown."""
     process: str
-    """Where its process runs; empty if it has none."""
+    """Location of the process of the run; empty if it has none."""
 
 
 class Listing(TypedDict):
-    """What `trainkit ls --json` writes."""
+    """Output of `trainkit ls --json`."""
 
     version: Literal[1]
     """Version of this document."""
     choices: list[ListedChoice]
-    """The choices that were asked for; empty in a list of runs."""
+    """The requested choices; empty in a list of runs."""
     text: str | None
-    """The YAML text of one choice, without secrets; null if several were asked for."""
+    """The YAML text of one choice, without secrets; null if several were requested."""
     runs: list[ListedRun]
     """The runs of a folder, the most recently updated first; empty in a list of choices."""
 
@@ -98,27 +98,27 @@ class RankedRun(TypedDict):
     """One run of a leaderboard."""
 
     rank: int
-    """Its place, from 1."""
+    """Rank of the run, from 1."""
     job: str
-    """Its number in the sweep, or the name of its folder."""
+    """Number of the job in the sweep, or the name of its folder."""
     status: str
-    """How it ended: `finished`, `pruned`, `stopped`, `failed` ..."""
+    """End of the run: `finished`, `pruned`, `stopped`, `failed` ..."""
     folder: str
     """The run folder."""
     value: float | None
-    """Its value of the metric; null if it has none."""
+    """Value of the metric; null if the run has none."""
     metrics: dict[str, float | None]
     """Every final metric; null for one that is not finite."""
     steps: int | None
-    """Its updates; null if unknown."""
+    """Updates of the run; null if unknown."""
     seconds: float | None
-    """Seconds of training alone; null if unknown."""
+    """Seconds of training only; null if unknown."""
     overrides: list[str]
-    """The overrides that distinguish it from the other runs; secrets are redacted."""
+    """The overrides that distinguish the run from the others; secrets are redacted."""
 
 
 class Ranking(TypedDict):
-    """What `trainkit top DIR --json` writes."""
+    """Output of `trainkit top DIR --json`."""
 
     version: Literal[1]
     """Version of this document."""
@@ -131,7 +131,7 @@ class Ranking(TypedDict):
     runs: list[RankedRun]
     """The best runs, best first."""
     remarks: list[str]
-    """What the order does not show."""
+    """Facts that the order does not show."""
 
 
 class ChangedKey(TypedDict):
@@ -140,37 +140,37 @@ class ChangedKey(TypedDict):
     key: str
     """The key with its groups."""
     left: Any
-    """Its value in the first run; null if it has no such key."""
+    """Value of the key in the first run; null if it has no such key."""
     right: Any
-    """Its value in the second run; null if it has no such key."""
+    """Value of the key in the second run; null if it has no such key."""
     tag: Effect
-    """What the difference can affect."""
+    """The effect that the difference can have."""
 
 
 class Comparison(TypedDict):
-    """What `trainkit diff RUN RUN --json` writes."""
+    """Output of `trainkit diff RUN RUN --json`."""
 
     version: Literal[1]
     """Version of this document."""
     differences: list[ChangedKey]
     """The differences; differences that can change the result come first."""
     can_change_result: int
-    """How many of them can change the result."""
+    """Number of differences that can change the result."""
 
 
 class ListedLayer(TypedDict):
     """One layer of a model."""
 
     name: str
-    """Its name in the model."""
+    """Name of the layer in the model."""
     kind: str
-    """The name of its class."""
+    """Name of the class of the layer."""
     output: list[int] | None
-    """Shape of the first tensor that it returns; null if unknown."""
+    """Shape of the first tensor that the layer returns; null if unknown."""
     parameters: int
-    """Elements of its own parameters."""
+    """Elements of the layer's own parameters."""
     trained: int
-    """Those of them that the training changes."""
+    """Elements of the layer's own parameters that are trained."""
     calls: int
     """Calls in one forward pass."""
     flops: int | None
@@ -178,19 +178,19 @@ class ListedLayer(TypedDict):
 
 
 class ListedModel(TypedDict):
-    """What `trainkit ls --model --json` writes."""
+    """Output of `trainkit ls --model --json`."""
 
     version: Literal[1]
     """Version of this document."""
     batch: int
-    """Samples of the batch that the shapes and operations are of."""
+    """Samples of the batch for the shapes and operations."""
     parameters: int
-    """Elements of all parameters, a shared one once."""
+    """Elements of all parameters; a shared one counts once."""
     trained: int
-    """Those of them that the training changes."""
+    """Elements of the parameters that are trained."""
     flops: int | None
     """Floating-point operations of a forward pass; null if it cannot run without data."""
     note: str
-    """Why there are no shapes and operations; empty if there are."""
+    """The reason why there are no shapes and operations; empty if there are."""
     layers: list[ListedLayer]
     """The layers, in the order of their definition."""

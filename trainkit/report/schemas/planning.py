@@ -1,4 +1,4 @@
-"""What `plan` writes with `--json`, and the plan in a run folder."""
+"""Output of `plan --json`, and the plan in a run folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class PlannedTask(TypedDict):
     task: str
     """Role and number, `worker:0`."""
     rank: int
-    """Its number among all tasks."""
+    """Rank of the task among all tasks."""
     device: str
-    """The device of its replica, `cuda:0`; in a launch, the one that a task of this process would have."""
+    """The device of the replica, `cuda:0`; in a launch, the device that a task of this process would have."""
 
 
 class PlannedBatch(TypedDict):
@@ -29,17 +29,17 @@ class PlannedStage(TypedDict):
     """One part of a replica that spans several devices."""
 
     stage: int
-    """Its number, in the order of the model."""
+    """Number of the part, in the order of the model."""
     modules: str
-    """Its blocks, `embed, blocks.0-5`."""
+    """Blocks of the part, `embed, blocks.0-5`."""
     num_params: int
-    """Its parameters."""
+    """Number of parameters of the part."""
     device: str
-    """Its device."""
+    """Device of the part."""
 
 
 class PlannedMemory(TypedDict):
-    """Bytes on the fullest device."""
+    """Bytes on the device with the largest memory use."""
 
     parameters: int
     """Parameters, and master copies if they are separate."""
@@ -54,51 +54,53 @@ class PlannedMemory(TypedDict):
     optimizer: int | None
     """State of the optimizer; null if unknown."""
     frozen: int
-    """Models that the objective reads and does not train."""
+    """Models that the objective runs but does not train."""
     staging: int
-    """The copy of the state on the host that is written in the background; in `peak` where the device is the CPU."""
+    """The copy of the state on the host that is written in the background; included in `peak` if the device is the
+    CPU.
+    """
     activations: int | None
-    """Batches, what backward needs, outputs and temporary tensors, when they are most; null if unknown."""
+    """Largest sum of batches, tensors saved for backward, outputs and temporary tensors; null if unknown."""
     peak: int | None
-    """The most bytes at any moment of a step; null if unknown."""
+    """Peak bytes of a step; null if unknown."""
     moment: Literal["forward", "backward", "exchange", "optimizer step"] | None
     """The part of a step with the peak; null if unknown."""
     checkpoint: int
-    """Bytes while a checkpoint is copied; on the CPU with `checkpoint.background`, with the copy."""
+    """Bytes while a checkpoint is copied; includes the copy on the CPU with `checkpoint.background`."""
 
 
 class PlannedRemedy(TypedDict):
     """A change with which the run fits."""
 
     overrides: str
-    """What to add to the command line."""
+    """Arguments to add to the command line."""
     price: str
-    """What it costs, in words."""
+    """Cost of the change, in words."""
     needs: int
-    """Bytes that the fullest device then needs."""
+    """Bytes that the device with the largest memory use then needs."""
     fits: bool
     """Whether that is enough."""
 
 
 class PlannedTransfer(TypedDict):
-    """What the ranks send each other in a step."""
+    """Data that the ranks send each other in a step."""
 
     what: str
-    """What is sent: gradients, parameters, activations ..."""
+    """Kind of data: gradients, parameters, activations ..."""
     how: str
-    """By which collective or message."""
+    """The collective or kind of message."""
     bytes: int
     """Bytes of all ranks together."""
     messages: int
     """Number of messages, one after another."""
     overlaps: bool
-    """Whether the ranks compute meanwhile."""
+    """Whether the ranks compute during the transfer."""
     first_step: int
-    """The first step with it."""
+    """The first step with this transfer."""
     end_step: int | None
-    """The step before which it ends; null: it does not."""
+    """The first step without it; null: it does not end."""
     every: int
-    """Only the last of so many steps has it: 1, but for averages of `local_sgd`."""
+    """Interval in steps between two transfers: 1, except for averages of `local_sgd`."""
 
 
 class PlannedTraffic(TypedDict):
@@ -107,11 +109,11 @@ class PlannedTraffic(TypedDict):
     links: dict[str, int]
     """Kind of link -> bytes of a step on average."""
     transfers: list[PlannedTransfer]
-    """What is sent, and how."""
+    """The transfers of a step."""
 
 
 class PlannedWork(TypedDict):
-    """What a step computes, and what a checkpoint holds."""
+    """The operations of a step, and the size of a checkpoint."""
 
     flops: float | None
     """Floating-point operations of a step, over all replicas; null if unknown."""
@@ -140,7 +142,7 @@ class PlannedCost(TypedDict):
     """The cost to the end."""
 
     total: float | None
-    """The middle of the band; null if unknown."""
+    """Cost, the middle of the band; null if unknown."""
     currency: str
     """The currency, `USD`."""
     device_h: float | None
@@ -148,7 +150,7 @@ class PlannedCost(TypedDict):
 
 
 class Plan(TypedDict):
-    """What `trainkit plan --json` writes."""
+    """Output of `trainkit plan --json`."""
 
     version: Literal[1]
     """Version of this document."""
@@ -171,15 +173,15 @@ class Plan(TypedDict):
     stages: list[PlannedStage]
     """The parts of a replica that spans several devices."""
     memory: PlannedMemory
-    """Bytes on the fullest device."""
+    """Bytes on the device with the largest memory use."""
     fits: bool | None
     """Whether the run fits into the memory of the hardware; null if unknown."""
     remedies: list[PlannedRemedy]
-    """What makes it fit, if it does not."""
+    """Changes with which the run fits, if it does not."""
     traffic: PlannedTraffic | None
     """Bytes that the ranks send in a step; null if unknown."""
     work: PlannedWork
-    """What a step computes."""
+    """The operations of a step."""
     time: PlannedTime
     """Times on the hardware."""
     cost: PlannedCost
@@ -191,16 +193,16 @@ class Plan(TypedDict):
 
 
 class RunPlan(TypedDict):
-    """`RUN/plan.json`: what was planned, for a run of 20 steps or more. Later versions add keys and remove none."""
+    """`RUN/plan.json`: the plan of a run of 20 steps or more. Later versions add keys and remove none."""
 
     version: Literal[1]
     """Version of this document."""
     memory: PlannedMemory
-    """Bytes on the fullest device."""
+    """Bytes on the device with the largest memory use."""
     traffic: PlannedTraffic | None
     """Bytes that the ranks send in a step; null if unknown."""
     work: PlannedWork
-    """What a step computes."""
+    """The operations of a step."""
     time: PlannedTime
     """Times on the hardware."""
     cost: PlannedCost

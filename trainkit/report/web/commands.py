@@ -1,4 +1,4 @@
-"""The commands that a page shows: what repeats a run, and what continues it."""
+"""Build the commands on a page: to repeat a run, and to continue it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainkit.redaction import mask
 from trainkit.report.web.page import printable
 
 LONGEST: Final = 2_000
-"""Characters of a command."""
+"""Largest number of characters of a command."""
 
 
 def repeating_command(environment: Mapping[str, Any]) -> str:
-    """Return the command that trains a run once more, by its `environment.json`; empty if no file holds it.
+    """Return the command that repeats a run, from its `environment.json`; empty if no file has it.
 
     Of a run that later commands have continued, it is the command that began it.
 
@@ -37,5 +37,5 @@ def repeating_command(environment: Mapping[str, Any]) -> str:
 
 
 def printable_command(command: str) -> str:
-    """Return a command as a page shows it: without secrets, and not longer than a page can bear."""
+    """Return a command for a page: without secrets, and shortened if it is too long."""
     return printable(mask(command), LONGEST)

@@ -1,4 +1,4 @@
-"""What the page that compares runs shows, as JSON: a few runs beside each other, or all jobs of a sweep."""
+"""Content of the page that compares runs, as JSON: a few runs side by side, or all jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trainkit.report.web.page import COMPARISON_BYTES, printable, to_json
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "coordinates.js", "comparison.js")
 _POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12, 4)
 _FEW_POINTS: Final = 12
-"""Points a curve below which other parts are left out first."""
+"""Number of points per curve below which other parts are left out first."""
 _ALL: Final = 1 << 62
 _FEW: Final = 8
-"""Runs up to which every metric is drawn; of more runs, the monitored metric and the training loss."""
+"""Up to this many runs, every metric is drawn; with more, only the monitored metric and the training loss."""
 _MOST_METRICS: Final = 40
 _ORDER: Final = tuple(tag.value for tag in (Tag.maths, Tag.placement, Tag.speed, Tag.cosmetic))
 
@@ -35,7 +35,7 @@ class DifferingKey:
     key: str
     tag: str
     values: Sequence[str]
-    """The value of each run, as text; empty where a run has no such key."""
+    """The value of each run, as text; empty if a run has no such key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,16 @@ class ComparedRun:
     folder: str
     status: str
     is_faded: bool = False
-    """Whether it was ended before its time: pruned, failed or not run."""
+    """Whether the run ended early: pruned, failed or not run."""
     command: str = ""
-    """The command that trains it once more; empty where no file holds it."""
+    """The command that trains it again; empty if no file has it."""
     metrics: Mapping[str, float]
     seconds: float | None = None
     usd_s: float | None = None
-    """US dollars that a second of its training costs; None: not known."""
+    """US dollars per second of its training; None: unknown."""
     steps: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
-    """The keys in which it differs from the others, as text."""
+    """The keys that distinguish it from the others, as text."""
     rows: LoggedRows
 
 
@@ -73,18 +73,18 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much of a comparison is shown; the best runs are those by the metric."""
+    """Sizes of the parts of a comparison; the best runs are those by the metric."""
 
     text: int = 400
-    """Characters of a text; of a key 80 at least."""
+    """Largest number of characters of a text; of a key at least 80."""
     commands: int = _ALL
-    """The best runs whose command is shown."""
+    """Number of best runs with a command."""
     curves: int = _ALL
-    """The best runs whose curves are shown."""
+    """Number of best runs with curves."""
     keys: int = _ALL
-    """Keys that differ."""
+    """Number of keys that differ."""
     runs: int = _ALL
-    """The best runs."""
+    """Number of best runs."""
 
 
 _LIMITS: Final = (
@@ -98,11 +98,11 @@ _LIMITS: Final = (
     Limits(text=20, commands=8, curves=8, keys=12, runs=200),
     Limits(text=20, commands=8, curves=8, keys=6, runs=40),
 )
-"""What is left out where the page would be too large, in this order."""
+"""Limits for a page that would be too large, in the order in which they are tried."""
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Return the page, of at most 1 MB: curves have fewer points, and parts are left out, where it is large."""
+    """Return the page, of at most 1 MB: if it is larger, curves have fewer points, and parts are left out."""
     drafts = [partial(_draft, comparison, limits) for limits in _LIMITS]
     return fit(drafts, scripts=SCRIPTS, limit=COMPARISON_BYTES, points=_POINTS, few=_FEW_POINTS)
 
@@ -117,13 +117,13 @@ def _draft(comparison: Comparison, limits: Limits) -> Draft:
 
 
 def _rank(run: ComparedRun, goal: MonitoredMetric) -> tuple[bool, bool, float]:
-    """Return the place of a run: by the metric, runs without it and those that ended before their time at the end."""
+    """Return the sort key of a run: by the metric; runs without it and runs that ended early come last."""
     value = number(run.metrics.get(goal.metric))
     return run.is_faded, value is None, 0.0 if value is None else goal.sign * value
 
 
 def _left_out(comparison: Comparison, limits: Limits) -> str:
-    """Return the line that names what the page leaves out."""
+    """Return the line that names the parts that the page leaves out."""
     number_of, metric = len(comparison.runs), printable(comparison.goal.metric, 60)
     parts = {
         f"texts after {limits.text} characters": limits.text < Limits().text,
@@ -139,13 +139,13 @@ def _left_out(comparison: Comparison, limits: Limits) -> str:
 def _document(
     comparison: Comparison, limits: Limits, kept: Sequence[int], with_command: Collection[int]
 ) -> dict[str, Any]:
-    """Return what the page shows, without its curves.
+    """Return the content of the page without its curves.
 
     Args:
         comparison: all runs.
-        limits: how much of each is shown.
-        kept: the places of the runs that are shown.
-        with_command: the places of the runs whose command is shown.
+        limits: sizes of the parts.
+        kept: indices of the runs on the page.
+        with_command: indices of the runs with a command.
     """
     ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))[: limits.keys]
     columns = {one.key: printable(one.key, max(80, min(200, limits.text))) for one in ordered}

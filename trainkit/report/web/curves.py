@@ -13,16 +13,16 @@ from trainkit.errors import UnreadableError
 from trainkit.files import read_lines, size_of
 
 MAX_POINTS: Final = 2_000
-"""Points of a curve up to which every point is kept."""
+"""Up to this many points, a curve keeps every point."""
 _BUCKETS: Final = 500
 """Buckets of a longer curve: each gives up to 4 points."""
 _MAX_CURVES: Final = 200
 _MAX_NAME: Final = 300
 _MAX_MARKS: Final = 2_000
 _ROWS_AT_ONCE: Final = 128
-"""Rows between two rests of a reader."""
+"""Number of rows between two pauses of a reader."""
 _POSITION: Final = frozenset({"step", "epoch", "samples", "seconds"})
-"""Keys of a row that say where it stands; they are no metrics."""
+"""Keys of a row that describe its position; they are not metrics."""
 
 Point = tuple[int, float | None]
 """Step and value; None: the value was not finite."""
@@ -144,7 +144,7 @@ def _merged(buckets: Sequence[_Bucket]) -> _Bucket:
 
 @dataclass
 class LoggedRows:
-    """What the rows of a `metrics.jsonl` say, in bounded memory."""
+    """The content of a `metrics.jsonl`, in bounded memory."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     """Metric -> its curve; the first 200 metrics."""
@@ -158,7 +158,7 @@ class LoggedRows:
     malformed: int = 0
     """Lines that are no rows."""
     left_out: set[str] = field(default_factory=set)
-    """Names of metrics beyond the first 200, of 200 at most."""
+    """Names of metrics beyond the first 200, at most 200."""
 
     def add(self, line: bytes) -> None:
         """Add a line of the file."""
@@ -211,12 +211,12 @@ class LoggedRows:
 
 
 class MetricsReader:
-    """Reads a `metrics.jsonl` that grows: each call of `read` goes on where the last one ended.
+    """Reads a `metrics.jsonl` that grows: each call of `read` continues where the last one ended.
 
     Args:
         path: the file.
-        rest: called after every 128 rows (3 ms on one core). A thread beside a training waits there: a run that is
-            resumed may have a million rows, and Python lets one thread at a time run.
+        rest: called after every 128 rows (3 ms on one core). A reader thread in a training process pauses there: a
+            resumed run may have a million rows, and Python runs only one thread at a time.
     """
 
     def __init__(self, path: Path, *, rest: Callable[[], object] = lambda: None) -> None:
@@ -247,6 +247,6 @@ class MetricsReader:
 
 def number(value: Any) -> float | None:
     """Return a finite number; None for anything else."""
-    if type(value) is not float and type(value) is not int:  # not isinstance: a bool is no number
+    if type(value) is not float and type(value) is not int:  # not isinstance: a bool is not a number
         return None
     return float(value) if math.isfinite(value) else None

@@ -1,6 +1,6 @@
 """The figures of callbacks on the page of a run: its confusion matrix, its worst samples, its layers.
 
-Nothing in the files is trusted: what has another form is left out.
+Nothing in the files is trusted: content of another form is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS: Final = ("gradients", "activations", "weights")
 _TAIL: Final = 8 << 20
 """Bytes at the end of a file that are read for its newest line."""
 _MOST_CLASSES: Final = 24
-"""Classes up to which the page shows the whole matrix."""
+"""Up to this many classes, the page shows the whole matrix."""
 _MOST_MISTAKES: Final = 12
 _MOST_COUNTED: Final = 2**53
 """Samples in a cell: the largest count that a number of 64 bits holds exactly."""
@@ -31,7 +31,7 @@ _MOST_SPLITS: Final = 3
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
-    """Return the figures of a run folder: `confusion`, `samples` and `layers`, each empty where there is none."""
+    """Return the figures of a run folder: `confusion`, `samples` and `layers`, each empty if the run has none."""
     return {
         "confusion": list(_matrices(folder / "tables.jsonl")),
         "samples": list(_samples(folder / "plots")),
@@ -100,7 +100,7 @@ def _matrix(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the pictures of the worst samples that fit into the page; of others the name of the file."""
+    """Yield the pictures of the worst samples; of those that do not fit into the page, only the name of the file."""
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("worst_*.png"))[:_MOST_SPLITS]:
             split = printable(path.stem.removeprefix("worst_"), 60)

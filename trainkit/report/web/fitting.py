@@ -1,4 +1,4 @@
-"""Fit a page into a number of bytes: curves have fewer points, then parts are left out, and the page names them."""
+"""Fit a page into a number of bytes: reduce the points of curves, then leave out parts, which the page names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.report.web.page import make_page, to_json
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """How much of each curve is shown."""
+    """Resolution of each curve."""
 
     points: int
     """Largest number of points of a curve."""
@@ -24,19 +24,19 @@ class Draft:
     """A page without its curves."""
 
     data: Mapping[str, Any]
-    """What the page shows; any text in it is shown as text."""
+    """Content of the page; any text in it is shown as text."""
     curves: Callable[[Resolution], Iterable[str]]
     """Returns the curves as pieces of a JSON list, without its brackets."""
 
 
 PLAIN: Final = Resolution(points=2_000, is_packed=False)
-"""What is tried first: every point of a curve, as numbers that a person can read."""
+"""The first resolution: every point of a curve, as readable numbers."""
 
 
 def fit(
     drafts: Sequence[Callable[[], Draft]], *, scripts: Sequence[str], limit: int, points: Sequence[int], few: int
 ) -> str:
-    """Return the first page that fits into a number of bytes; if none does, the smallest.
+    """Return the first page that fits into a number of bytes; if none fits, the smallest.
 
     Args:
         drafts: each makes a draft that leaves out more than the draft before it.
@@ -58,7 +58,7 @@ def fit(
 
 
 def _within(room: int, pieces: Iterable[str]) -> str | None:
-    """Return the pieces as one text; None, without making the rest, where they exceed a number of bytes."""
+    """Return the pieces as one text; None, without making the rest, if they exceed a number of bytes."""
     kept, size = [], 0
     for piece in pieces:
         size += len(piece.encode())

@@ -1,10 +1,10 @@
-"""Curves as a page holds them: numbers with 7 significant digits, packed where the page would be too large.
+"""Write curves for a page: numbers with 7 significant digits, packed if the page would be too large.
 
 A packed column is the shortest of three forms, which `charts.js` reads:
 
     [0.5, 0.25, null]          a list
-    {"r": [0.5, 3, 0.25, 1]}   values, each with the number of its repetitions: a rate that stays, steps of one stride
-    "AAAAPwAAgD4"              32-bit floats, little endian, in base64: 5.3 bytes a value, where a list takes about 10
+    {"r": [0.5, 3, 0.25, 1]}   values, each with the number of its repetitions: a constant rate, equal distances
+    "AAAAPwAAgD4"              32-bit floats, little endian, in base64: 5.3 bytes per value; a list takes about 10
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compact_curve(points: Sequence[tuple[int, float | None]], seen: int, *, is_p
 
 
 def column(values: Sequence[float | None], *, digits: int = 7, is_packed: bool = False) -> Column:
-    """Return numbers for a page, with some significant digits, 7 at most; None stands for one that is not finite."""
+    """Return numbers for a page, with at most 7 significant digits; None for a number that is not finite."""
     plain = [None if value is None else _rounded(value, digits) for value in values]
     return _shortest([plain, _repeated(plain), *_floats(plain)]) if is_packed else plain
 
@@ -63,7 +63,7 @@ def _repeated(values: Sequence[float | int | None]) -> dict[str, list[float | in
 
 
 def _floats(values: Sequence[float | int | None]) -> Iterator[str]:
-    """Yield the numbers as 32-bit floats in base64, NaN in the place of None; nothing if they exceed the range."""
+    """Yield the numbers as 32-bit floats in base64, with NaN for None; nothing if they exceed the range."""
     if all(value is None or value == 0 or _SMALLEST < math.fabs(value) < _LARGEST for value in values):
         content = struct.pack(f"<{len(values)}f", *(math.nan if value is None else value for value in values))
         yield base64.b64encode(content).decode()

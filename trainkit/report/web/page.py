@@ -1,4 +1,4 @@
-"""Put a page together: one HTML file with style, scripts and data inside, which loads nothing."""
+"""Assemble a page: one HTML file with style, scripts and data inside, which loads nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN_PAGE_BYTES: Final = 300_000
 COMPARISON_BYTES: Final = 1_000_000
 """Largest size of a comparison."""
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The browser is told to load nothing, whatever stands in the page."""
+"""Policy that makes the browser load nothing, whatever the page contains."""
 _LONGEST_TITLE: Final = 200
 
 
@@ -25,7 +25,7 @@ def make_page(title: str, content: str, *, scripts: Sequence[str]) -> str:
 
     Args:
         title: the title of the window.
-        content: what the scripts show, from `to_json`; any text in it is shown as text.
+        content: the data for the scripts, from `to_json`; any text in it is shown as text.
         scripts: the names of the scripts, in the order of their execution; `uPlot.iife.min.js` comes before them.
     """
     shown = html.escape(printable(title, _LONGEST_TITLE))
@@ -48,7 +48,8 @@ def _static(name: str) -> str:
 
 
 def to_json(data: Any) -> str:
-    r"""Return JSON that no HTML parser takes for markup: `<` is escaped, and so are the line separators of JavaScript.
+    r"""Return JSON that an HTML parser cannot interpret as markup: `<` is escaped, and so are the line separators of
+    JavaScript.
 
     Example:
         >>> to_json({"name": "</script>"})
@@ -59,7 +60,7 @@ def to_json(data: Any) -> str:
 
 
 def printable(text: str, most: int = 400) -> str:
-    r"""Return text without control characters, cut after some characters with their number.
+    r"""Return text without control characters, shortened to `most` characters, with its original length.
 
     Example:
         >>> printable("a" * 9, 4), printable("a\x1b[31m")
@@ -72,5 +73,5 @@ def printable(text: str, most: int = 400) -> str:
 
 
 def _is_bidi(character: str) -> bool:
-    """Return whether a character sets the direction of text, which the page isolates."""
+    """Return whether a character changes the direction of text."""
     return "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"

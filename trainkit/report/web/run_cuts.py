@@ -1,4 +1,4 @@
-"""What the page of a run leaves out where it would be too large, in a fixed order; the page names it.
+"""Leave parts out of the page of a run that would be too large, in a fixed order; the page names them.
 
     1. pictures: that of the worst samples, then those of the highest losses, the last one first
     2. texts after 120 characters, and rows of tables after the first 60
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 Data = dict[str, Any]
-"""What the page of a run shows, without its curves."""
+"""Content of the page of a run without its curves."""
 Cut = Callable[[Data], str | None]
-"""Leaves something out of the data, and returns its name; None: there is nothing to leave out."""
+"""Leaves a part out of the data, and returns its name; None: the part does not exist."""
 _TABLES: Final = {
     "settings": "config",
     "environment": "environment",
@@ -26,17 +26,17 @@ _TABLES: Final = {
     "ranks": "ranks",
     "marks": "marks",
 }
-"""The parts of the data that are lists of rows, and their names; the worst samples are a table, too."""
+"""The parts of the data that are lists of rows, and their names; the worst samples are also a table."""
 _CUT: Final = re.compile(r"(.*)\.\.\. \(([\d,]+) characters\)", re.DOTALL)
 """A text that `printable` has cut."""
 
 
 def versions_of(data: Data, *, limit: int) -> list[Callable[[], Data]]:
-    """Return functions to call in their order: the first returns the data, each next one leaves more out of it.
+    """Return functions to call in order: the first returns the data, each next one leaves out more.
 
     Args:
         data: what the page shows; it is changed.
-        limit: bytes that the page has at most, for the line that names what it leaves out.
+        limit: largest number of bytes of the page, for the line that names the left out parts.
     """
     left: dict[str, str] = {}
 
@@ -91,7 +91,7 @@ def _texts_after(most: int) -> Cut:
 
 
 def shortened(value: Any, most: int) -> Any:
-    """Return a value of JSON in which every text has so many characters at most, and says how many it had.
+    """Return a JSON value with every text cut to at most `most` characters, followed by its original length.
 
     Example:
         >>> shortened({"a": ["long text", 3]}, 4)

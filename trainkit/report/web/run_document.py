@@ -1,4 +1,4 @@
-"""What the page of a run shows, as JSON: built from the files of the run alone, so that it can be built again."""
+"""Content of the page of a run, as JSON: built only from the files of the run, so that it can be built again."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from trainkit.report.web.trust import trust_strip
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
 _POINTS: Final = (2_000, 1_500, 1_000, 500, 250, 100, 40, 12, 4)
 _FEW_POINTS: Final = 40
-"""Points a curve below which other parts are left out first."""
+"""Number of points per curve below which other parts are left out first."""
 _MOST_MARKS: Final = 300
 _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
-"""The reason of an end that says itself at which step the run ended."""
+"""Pattern of the reason of an end that already names the step."""
 _RESULT_BYTES: Final = 60_000
 _MOST_ROWS: Final = 600
 _MOST_SETTINGS: Final = 200
 _LONGEST: Final = 400
-"""Characters of the name of a curve."""
+"""Largest number of characters of the name of a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Where a run stands at the moment."""
+    """The current state of a run."""
 
     state: str
     """`running`, `finished`, `killed` ..."""
@@ -53,18 +53,18 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine:
-    """What is known of one rank."""
+    """Facts about one rank."""
 
     rank: int
     step: int | None
     phase: str
     log: str
-    """Its log, relative to the run folder."""
+    """Log of the rank, relative to the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The best metric of the runs that differ from this one in their seed alone."""
+    """The best metric of the runs that differ from this one only in the seed."""
 
     mean: float
     deviation: float
@@ -74,7 +74,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Everything that the page of a run is made of."""
+    """The input for the page of a run."""
 
     files: RunFiles
     rows: LoggedRows
@@ -84,11 +84,13 @@ class RunFacts:
     ranks: Sequence[RankLine] = ()
     spread: Spread | None = None
     lasted: float | None = None
-    """Seconds from the start of the last command to its end, with all restarts, to a second; None: not known."""
+    """Seconds from the start of the last command to its end, with all restarts, to a second; None: unknown."""
 
 
 def run_page(facts: RunFacts) -> str:
-    """Return the page of a run, of at most 300 KB; where it would be larger, curves have fewer points, and parts go."""
+    """Return the page of a run, of at most 300 KB: if it is larger, curves have fewer points, and parts are left
+    out.
+    """
 
     def draft_of(make: Callable[[], dict[str, Any]]) -> Draft:
         data = make()
@@ -119,7 +121,7 @@ def goal_of(facts: RunFacts) -> MonitoredMetric:
 
 
 def run_document(facts: RunFacts) -> dict[str, Any]:
-    """Return what the page of a run shows, without its curves."""
+    """Return the content of the page of a run without the curves."""
     files, cfg = facts.files, facts.cfg
     name = files.folder.name if cfg is None else f"{cfg.name} {files.folder.name}"
     return {
@@ -155,14 +157,14 @@ def vars_of(rank: RankLine) -> dict[str, Any]:
 
 
 def _verdict(facts: RunFacts) -> str:
-    """Return one line: how the run ended, or where it stands."""
+    """Return one line: how the run ended, or its current state."""
     result, state = facts.files.result, facts.standing.state
     if not result or state in ("starting", "running", "killed", "silent"):
         return f"This run {facts.standing.words}."
     steps, seconds = result.get("steps"), result.get("seconds")
     reason = str(result.get("reason") or "").strip().splitlines()
     ended, why = f"{state[:1].upper()}{state[1:]}", f": {reason[0]}" if reason else ""
-    if _NAMES_STEP.match(why):  # steps are read some at a time: more were trained than the one that failed
+    if _NAMES_STEP.match(why):  # the loss is read only every few steps: more steps were trained than the failed one
         return f"{ended}{why}"
     trained = "" if not isinstance(steps, int) else f" after {count(steps)} steps"
     lasted = "" if seconds is None else f" and {duration(seconds)} of training"
@@ -226,7 +228,7 @@ _UNITS: Final = {"memory": "bytes at the peak", "step_s": "seconds a step", "byt
 
 
 def _plan(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what was planned beside what was measured."""
+    """Yield each planned figure with the measured one."""
     plan, measured = result.get("plan") or {}, result.get("measured") or {}
     at_end, differs = (_map_in(measured, key) for key in ("at_end", "per_cent"))
     for key, unit in _UNITS.items():
@@ -242,7 +244,7 @@ def _map_in(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _time(facts: RunFacts) -> dict[str, Any]:
-    """Return where the time went, in seconds, and the goodput: the share of it that trained."""
+    """Return how the time was spent, in seconds, and the goodput: the share of the time spent training."""
     result, rows = facts.files.result, facts.rows
     trained = number(result.get("seconds")) if result else rows.seconds or None
     if trained is None:
@@ -262,7 +264,7 @@ def _time(facts: RunFacts) -> dict[str, Any]:
 
 
 def _whole_time(facts: RunFacts, trained: float, exported: float) -> float | str:
-    """Return the seconds of the run, all its starts together; or why they are not known."""
+    """Return the seconds of all starts of the run together, or the reason why they are unknown."""
     files, total = facts.files, number(facts.files.result.get("seconds_total"))
     if not files.result:
         return "The goodput is known at the end of a run."
@@ -278,7 +280,7 @@ def _whole_time(facts: RunFacts, trained: float, exported: float) -> float | str
 
 
 def _is_of_all(restart: Mapping[str, Any]) -> bool:
-    """Return whether a restart ended the process of rank 0, as all do but that of one other task."""
+    """Return whether a restart ended the process of rank 0; only the restart of a single other task does not."""
     return restart.get("kind") != "alone"
 
 
@@ -322,7 +324,7 @@ def _notes(facts: RunFacts) -> Iterator[str]:
     if facts.cfg is None:
         yield "resolved.yaml cannot be read: the monitored metric is taken to be val/loss."
     if facts.rows.malformed:
-        yield f"metrics.jsonl: {count(facts.rows.malformed)} lines are no rows and are left out."
+        yield f"metrics.jsonl: {count(facts.rows.malformed)} lines are not rows and are left out."
     if facts.rows.left_out:
         named = ", ".join(itertools.islice(sorted(facts.rows.left_out), 3))
         yield f"Of the metrics the first 200 are shown; left out are {named} and others."
@@ -333,7 +335,7 @@ def _notes(facts: RunFacts) -> Iterator[str]:
 def flattened(content: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield every value of a JSON map with its key, as JSON; a list of plain values is one value.
 
-    At most 600 values and 60 KB; a last row says that there are more.
+    At most 600 values and 60 KB; a last row notes further ones.
 
     Example:
         >>> list(flattened({"plan": {"memory": 8}, "best": None}))

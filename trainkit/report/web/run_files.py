@@ -1,4 +1,4 @@
-"""The files of a run that its page shows; each may be absent, damaged or made by an enemy."""
+"""The files of a run that its page shows; each may be absent, damaged or malicious."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunFiles:
     continued_at: list[int]
     """The steps at which later commands continued the run (the same file)."""
     checkpoints: list[int]
-    """The steps of the checkpoints that are there."""
+    """The steps of the existing checkpoints."""
     best_step: int | None
     restarts: list[dict[str, Any]]
     rollbacks: list[dict[str, int]] | None
@@ -75,9 +75,9 @@ class RunFiles:
     evaluation: Mapping[str, Any] | None
     """The first evaluation below `evaluations/` that lists its worst samples."""
     picture: str | None
-    """Its picture, as the address of an image."""
+    """The picture of its worst samples, as a data URL."""
     unreadable: list[str] = field(default_factory=list)
-    """Files that are there and cannot be read, with the reason."""
+    """Existing files that cannot be read, with the reason."""
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
@@ -170,7 +170,7 @@ def _worst(folder: Path) -> tuple[Mapping[str, Any] | None, Path | None]:
 
 
 def picture_at(path: Path) -> str | None:
-    """Return a PNG of at most 48 kB as the address of an image; None if it is none, or is larger."""
+    """Return a PNG of at most 48 kB as a data URL; None if it is not a PNG, or is larger."""
     with contextlib.suppress(UnreadableError):
         content = read_bytes(path, limit=_PICTURE_BYTES)
         if content.startswith(_PNG):

@@ -1,4 +1,4 @@
-"""The trust strip of a run's page: what speaks for the figures of a run, and what does not."""
+"""The trust strip of a run's page: facts that support the figures of a run, and facts that do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUTS: Final = {
     AT_EQUAL_CUT: ("to rounding, at an equal batch.micro_size", ""),
     CUT_UNKNOWN: ("to rounding, on as many replicas", " On another number it may be another training."),
 }
-"""Words of a note of the run -> how its repetition agrees, and what the note does not say."""
+"""Part of a note of the run -> agreement of its repetition, and a sentence to add to the note."""
 
 
 def trust_strip(files: RunFiles, cfg: RunConfig | None, *, state: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def _items(files: RunFiles, cfg: RunConfig | None, state: str) -> Iterator[tuple
 
 
 def _reproducible(files: RunFiles, cfg: RunConfig | None) -> tuple[str, str, bool | None]:
-    """Return whether a repetition of the command gives the same bits, on other replicas too, or why not."""
+    """Return whether a repetition of the command gives the same bits, even on other replicas, or the reason if not."""
     if cfg is None:
         return "unknown", "resolved.yaml cannot be read", None
     git = files.environment.get("git") or {}
@@ -62,7 +62,7 @@ def _reproducible(files: RunFiles, cfg: RunConfig | None) -> tuple[str, str, boo
 
 
 def _timing(strategy: Mapping[str, Any]) -> str | None:
-    """Return why the updates of a run depend on which process or thread is faster; None if they do not."""
+    """Return the reason why the updates of a run depend on the speed of processes or threads; None if they do not."""
     alone = strategy.get("workers") == 1 or len(strategy.get("compute_devices") or "ab") == 1
     if strategy.get("mode") == "async" and strategy.get("replay") is None and not alone:
         return "strategy.mode=async applies gradients as they come"
@@ -107,7 +107,7 @@ def _restarts(files: RunFiles) -> tuple[str, str, bool | None]:
 
 
 def _samples(files: RunFiles, *, ended: bool) -> tuple[str, str, bool | None]:
-    """Return how many samples the weights have seen otherwise than once each epoch."""
+    """Return how many samples the weights have not seen exactly once per epoch."""
     skipped = files.result.get("skipped_steps")
     if not ended or not isinstance(skipped, list):
         return "not yet", "counted at the end of a run", None

@@ -1,1 +1,1 @@
-"""What is sent to each tracker; no module here imports torch."""
+"""The service of each tracker; no module here imports torch."""

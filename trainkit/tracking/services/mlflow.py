@@ -19,10 +19,10 @@ from trainkit.tracking.service import LoggedRow, TrackedRun
 
 _ID: Final = "trainkit.id"
 _FOREIGN: Final = re.compile(r"[^\w\-. /:]")
-"""Characters that a name must not hold."""
+"""Characters that a name must not contain."""
 _LONGEST: Final = 250
 _PARAMS, _METRICS = 100, 1000
-"""Largest batches."""
+"""Largest numbers of parameters and metrics per request."""
 
 
 class _Mlflow:

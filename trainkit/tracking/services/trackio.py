@@ -15,7 +15,7 @@ import trackio
 from trainkit.tracking.service import LoggedRow, TrackedRun
 
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9._-]")
-"""Characters that the name of an artifact must not hold."""
+"""Characters that the name of an artifact must not contain."""
 
 
 class _Trackio:
@@ -33,7 +33,7 @@ class _Trackio:
             config={**run.parameters, "trainkit/id": run.id, "trainkit/fingerprint": run.fingerprint},
             resume="allow",
             embed=False,
-            auto_log_gpu=False,  # it would measure the sending process
+            auto_log_gpu=False,  # it would monitor the sending process
             auto_log_cpu=False,
         )
 
@@ -49,7 +49,7 @@ class _Trackio:
 
     def close(self, *, has_finished: bool, status: str) -> None:
         assert self._run is not None
-        self._run.log({"trainkit/status": status}, step=self._step)  # a run of Trackio has no status of its own
+        self._run.log({"trainkit/status": status}, step=self._step)  # Trackio has no status of runs
         self._run.finish()
 
 

@@ -28,7 +28,7 @@ class _Wandb:
             tags=[f"fingerprint:{run.fingerprint[:16]}"],
             config={**run.parameters, "trainkit/fingerprint": run.fingerprint},
             allow_val_change=True,
-            # What it would collect by itself is that of the sending process: its command, its output, its load.
+            # Disable its own collection, which would record the sending process: its command, its output, its load.
             settings=wandb.Settings(
                 silent=True, console="off", save_code=False, disable_git=True, disable_code=True, x_disable_stats=True,
                 x_disable_meta=True, x_save_requirements=False,
