@@ -57,7 +57,7 @@ def test_weights_of_another_model_are_refused_with_the_first_layer_that_differs(
     samples = {"input": Points(split="val").inputs[:8].float()}
     with pytest.raises(NotExportableError) as caught:
         refuse_other_outputs(node or {"_target_": "trainkit.models.mlp.Mlp"}, model, samples, tmp_path)
-    assert "the safetensors export is refused: for 8 real samples it computes other outputs" in str(caught.value)
+    assert "the safetensors export is refused: for 8 real samples its outputs differ" in str(caught.value)
     assert f"The first layer that differs is {layer} (" in str(caught.value)
 
 

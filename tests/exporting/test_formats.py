@@ -117,7 +117,7 @@ def test_an_export_computes_what_the_run_does_and_a_wrong_one_is_refused_with_th
     with pytest.raises(NotExportableError) as caught:
         refuse_difference(check, model, samples, tmp_path / "wrong")
     text = str(caught.value)
-    assert f"the {form} export is refused: for 8 real samples it computes other outputs than the run" in text
+    assert f"the {form} export is refused: for 8 real samples its outputs differ from those of the run" in text
     assert f"The first layer that differs is {layer} (the largest difference is" in text
 
 
@@ -155,7 +155,7 @@ def fixed_length() -> tuple[nn.Module, Inputs]:
     return FixedLength().eval(), {"tokens": torch.randint(0, 64, (8, 4))}
 
 
-FIXED = "tokens: 4 tokens, and no other number. With a free one, {} refuses the model: "
+FIXED = "tokens: 4 tokens, and no other number. With a dynamic number, {} refuses the model: "
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_an_objective_says_which_tensors_are_inputs_and_one_that_reads_more_is_r
     ids, mask = torch.zeros(2, 3), torch.ones(2, 3)
     batch = {"attention_mask": mask, "input_ids": ids, "labels": ids}
     assert [*model_inputs(ModelComputesLoss(), Net(), batch)] == ["input_ids", "attention_mask"]
-    with pytest.raises(ConfigError, match="objective=Reads: does not call the model with tensors alone"):
+    with pytest.raises(ConfigError, match="objective=Reads: does not call the model with tensors only"):
         model_inputs(Reads(), nn.Linear(2, 2), batch)
 
 

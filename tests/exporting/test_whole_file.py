@@ -177,7 +177,7 @@ def test_an_export_replaces_what_the_run_has_written_and_nothing_else(
     (tmp_path / "run/model-2/notes").write_text("mine too")
     assert cli.main(["export", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/model-2.aside/notes").read_text() == "mine too"
-    assert "holds what this run did not write" in capsys.readouterr().err
+    assert "that this run did not write" in capsys.readouterr().err
     names = ["README.md", "config.yaml", "model.safetensors"]
     assert sorted(path.name for path in (tmp_path / "run/model-2").glob("[!.]*")) == names
 
@@ -199,7 +199,7 @@ def test_a_file_that_is_not_of_the_model_starts_no_training(tmp_path: Path) -> N
     (tmp_path / "text.safetensors").write_text("these are no tensors, however long the text may be")
     with pytest.raises(CheckpointError, match=r"param/0\.bias is missing there; param/0\.bais is not in this model"):
         run(tmp_path / "a", *PLAIN, f"init_from={tmp_path}/other.safetensors")
-    with pytest.raises(CheckpointError, match=r"text\.safetensors is no complete safetensors file\."):
+    with pytest.raises(CheckpointError, match=r"text\.safetensors is not a complete safetensors file\."):
         run(tmp_path / "b", *PLAIN, f"init_from={tmp_path}/text.safetensors")
 
 
@@ -209,7 +209,7 @@ def test_a_changed_file_is_not_loaded(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not what was written"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since it was written"):
         trainkit.load(tmp_path / "run/model")
 
 

@@ -155,7 +155,7 @@ def test_all_bad_flags_are_named_at_once(run: Path, capsys: pytest.CaptureFixtur
         "  --top-p 1.5: has no effect: the most likely token is chosen. Add --temperature 0.8. (command line)",
         "  --seed 1: has no effect: the most likely token is chosen. Add --temperature 0.8. (command line)",
         "  --checkpoint newest: must be best or last. (command line)",
-        "  --prompts nowhere: is no file. (command line)",
+        "  --prompts nowhere: is not a file. (command line)",
     ]
 
 

@@ -159,7 +159,7 @@ def test_a_prediction_that_fails_before_its_first_part_leaves_nothing_and_one_of
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(Mlp, "forward", lambda _self, inputs: torch.full((len(inputs), 10), torch.nan))
     assert predict(run, "rows.npy") == 0
-    assert "note: 360 of 360 rows hold NaN or infinity." in capsys.readouterr().err
+    assert "note: 360 of 360 rows contain NaN or infinity." in capsys.readouterr().err
 
 
 def test_a_folder_of_that_name_that_is_not_of_a_prediction_is_refused(run: Path, cwd: Path) -> None:
@@ -189,7 +189,7 @@ REFUSALS: list[tuple[list[str], dict[str, str], str]] = [
     (
         ["objective=regression", "predict.outputs=classes"],
         {},
-        "predict.outputs=classes: the outputs of Regression are no scores of classes. Use logits.",
+        "predict.outputs=classes: the outputs of Regression are not scores of classes. Use logits.",
     ),
     (
         ["optimizer.lr=1"],

@@ -1,1 +1,1 @@
-"""Formats of a trained model for use outside of trainkit, one file a format."""
+"""Formats of a trained model for use outside of trainkit, one file per format."""

@@ -37,10 +37,10 @@ _COPIES: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedFile:
-    """The format `safetensors`, with a check of what was written."""
+    """The format `safetensors`, with a check of the written file."""
 
     samples: Callable[[nn.Module], Inputs]
-    """Returns the inputs of the model for real samples; raises ConfigError or DataError."""
+    """Function that returns the model inputs for real samples; raises ConfigError or DataError."""
     LOADING: str = whole_file.LOADING
 
     def write(self, trained: TrainedModel, draft: Path) -> Written:
@@ -55,7 +55,7 @@ class CheckedFile:
         return replace(written, notes=(self._checked_outputs(trained, draft),))
 
     def _checked_outputs(self, trained: TrainedModel, draft: Path) -> str:
-        """Compare the outputs; return a sentence that says how, or why that was not possible."""
+        """Compare the outputs; return a sentence about the comparison, or about the reason why there was none."""
         size = (draft / whole_file.WEIGHTS).stat().st_size
         if _COPIES * size > available_bytes():
             return f"{_ALONE}; no outputs were compared: {_COPIES} models of {num_bytes(size)} exceed the free memory."
@@ -105,12 +105,12 @@ def refuse_other_outputs(node: Mapping[str, Any], model: nn.Module, samples: Inp
 
     Args:
         node: builds the model.
-        model: the run's own, on the CPU, in evaluation mode.
-        samples: real ones.
+        model: the model of the run, on the CPU, in evaluation mode.
+        samples: real samples.
         draft: the folder with the file.
 
     Returns:
-        What the weights were put into, for a sentence.
+        The kind of model that got the weights, for a sentence.
 
     Raises:
         NotExportableError: the outputs differ.
@@ -133,7 +133,7 @@ def refuse_other_outputs(node: Mapping[str, Any], model: nn.Module, samples: Inp
 
 
 def _program(model: nn.Module, samples: Inputs, place: Path) -> dict[str, Any]:
-    """Write the program of a model whose weights are NaN; return what the fresh process must know of it.
+    """Write the program of a model whose weights are NaN; return the request for the fresh process.
 
     Raises:
         NotBuiltError: torch.export does not take the model.

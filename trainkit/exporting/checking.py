@@ -1,8 +1,8 @@
 """Check an export on real samples: a process without trainkit runs it, and its outputs must be those of the run.
 
 Where a format performs the same operations in the same order, the outputs must have the same bits. Otherwise they may
-differ by 16 times the rounding error of the run's own outputs, which is measured against the same model in float64, and
-which is taken to be at least one unit in the last place of the largest output.
+differ by 16 times the rounding error of the run's own outputs, measured against the same model in float64, but at least
+one unit in the last place of the largest output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainkit.frames import named_first_line
 
 _NUM_SAMPLES: Final = 8
 _BATCHES: Final = (_NUM_SAMPLES, 3, 1)
-"""Samples of each call: the size of a batch is free."""
+"""Samples of each call: the batch size is dynamic."""
 _MARGIN: Final = 16.0
 """Allowed multiple of the rounding error of the run's own outputs."""
 
@@ -45,16 +45,16 @@ class NotBuiltError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What is checked of an export, and how strictly."""
+    """The check of an export, and its strictness."""
 
     form: str
     """The format, as given to `--to`."""
     exact: bool
     """Whether the outputs must have the same bits."""
     request: Mapping[str, Any] = field(default_factory=dict)
-    """What else the fresh process needs."""
+    """Further entries of the request to the fresh process."""
     free: Sequence[str] = ()
-    """Inputs whose number of tokens is free: half of them is computed too."""
+    """Inputs with a dynamic number of tokens: the check also runs half of the tokens."""
 
 
 def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
@@ -76,7 +76,9 @@ def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
 
 
 def example_of(samples: Inputs) -> dict[str, Tensor]:
-    """Return zeros in the shapes of two samples: the file of an export holds its example, and no sample of the data."""
+    """Return zeros in the shapes of two samples: an export stores its example input, which must not be a sample of the
+    data.
+    """
     return {name: torch.zeros(2, *value.shape[1:], dtype=value.dtype) for name, value in samples.items()}
 
 
@@ -85,9 +87,9 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
 
     Args:
         check: the format and its bound.
-        model: the run's own, on the CPU, in evaluation mode.
-        samples: real ones, with a first dimension of the batch.
-        folder: of the export.
+        model: the model of the run, on the CPU, in evaluation mode.
+        samples: real samples; the first dimension is the batch.
+        folder: the folder of the export.
 
     Raises:
         NotExportableError: the export cannot be run, or computes something else; the text names the first layer.
@@ -109,13 +111,13 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
         if worst is not None:
             layer = _first_layer(check, model, exact_model, inputs, folder)
             raise NotExportableError(
-                f"the {check.form} export is refused: for {_length(inputs)} real samples it computes other outputs "
-                f"than the run ({worst}). {layer}"
+                f"the {check.form} export is refused: for {_length(inputs)} real samples its outputs differ from "
+                f"those of the run ({worst}). {layer}"
             )
 
 
 def _cut(samples: Inputs, size: int, halved: Sequence[str]) -> Inputs:
-    """Return copies of some of the samples, and of the given inputs the first half of the tokens."""
+    """Return copies of some of the samples, with only the first half of the tokens of the given inputs."""
     lengths = {name: samples[name].shape[1] // 2 for name in halved}
     return {
         name: (value[:size, : lengths[name]] if name in lengths else value[:size]).contiguous().clone()
@@ -144,7 +146,7 @@ def _first_layer(check: Check, model: nn.Module, exact_model: nn.Module | None, 
 
 
 def _difference(own: Tensor, other: Tensor, exact: Tensor, same_bits: bool) -> str | None:
-    """Return how two outputs differ by more than is allowed; None if they do not."""
+    """Return how two outputs differ by more than allowed; None if they do not."""
     if own.shape != other.shape:
         return f"the shape is {tuple(other.shape)}, not {tuple(own.shape)}"
     same_places = torch.equal(own.isnan(), other.isnan())
@@ -196,13 +198,13 @@ def run_fresh(form: str, request: Mapping[str, Any], folder: Path, place: Path) 
 
     Args:
         form: the format.
-        request: what the process needs beside the format and the folder; `format` there names a part of the check.
-        folder: of the export.
+        request: further input of the process; `format` there names a part of the check.
+        folder: the folder of the export.
         place: an empty folder for the request; the process runs in it.
 
     Raises:
         NotBuiltError: the process cannot build the model.
-        NotExportableError: the process has failed; the text has the last line of its error.
+        NotExportableError: the process has failed; the message contains the last line of its error.
     """
     common = {"format": form, "folder": str(folder.absolute()), "threads": torch.get_num_threads()}
     file = place / "request.json"

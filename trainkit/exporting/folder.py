@@ -1,6 +1,6 @@
-"""The folder of an exported model: written beside its place, then moved there as a whole.
+"""The folder of an exported model: written next to its final place, then moved there as a whole.
 
-    model.safetensors   what the format writes
+    model.safetensors   the file of the format
     config.yaml         the node that builds the model; size and SHA-256 of each file
     README.md           the model card
     .owner              the token of the run: a later export of this run may replace the folder
@@ -37,9 +37,9 @@ from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_no
 CONFIG: Final = "config.yaml"
 CARD: Final = "README.md"
 BEST: Final = "best"
-"""The folder of the best weights, within that of the last ones."""
+"""Name of the subfolder with the best weights, in the folder of the last weights."""
 _BESIDE: Final = (BEST, "average")
-"""All folders within that of the last weights, each named after its weights."""
+"""Names of all subfolders of the folder of the last weights, each named after its weights."""
 _CHUNK: Final = 8 << 20
 
 
@@ -49,7 +49,7 @@ class Exported:
 
     folder: Path
     num_bytes: int
-    """All files together."""
+    """Total size of the files."""
     seconds: float
     notes: tuple[str, ...] = ()
     """Sentences for the screen: how the files were checked, which sizes they take."""
@@ -68,14 +68,14 @@ class Exported:
 def write_export(
     last: TrainedModel, form: Format, folder: Path, owner: OwnershipToken, *, beside: Sequence[TrainedModel] = ()
 ) -> Exported:
-    """Export a model into a folder, in the place of an earlier export of the run.
+    """Export a model into a folder, replacing an earlier export of the run.
 
     Args:
-        last: the model.
+        last: the model with the last weights.
         form: the module of the format.
-        folder: its parent exists; a folder there that is not of this run stays, and FOLDER-2 is used.
+        folder: the folder, whose parent exists; if another run owns it, FOLDER-2 is used.
         owner: the run.
-        beside: the same model with other weights, each for a folder of its `which` within the folder.
+        beside: the same model with other weights, each for the subfolder named by its `which`.
 
     Raises:
         CheckpointError: the weights are damaged, or the format refuses the model; nothing has changed.
@@ -134,7 +134,7 @@ def _record(path: Path) -> FileRecord:
 
 @contextmanager
 def _in_place_of(final: Path, owner: OwnershipToken) -> Iterator[Path]:
-    """Yield a new folder that takes the place of `final` if the block ends without an error, else is deleted."""
+    """Yield a new folder; it replaces `final` if the block ends without an error, else it is deleted."""
     hidden = f".{final.name}"
     owner.remove_tree(final.with_name(f"{hidden}.new"))  # left by a kill
     _delete(final.with_name(f"{hidden}.old"), owner, final)
@@ -152,7 +152,7 @@ def _in_place_of(final: Path, owner: OwnershipToken) -> Iterator[Path]:
 
 
 def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
-    """Delete an earlier export; files in it that no export has written are kept in `NAME.aside`."""
+    """Delete an earlier export; files that no export wrote are kept in `NAME.aside`."""
     if not owner.owns(folder):
         return
     left = [
@@ -163,11 +163,13 @@ def _delete(folder: Path, owner: OwnershipToken, final: Path) -> None:
     left += [name for name in owner.remove(folder, _written_names(folder)) if name not in _BESIDE]
     if left:
         kept = folder.rename(free_name(final.with_name(f"{final.name}.aside")))
-        print_notice(f"{kept} holds what this run did not write into {final}, which is replaced: {', '.join(left)}.")
+        print_notice(
+            f"{kept} holds the files of {final} that this run did not write; {final} is replaced: {', '.join(left)}."
+        )
 
 
 def _written_names(folder: Path) -> re.Pattern[str]:
-    """Return a pattern of the files that an export says it has written."""
+    """Return a pattern of the file names that an export lists as its own."""
     try:
         content = parse_yaml(read_text(folder / CONFIG, limit=MAX_BYTES))
     except (UnreadableError, ValueError):

@@ -1,4 +1,4 @@
-"""The formats that a trained model is exported to, and what a module of a format provides.
+"""The formats that a trained model is exported to, and the interface of the module of a format.
 
 A new format is one module in this package and one line in `FORMATS`. `LOADING` is the text of the model card about
 loading; the function `write` receives a `TrainedModel` and an empty folder:
@@ -8,7 +8,7 @@ loading; the function `write` receives a `TrainedModel` and an empty folder:
         return Written()
 
 `trainkit.exporting.folder.write_export` adds the description and the model card, and puts the folder in its place only
-when `write` has returned: a format that is not as good as the run raises CheckpointError, and nothing is left of it.
+when `write` has returned: a format that fails its check raises CheckpointError, and its files are removed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Format(Protocol):
 
     @property
     def LOADING(self) -> str:  # noqa: N802 - a constant of the module
-        """How to load the files, in Markdown."""
+        """Instructions for loading the files, in Markdown."""
 
     def write(self, trained: TrainedModel, draft: Path) -> Written:
         """Write the model into an empty folder, without folders below it.
 
         Raises:
-            CheckpointError: the weights are damaged, or the model cannot be written in this format; the text says why.
+            CheckpointError: the weights are damaged, or the model cannot be written in this format; the message
+                contains the reason.
             OSError: a file cannot be written.
         """
 

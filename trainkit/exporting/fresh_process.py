@@ -1,6 +1,6 @@
 """Run an exported model in a process without trainkit: `python -I fresh_process.py REQUEST.json`.
 
-The file imports nothing of trainkit, and makes any import of it fail. It reads the inputs of each batch, and writes the
+The file imports nothing of trainkit, and blocks every import of it. It reads the inputs of each batch, and writes the
 outputs, or the outputs of every layer of the first batch.
 """
 
@@ -40,7 +40,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def layers_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return module -> its output, in the order in which modules return; of the last call of each."""
+    """Return module -> its output, from its last call, in the order in which modules return."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -203,7 +203,7 @@ def _built(node: Any) -> Any:
 
 
 class _WeightsInProgram(_TorchExport):
-    """A file of weights, in a program of the model that holds none of its own."""
+    """A file of weights, in an exported program of the model without weights."""
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
         super().__init__(Path(request["program"]), request)
@@ -242,7 +242,7 @@ KINDS: Mapping[str, Any] = {
     "weights_in_program": _WeightsInProgram,
     "tensors": _Tensors,
 }
-"""Format, or a part of its check -> what runs it."""
+"""Format, or a part of its check -> the class that runs it."""
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The format `huggingface`: a folder that `from_pretrained` of transformers takes."""
+"""The format `huggingface`: a folder that `from_pretrained` of transformers loads."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ model = getattr(transformers, name).from_pretrained(".")  # this folder
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A model of transformers that computes what the run's model does."""
+    """A model of transformers that computes the same as the model of the run."""
 
     model: Any
-    """Has `save_pretrained`."""
+    """The model; it has `save_pretrained`."""
     exact: bool = True
     """Whether it performs the same operations."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class Transformer:
 
 
 def write(trained: TrainedModel, draft: Path) -> Written:
-    """Write `config.json` and `model.safetensors`, and check that transformers computes what the run does.
+    """Write `config.json` and `model.safetensors`, and check that transformers computes the same outputs as the run.
 
     Raises:
         MissingExtraError: transformers is not installed.
-        NotExportableError: transformers has no class for the model, or it computes something else.
+        NotExportableError: transformers has no class for the model, or its outputs differ.
     """
     model = trained.model()
     if find_spec("transformers") is None:
@@ -65,7 +65,7 @@ def write(trained: TrainedModel, draft: Path) -> Written:
 
 
 def save(found: Transformer, folder: Path) -> None:
-    """Write a model of transformers, without its bar of progress."""
+    """Write a model of transformers, without a progress bar."""
     from transformers.utils import logging  # noqa: PLC0415 - slow, and for this format alone
 
     shown = logging.is_progress_bar_enabled()
@@ -82,7 +82,7 @@ def convert(model: nn.Module) -> Transformer:
     """Return the model of transformers: the model itself, or a GPT-2 with the weights of a `Gpt`.
 
     Raises:
-        NotExportableError: there is none.
+        NotExportableError: there is no such model.
     """
     kind = type(model)
     if isinstance(model, Gpt):
@@ -97,7 +97,7 @@ def convert(model: nn.Module) -> Transformer:
 
 
 def _gpt2(model: Gpt) -> Transformer:
-    """Return a GPT-2: the same layers, with zeros where the Gpt has no bias, and products in another order."""
+    """Return a GPT-2: the same layers, with zeros where the Gpt has no bias, and matrix products in another order."""
     import transformers  # noqa: PLC0415 - slow, and for this format alone
 
     embed, blocks = model.embed, list(model.blocks)
@@ -145,7 +145,7 @@ _LAYERS: Final = {
 
 
 def _as_gpt2(name: str, value: Tensor, heads: int) -> Tensor:
-    """Return a weight or bias of a Gpt as GPT-2 holds it.
+    """Return a weight or bias of a Gpt in the layout of GPT-2.
 
     GPT-2 multiplies from the left, (inputs, outputs), and orders queries, keys and values first by kind, then by head.
     """

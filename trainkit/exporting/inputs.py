@@ -22,7 +22,7 @@ class _CalledError(Exception):
 def model_inputs(objective: Objective, model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Return argument of the model's `forward` -> tensor of a batch, in the order of the arguments.
 
-    The objective calls a function in the model's place, which records its arguments.
+    The objective gets a function instead of the model, which records its arguments.
 
     Raises:
         ConfigError: the objective never calls the model, or passes something else than tensors.
@@ -66,7 +66,7 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 def _refusal(objective: Objective) -> ConfigError:
     rule = (
-        "does not call the model with tensors alone, by which the inputs of the model would be known. Formats "
-        "that need no inputs: export --to safetensors; quantize --to int8_weight, int8_dynamic or int4_weight."
+        "does not call the model with tensors only, so the inputs of the model are unknown. Formats that need no "
+        "inputs: export --to safetensors; quantize --to int8_weight, int8_dynamic or int4_weight."
     )
     return ConfigError([Problem(key="objective", value=type(objective).__name__, rule=rule)])

@@ -1,4 +1,4 @@
-"""Sizes of an exported model that are free beside the batch: the number of tokens of a sample."""
+"""Dynamic sizes of an exported model other than the batch: the number of tokens of a sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.exporting.trained import NotExportableError
 
 
 def token_inputs(samples: Inputs) -> tuple[str, ...]:
-    """Return the inputs whose second dimension is a number of tokens: whole numbers, and what has the same length.
+    """Return the inputs whose second dimension is a number of tokens: integer inputs, and inputs of the same length.
 
     Example:
         >>> ids, mask = torch.zeros(8, 16, dtype=torch.int64), torch.ones(8, 16)
@@ -26,15 +26,15 @@ def token_inputs(samples: Inputs) -> tuple[str, ...]:
 
 
 def try_free_lengths(samples: Inputs, form: str, attempt: Callable[[tuple[str, ...]], ExportedProgram]) -> str | None:
-    """Write an export with a free number of tokens, or with that of the samples where the model allows no other.
+    """Write an export with a dynamic number of tokens, or with that of the samples if the model allows no other.
 
     Args:
-        samples: real ones.
+        samples: real samples.
         form: the format.
-        attempt: writes the export and checks it; takes the inputs whose second dimension is free.
+        attempt: writes the export and checks it; its argument is the inputs whose second dimension is dynamic.
 
     Returns:
-        A sentence that says which lengths the export takes; None for a model without tokens.
+        A sentence about the lengths that the export takes; None for a model without tokens.
 
     Raises:
         NotExportableError: the export is refused in both forms.
@@ -48,12 +48,14 @@ def try_free_lengths(samples: Inputs, form: str, attempt: Callable[[tuple[str, .
         most = longest(attempt(names))
     except NotExportableError as error:
         attempt(())
-        return f"{named}: {length} tokens, and no other number. With a free one, {form} refuses the model: {error}"
+        return (
+            f"{named}: {length} tokens, and no other number. With a dynamic number, {form} refuses the model: {error}"
+        )
     return f"{named}: any number of tokens{'' if most is None else f' up to {most}'}."
 
 
 def longest(program: ExportedProgram) -> int | None:
-    """Return the largest length that a program says it takes; None if it names no limit.
+    """Return the largest length that a program accepts; None without a limit.
 
     Raises:
         NotExportableError: the length is fixed.

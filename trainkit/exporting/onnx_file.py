@@ -30,16 +30,16 @@ outputs = session.run(None, {session.get_inputs()[0].name: inputs})  # NumPy arr
 ```
 """
 _LARGE: Final = 1 << 30
-"""Bytes of weights from which on they are in a file of their own: one of ONNX holds 2 GiB."""
+"""Weights of this many bytes or more are stored in a separate file: an ONNX file holds at most 2 GiB."""
 _PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 
 
 def write(trained: TrainedModel, draft: Path) -> Written:
-    """Write `model.onnx`, and check that ONNX Runtime computes what the run does, to rounding.
+    """Write `model.onnx`, and check that ONNX Runtime computes the same outputs as the run, up to rounding.
 
     Raises:
         MissingExtraError: a package is not installed.
-        NotExportableError: the exporter does not take the model, or the file computes something else.
+        NotExportableError: the exporter does not take the model, or the outputs of the file differ.
     """
     for package in _PACKAGES:
         if find_spec(package) is None:
@@ -64,7 +64,7 @@ def export(model: nn.Module, example: Inputs, draft: Path, *, free: Sequence[str
     Arguments as in `torch_program.export`.
 
     Raises:
-        NotExportableError: the exporter does not take it; the text has the first line of its error.
+        NotExportableError: the exporter does not take it; the message contains the first line of its error.
     """
     program = torch_program.export(model, example, form="onnx", free=free)
     try:

@@ -1,4 +1,4 @@
-"""Hide what libraries log and warn of while they convert a model: kernels for other devices, their own future."""
+"""Hide messages of libraries while they convert a model: about kernels for other devices, or deprecations."""
 
 from __future__ import annotations
 

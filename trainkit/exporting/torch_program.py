@@ -38,7 +38,7 @@ def write(trained: TrainedModel, draft: Path) -> Written:
     """Write `model.pt2`, and check that it computes the same bits as the run.
 
     Raises:
-        NotExportableError: torch.export does not take the model, or the program computes something else.
+        NotExportableError: torch.export does not take the model, or the outputs of the program differ.
     """
     model = trained.model()
     samples = real_samples(trained.cfg, model)
@@ -57,7 +57,7 @@ def write(trained: TrainedModel, draft: Path) -> Written:
 
 
 def save(program: ExportedProgram, file: Path) -> None:
-    """Write a program: by way of memory, since torch aborts the process where it finds a full disk."""
+    """Write a program through a memory buffer, because torch aborts the process if the disk is full."""
     content = io.BytesIO()
     torch.export.save(program, content)
     file.unlink(missing_ok=True)
@@ -72,11 +72,11 @@ def export(
     Args:
         model: in evaluation mode.
         example: inputs of two samples.
-        form: the format, for the text of the error.
+        form: the format, for error messages.
         free: inputs whose second dimension is dynamic too, as far as the operations of the model allow that.
 
     Raises:
-        NotExportableError: torch.export does not take it; the text has the first line of its error.
+        NotExportableError: torch.export does not take it; the message contains the first line of its error.
     """
     batch = Dim("batch", min=1)
     try:
@@ -118,7 +118,7 @@ def is_positional(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def plain(model: nn.Module, example: Inputs) -> nn.Module:
-    """Return a model whose outputs are plain tensors: the model itself, or a wrapper that leaves out other objects."""
+    """Return a model whose outputs are plain tensors: the model itself, or a wrapper that drops other objects."""
     with Untouched(seed=0), torch.no_grad():
         outputs = model(**example)
     found = outputs if isinstance(outputs, tuple | list) else [outputs]
@@ -126,7 +126,7 @@ def plain(model: nn.Module, example: Inputs) -> nn.Module:
 
 
 class TensorsOf(nn.Module):
-    """A model that returns the tensors among the outputs of another one; its module `model` is left out of names."""
+    """A model that returns the tensors among the outputs of another one; the prefix `model` is omitted from names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

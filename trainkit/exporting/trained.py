@@ -1,4 +1,4 @@
-"""A trained model to export: the weights of one checkpoint, and what builds the model."""
+"""A trained model to export: the weights of one checkpoint, and functions that build the model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class TrainedModel:
     which: str
     """`last` or `best`, the checkpoint of the run; `average`, the averaged weights in the last one."""
     skeleton: Callable[[], nn.Module]
-    """Builds the model without data, if its constructor allows that."""
+    """Function that builds the model on the meta device, if its constructor allows that."""
     build: Callable[[Mapping[str, Tensor]], nn.Module]
-    """Builds the model with the tensors of a checkpoint: on the CPU, in evaluation mode, in the dtype that was trained.
+    """Function that builds the model with the tensors of a checkpoint: on the CPU, in evaluation mode, in the dtype
+    that was trained.
     """
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the description says of the run: `run`, `command`, `fingerprint`, `metrics`; values of JSON."""
+    """Facts of the run for the description: `run`, `command`, `fingerprint`, `metrics`; values of JSON."""
     working: Callable[[], None] = lambda: None
-    """Called again and again while the export works: it shows that the process does not hang."""
+    """Callback that the export calls repeatedly, to show that the process does not hang."""
 
     def model(self) -> nn.Module:
         """Return the whole model with these weights."""
@@ -48,22 +49,22 @@ class TrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The files that a format has written, and what a user must know of them."""
+    """The files that a format has written, and notes about them for the user."""
 
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    """Size and SHA-256 of those files whose bytes were hashed as they were written; the others are read once more."""
+    """Size and SHA-256 of those files whose bytes were hashed as they were written; the others are read again."""
     notes: tuple[str, ...] = ()
     """Sentences for the screen and the model card: how the files were checked, which sizes they take."""
 
 
 class NotExportableError(CheckpointError):
-    """The model has something that a format cannot hold; the weights themselves are whole."""
+    """The model has something that a format cannot hold; the weights themselves are intact."""
 
     anchor = "a-model-that-a-format-cannot-hold"
 
 
 def refuse_lack_of_room(model: nn.Module, file: Path) -> None:
-    """Refuse a file that holds all tensors of a model, before a library begins it whose errors name no file.
+    """Refuse a file that holds all tensors of a model, before a library writes it whose errors name no file.
 
     Raises:
         StorageError: there is too little space, or a file may not become that large.
@@ -75,7 +76,7 @@ def checkpoint_keys(model: nn.Module) -> dict[str, str] | None:
     """Return name in the model's `state_dict` -> key in a checkpoint; tied names have the same key.
 
     Returns:
-        None if the `state_dict` holds something else than the model's parameters and buffers as they are, for example
+        None if the `state_dict` holds something else than the model's unchanged parameters and buffers, for example
         because a hook of the model renames or converts them.
 
     Example:

@@ -30,7 +30,7 @@ Where trainkit is installed, `trainkit.load(FOLDER)` builds the model and loads 
 
 
 def write(trained: TrainedModel, draft: Path) -> Written:
-    """Write `model.safetensors`, one tensor after the other: the model is never whole in memory.
+    """Write `model.safetensors`, one tensor after the other: the whole model is never in memory.
 
     Only a model with a `state_dict` of its own making is built whole, because its hooks convert the tensors.
     """
@@ -53,7 +53,7 @@ def sources(trained: TrainedModel) -> tuple[Mapping[str, str], Mapping[str, Tens
     """Return name in the model's `state_dict` -> key of its tensor, and the tensors by these keys, read on access.
 
     Raises:
-        NotExportableError: the `state_dict` holds what no checkpoint does.
+        NotExportableError: the `state_dict` holds entries that a checkpoint does not have.
     """
     keys = checkpoint_keys(trained.skeleton())
     if keys is not None:
@@ -73,14 +73,14 @@ class FileWeights(LazyStateDict):
     def of(cls, path: Path, model: nn.Module) -> Self:
         """Open a file with the names of a model's `state_dict`, written by any program.
 
-        A name that the model does not have is taken for a parameter: loading the weights then names it.
+        An unknown name is treated as a parameter; loading the weights then reports it.
 
         Raises:
             CheckpointError: it is no safetensors file, or the `state_dict` of the model is made by a hook.
         """
         names = checkpoint_keys(model)
         if names is None:
-            rule = "holds a state_dict, and that of the model is made by a hook of its own: give a checkpoint"
+            rule = "holds a state_dict, and hooks of the model change its state_dict: give a checkpoint"
             raise CheckpointError(f"{path} {rule}.")
         file = TensorFile.opened(path)
         return cls(file, {names.get(name, f"param/{name}"): name for name in file})

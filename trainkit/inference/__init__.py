@@ -1,1 +1,1 @@
-"""What a trained model computes on data: evaluations, predictions, texts."""
+"""Run a trained model on data: evaluations, predictions, texts."""

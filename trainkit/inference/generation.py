@@ -16,12 +16,12 @@ from trainkit.numerics.generators import hash64, name_id
 from trainkit.objectives.fields import scores_of
 
 OnTokens = Callable[[Sequence[int], Sequence[int]], None]
-"""Receives the indices of prompts, and the next token of each."""
+"""Callback that receives the indices of prompts and the next token of each."""
 
 
 @runtime_checkable
 class Cached(Protocol):
-    """A language model that keeps what it has computed of the tokens before; `Gpt` is one."""
+    """A language model that caches the keys and values of earlier tokens, such as `Gpt`."""
 
     context: int
     """Most tokens that the model reads at once."""
@@ -54,10 +54,10 @@ def generate(
 
     Args:
         model: maps (samples, length) int64 tokens to (samples, length, tokens) scores, or to an output with `logits`.
-        prompts: tokens, at least one each.
+        prompts: the tokens of each prompt, at least one.
         sampling: how the next token is chosen.
         max_tokens: most tokens to add to each.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         on_tokens: receives each token as soon as it is known.
 
     Returns:
@@ -147,8 +147,8 @@ def _is_transformers(model: nn.Module) -> bool:
 
 
 class _Streamer:
-    """Receives tokens from `generate` of transformers: first the prompts, then one a text; a text ends before its end
-    token, after which there is padding.
+    """Receives tokens from `generate` of transformers: first the prompts, then one per text; a text ends before its end
+    token, which padding follows.
     """
 
     def __init__(self, places: Sequence[int], ends: set[int], receive: OnTokens) -> None:
@@ -192,7 +192,7 @@ def _by_transformers(
             do_sample=drawn,
             num_beams=1,
             streamer=_Streamer(places, ends, receive),
-            pad_token_id=min(ends, default=0),  # of the rest of a text that has ended, which nothing reads
+            pad_token_id=min(ends, default=0),  # padding of a finished text, which is not used
             **(settings if drawn else {}),
         )
 

@@ -1,4 +1,4 @@
-"""What a prediction keeps of a model's outputs: scores, probabilities, classes, or the outputs of a layer."""
+"""The outputs that a prediction stores: scores, probabilities, classes, or the outputs of a layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RULE: Final = "must be logits, probabilities, classes, or embedding:LAYER with 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What each row of a prediction holds.
+    """The content of each row of a prediction.
 
     Example:
         >>> Outputs.parse("embedding:blocks.2")
@@ -44,10 +44,10 @@ class Outputs:
         return cls(kind=kind, layer=layer)
 
     def problems(self, objective: Objective, model: nn.Module) -> list[Problem]:
-        """Return what is wrong with this choice for an objective and a model, which may be on the meta device."""
+        """Return the problems of this choice for an objective and a model, which may be on the meta device."""
         text = f"{self.kind}:{self.layer}" if self.layer else self.kind
         if self.kind in ("probabilities", "classes") and not objective.log_scores:
-            rule = f"the outputs of {type(objective).__name__} are no scores of classes. Use logits."
+            rule = f"the outputs of {type(objective).__name__} are not scores of classes. Use logits."
             return [Problem(key="predict.outputs", value=text, rule=rule)]
         modules = dict(model.named_modules())
         if self.layer and self.layer not in modules:
@@ -86,14 +86,14 @@ class OutputFunction:
         """Return (num_rows, ...) on the device: float32 or float64, int64 for classes.
 
         Raises:
-            DataError: the model gives no tensor with one row a sample.
+            DataError: the model gives no tensor with one row per sample.
         """
         scores = self._objective.predict(self._model, batch)
         if self._outputs.layer:
             scores, self._kept = _first_tensor(self._kept), None
         if not isinstance(scores, Tensor) or not scores.dim() or scores.shape[0] != num_rows:
             found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            raise DataError(f"the model gives {found} for {num_rows} samples: a prediction needs a row a sample.")
+            raise DataError(f"the model gives {found} for {num_rows} samples: a prediction needs one row per sample.")
         scores = scores.detach()
         if self._outputs.kind == "classes":
             return scores.argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The parts of a prediction on disk: one file a chunk of fixed batches, so that an interrupted prediction continues.
+"""The parts of a prediction on disk: one file per chunk of fixed batches, so that an interrupted prediction continues.
 
 A part has its final name only once it is complete. Chunk i holds the same rows on any number of ranks.
 """
@@ -21,7 +21,7 @@ from trainkit.files import open_regular
 from trainkit.storage import naming, sync_folder
 
 _BATCHES: Final = 16
-"""Batches of a chunk."""
+"""Number of batches in a chunk."""
 _NAME: Final = re.compile(r"part_(\d{8})\.npy")
 
 
@@ -67,7 +67,7 @@ class Parts:
         return self.folder / f"part_{chunk:08d}.npy"
 
     def done(self) -> list[int]:
-        """Return the chunks that are complete; a damaged part counts as absent and is written anew."""
+        """Return the chunks that are complete; a damaged part counts as absent and is written again."""
         numbers = (int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name)))  # noqa: PTH208 - a million names
         return sorted(one for one in numbers if one < self.chunks.count and self._is_whole(one))
 
@@ -129,7 +129,7 @@ class Parts:
                     yield np.frombuffer(block, dtype=dtype).reshape(rows, *shape[1:])
 
     def remove(self) -> None:
-        """Delete the parts, of whole and broken-off ones alike."""
+        """Delete the parts, complete and incomplete ones."""
         for name in os.listdir(self.folder):  # noqa: PTH208 - as above
             if _NAME.fullmatch(name) or re.fullmatch(r"\.part_\d{8}\.\d+", name):
                 (self.folder / name).unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class PartWriter:
         """Append the rows of a batch.
 
         Raises:
-            DataError: their shape is another than that of the rows before.
+            DataError: their shape differs from that of the previous rows.
         """
         layout = (rows.shape[1:], rows.dtype)
         if self._layout is None:
@@ -165,7 +165,7 @@ def write_header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) 
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """Read the header of a .npy file: shape, dtype, and where the numbers begin."""
+    """Read the header of a .npy file: shape, dtype, and the offset of the data."""
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("not a part")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -177,6 +177,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any], int]:
 def uneven_rows(first: Sequence[int], other: Sequence[int], row: int) -> DataError:
     """Return the error of samples whose outputs differ in shape, from the sample `row` on."""
     return DataError(
-        f"the outputs of a sample have the shape {tuple(first)} at the beginning, and {tuple(other)} from sample {row} "
-        "on. Pad the samples to one length, or ask for predict.outputs=classes of a model with one class a sample."
+        f"the outputs of a sample have the shape {tuple(first)} at the beginning, and {tuple(other)} from sample "
+        f"{row} "
+        "on. Pad the samples to one length, or ask for predict.outputs=classes of a model with one class per sample."
     )

@@ -33,9 +33,9 @@ def predicted(
     """Yield the rows of one batch after another, on the device.
 
     Args:
-        local: the model; in training mode again afterwards, if it was.
+        local: the model; its training mode is restored afterwards.
         objective: knows which fields of a batch are the model's inputs.
-        outputs: what a row holds.
+        outputs: the content of a row.
         batches: the batches, on the device of the model.
         chunks: the size of the dataset and of a batch.
         starts: the first sample of each batch.
@@ -54,7 +54,7 @@ def predicted(
 class PartsComputation:
     """One rank's share of a prediction: it computes its chunks and writes each as a part.
 
-    Where several ranks compute a replica together, the first of them writes.
+    If several ranks compute a replica together, the first of them writes.
     """
 
     local: LocalModel
@@ -62,21 +62,21 @@ class PartsComputation:
     objective: Objective
     """Knows which fields of a batch are the model's inputs."""
     outputs: Outputs
-    """What a row holds."""
+    """Content of a row."""
     dataset: Any
     """The samples."""
     parts: Parts
-    """Where the parts are written."""
+    """The folder to which the parts are written."""
     settings: LoaderConfig
-    """How samples are read."""
+    """Settings for reading samples."""
     hooks: DataHooks
-    """The code that `data` names beside its class."""
+    """The code that `data` names in addition to its class."""
     together: bool
     """Whether ranks communicate in a forward pass, so that all compute equally many batches."""
     is_asked_to_stop: Callable[[], bool]
-    """Returns whether this process was asked to end; it then ends after the current batch."""
+    """Function that returns whether this process was asked to stop; it then stops after the current batch."""
     batch_done: Callable[[int], None]
-    """Receives the number of batches that this rank has computed."""
+    """Callback that receives the number of batches that this rank has computed."""
 
     def run(self, todo: Sequence[int]) -> bool:
         """Compute the chunks of this rank; collective.
@@ -118,7 +118,7 @@ class PartsComputation:
             self.batch_done(done)
 
     def _next(self, rows: Iterator[Tensor]) -> Tensor | None:
-        """Return the rows of the next batch; None: this rank, or one that computes with it, was asked to stop."""
+        """Return the rows of the next batch; None if this rank, or a rank of the same replica, was asked to stop."""
         asked = self.is_asked_to_stop()
         ranks = self.local.all_ranks
         if self.together and ranks.num_ranks > 1:
@@ -126,7 +126,7 @@ class PartsComputation:
         return None if asked else next(rows)
 
     def _compute_part(self, chunk: int, rows: Iterator[Tensor], *, writes: bool) -> bool:
-        """Compute a chunk, and write it where this rank writes; return whether it is complete."""
+        """Compute a chunk, and write it if this rank writes; return whether it is complete."""
         try:
             with self.parts.writing(chunk) if writes else nullcontext() as part:
                 for _ in self.parts.chunks.batches_of(chunk):
@@ -140,7 +140,7 @@ class PartsComputation:
         return True
 
     def _is_first_of_replica(self) -> bool:
-        """Return whether this rank writes, where several ranks compute one replica; collective."""
+        """Return whether this rank writes, if several ranks compute one replica; collective."""
         local = self.local
         data_ranks = [int(one.item()) for one in local.all_ranks.gather(torch.tensor([local.rank]))]
         return data_ranks.index(local.rank) == local.all_ranks.rank

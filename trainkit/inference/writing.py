@@ -19,7 +19,7 @@ from trainkit.inference.parts import Parts, write_header
 from trainkit.storage import naming, sync_folder
 
 Id = int | str
-"""What names a row: its place in the dataset, or the dataset's own id."""
+"""Name of a row: its index in the dataset, or the id that the dataset gives."""
 _ELSEWHERE: Final = "Free space there, or name a file on another file system: --out."
 
 
@@ -44,7 +44,7 @@ def format_of(path: Path) -> str:
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """Return the files that a prediction writes: beside a .npy one with the ids.
+    """Return the files that a prediction writes: for .npy, also the file with the ids.
 
     Example:
         >>> [file.name for file in files_of(Path("scores.npy"))]
@@ -54,7 +54,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def ids_of(dataset: Any) -> Iterator[Id]:
-    """Yield the id of every row in order: `ids` of the dataset, or else the places 0, 1, ...
+    """Yield the id of every row in order: `ids` of the dataset, or else the indices 0, 1, ... ...
 
     Example:
         >>> list(ids_of(["a", "b"]))
@@ -149,7 +149,7 @@ def _write_parquet(path: Path, parts: Parts, ids: Callable[[], Iterator[Id]], na
 
 
 def _batched(contents: Iterator[NDArray[Any]], rows: int) -> Iterator[NDArray[Any]]:
-    """Yield arrays of so many rows, the last one shorter: the row groups of the file."""
+    """Yield arrays of `rows` rows, the last one shorter: the row groups of the file."""
     held: list[NDArray[Any]] = []
     for content in contents:
         held.append(content)

@@ -1,8 +1,8 @@
-"""The folder of a quantized model, `RUN/quantized/FORMAT`: an export whose description says how it was quantized.
+"""The folder of a quantized model, `RUN/quantized/FORMAT`: an export with a description of its quantization.
 
 model.safetensors   the quantized weights, and the weights that stay in float32
-config.yaml         the node that builds the model, and under `quantized` what else loading needs
-README.md           the model card, with the table beside the original
+config.yaml         the node that builds the model, and under `quantized` further facts for loading
+README.md           the model card, with a table that compares it with the original
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUANTIZED: Final = "quantized"
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedFile:
-    """A quantized model as a format of an export."""
+    """Exports a quantized model."""
 
     quantized: Quantized
     LOADING: str
@@ -42,7 +42,7 @@ class QuantizedFile:
 
 
 def description_of(quantized: Quantized, to: str) -> dict[str, Any]:
-    """Return what loading needs, as values of YAML."""
+    """Return the facts that loading needs, as values of YAML."""
     return {"to": to, **_versions(), "layers": list(quantized.layers), **quantized.facts}
 
 
@@ -50,8 +50,8 @@ def restored_model(config: Path, description: Mapping[str, Any], model: nn.Modul
     """Return the quantized model of a folder.
 
     Args:
-        config: the file of the description, for the texts of errors.
-        description: what `description_of` returned; others may have changed it.
+        config: the file of the description, for error messages.
+        description: the result of `description_of`; the file may have been changed by others.
         model: built from the node of the folder.
         weights: the verified file.
 
@@ -70,7 +70,7 @@ def restored_model(config: Path, description: Mapping[str, Any], model: nn.Modul
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions that decide what a model becomes when it is quantized."""
+    """Return the versions of the packages that determine the result of a quantization."""
     return {name: importlib.metadata.version(name) for name in ("torch", "torchao")}
 
 

@@ -1,4 +1,4 @@
-"""The formats of quantized models, and what a module of a format provides.
+"""The formats of quantized models, and the interface of the module of a format.
 
 A format is written without any pickled object: its tensors are a safetensors file, and the rest is YAML. Loading builds
 the model from its node, quantizes it in the same way, and then copies the numbers of the file into the result.
@@ -30,21 +30,21 @@ FORMATS: Final[Mapping[str, str]] = {
 _TRANSPOSED: Final = "transposed"
 """Key of the description: modules that were `Conv1D` and are `nn.Linear` in the quantized model."""
 Read = Callable[[str], Tensor]
-"""Reads a tensor of a file by its name; KeyError if there is none."""
+"""Function that reads a tensor of a file by its name; KeyError if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized model, as it is used and as it is written."""
+    """A quantized model, in memory and for the file."""
 
     model: nn.Module
-    """In evaluation mode, on the CPU."""
+    """The model, in evaluation mode, on the CPU."""
     tensors: Mapping[str, Tensor]
-    """What the file of weights holds: dense tensors, no two of which share memory."""
+    """Content of the file of weights: dense tensors, no two of which share memory."""
     layers: tuple[str, ...]
     """Names of the modules whose weights were quantized."""
     facts: Mapping[str, Any]
-    """What else loading needs; values of YAML."""
+    """Further facts that loading needs; values of YAML."""
 
 
 def quantize(model: nn.Module, to: str, calibration: Sequence[Inputs]) -> Quantized:
@@ -73,7 +73,7 @@ class Format(Protocol):
             calibration: the inputs of each forward pass; empty if the format needs none.
 
         Raises:
-            ConfigError: the format does not suit the model; the text says why.
+            ConfigError: the format does not suit the model; the message contains the reason.
         """
 
     def restore(self, model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> nn.Module:
@@ -83,7 +83,7 @@ class Format(Protocol):
             model: built from its node, in float32 and evaluation mode; its numbers do not matter.
             to: the format.
             read: reads a tensor of the file by its name.
-            facts: `facts` and `layers` of what was written; another may have changed them.
+            facts: `facts` and `layers` of the description; the file may have been changed by others.
 
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: they are not those of this model.

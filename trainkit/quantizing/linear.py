@@ -1,7 +1,7 @@
 """Linear layers with weights in 8 or 4 bits, by `torchao.quantization.quantize_`.
 
-A quantized weight is a tensor subclass of torchao. The file holds the dense tensors that it consists of, `NAME.qdata`
-and `NAME.scale` and others; two weights of 4 bits share a byte there.
+A quantized weight is a tensor subclass of torchao. The file holds its dense tensors, `NAME.qdata`, `NAME.scale` and
+others; two weights of 4 bits share a byte.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def restore(model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> 
 
 
 def _quantize(model: nn.Module, to: str, layers: Sequence[str]) -> None:
-    """Quantize linear layers of a model, each with a weight of its own from now on."""
+    """Quantize linear layers of a model, after untying their weights."""
     for name in layers:
         _linear(model, name)
     with quiet():
@@ -83,7 +83,7 @@ def _quantize(model: nn.Module, to: str, layers: Sequence[str]) -> None:
 def _linear(model: nn.Module, name: str) -> nn.Linear:
     module = model.get_submodule(name)
     if not isinstance(module, nn.Linear):
-        raise TypeError(f"{name} is no linear layer")
+        raise TypeError(f"{name} is not a linear layer")
     return module
 
 
@@ -115,7 +115,7 @@ def _same_shape(name: str, value: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _rebuilt(like: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor of the same class as another one, with other numbers."""
+    """Return a tensor of the same class as another one, with new numbers."""
     _, context = like.__tensor_flatten__()
     made: Tensor = type(like).__tensor_unflatten__(dict(parts), context, like.size(), like.stride())
     return made

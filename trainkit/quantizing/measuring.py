@@ -1,4 +1,4 @@
-"""A quantized model beside its original: size, score on a whole split, and latency."""
+"""Compare a quantized model with its original: size, score on a whole split, and latency."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.trainer.checkpoint.tensor_file import header_of, kinds_of
 from trainkit.trainer.evaluate import evaluate
 
 BATCHES: Final = (1, 64)
-"""Samples of a call whose latency is measured."""
+"""Numbers of samples of the calls whose latency is measured."""
 _MEASURED_S: Final = 0.5
 _MIN_CALLS: Final = 5
 
@@ -41,7 +41,7 @@ class Measured:
     figures: Mapping[str, float]
     """Results on the split, by name."""
     latency_s: Mapping[int, float]
-    """Samples of a call -> its median seconds."""
+    """Number of samples of a call -> median seconds."""
 
     def facts(self) -> dict[str, Any]:
         """Return the row as values of YAML."""
@@ -58,7 +58,9 @@ def score(
 
 
 def latency(model: nn.Module, inputs: Inputs, *, clock: Callable[[], float] = time.perf_counter) -> dict[int, float]:
-    """Return the median seconds of a call with 1 and with 64 samples; fewer real samples than that are repeated."""
+    """Return the median seconds of a call with 1 and with 64 samples; if there are fewer real samples, they are
+    repeated.
+    """
     return {size: _seconds(model, _repeated(inputs, size), clock) for size in BATCHES}
 
 
@@ -79,7 +81,7 @@ def _repeated(inputs: Inputs, size: int) -> dict[str, Tensor]:
 
 
 def table(original: Measured, quantized: Measured) -> list[tuple[str, ...]]:
-    """Return the header and the two rows of the table, as texts."""
+    """Return the header and the two rows of the table, as text."""
     names = list(original.figures)
     header = ("model", "file", *names, *(f"batch {size}" for size in original.latency_s))
     ratio = quantized.num_bytes / max(1, original.num_bytes)
@@ -106,7 +108,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def file_size(model: nn.Module) -> int:
-    """Return the size of a file with the parameters and buffers of a model, each once."""
+    """Return the size of a file with the parameters and buffers of a model, each counted once."""
     unique, _ = untied({name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()})
     return size_of_file(unique)
 

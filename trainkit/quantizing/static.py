@@ -2,7 +2,7 @@
 
 The model is exported to a graph, observers measure the range of each activation over the calibration samples, and the
 graph is converted. The file holds the weights of the converted graph; the description has the scale and zero point of
-each activation, by the name of its node. Loading makes the same graph again from the model, and puts both in.
+each activation, by the name of its node. Loading creates the same graph from the model, and inserts both.
 
 Source: https://docs.pytorch.org/ao/stable/pt2e_quantization/pt2e_quant_ptq.html
 """
@@ -33,11 +33,11 @@ _MAX_BATCH: Final = 1 << 20
 _ACTIVATION: Final = ("quantize_per_tensor.default", "dequantize_per_tensor.default")
 """Operations whose scale and zero point are numbers in the graph."""
 _MAX_SAMPLE: Final = 1 << 25
-"""Elements of an input of one sample that a description may ask for."""
+"""Elements of an input of one sample that a description may request."""
 
 
 class StaticallyQuantized(nn.Module):
-    """A converted graph that is called like the model; it has no mode of training, and no autocast changes it."""
+    """A converted graph that is called like the model; it has no training mode, and ignores autocast."""
 
     def __init__(self, graph: fx.GraphModule, names: Sequence[str]) -> None:
         """Hold a graph and the names of its inputs, in the order in which a caller passes them by position."""
@@ -78,7 +78,7 @@ def quantize(model: nn.Module, to: str, calibration: Sequence[Inputs]) -> Quanti
 
 
 def restore(model: nn.Module, to: str, read: Read, facts: Mapping[str, Any]) -> nn.Module:
-    """Convert the graph of a model, and put the weights and ranges of the file into it."""
+    """Convert the graph of a model, and load the weights and ranges of the file into it."""
     example = {
         str(name): torch.zeros(2, *_lengths(one["shape"]), dtype=_dtype(one["dtype"]))
         for name, one in facts["inputs"].items()
@@ -125,8 +125,8 @@ def _converted(model: nn.Module, to: str, calibration: Sequence[Inputs]) -> fx.G
 def _rename_batch_norms(graph: fx.GraphModule) -> None:
     """Call batch norms that follow no convolution by their function in torch.nn, with the same arithmetic.
 
-    Where the conversion finds one of the operation's own name, it traces a dozen patterns of quantization in training,
-    which takes a minute and finds nothing.
+    If the conversion finds the batch-norm operation itself, it traces a dozen patterns of quantization-aware training,
+    which takes a minute and finds no match.
     """
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.batch_norm.default:
@@ -137,7 +137,7 @@ def _rename_batch_norms(graph: fx.GraphModule) -> None:
 
 
 def _two(value: Tensor) -> Tensor:
-    """Return an input of at least two samples: the graph of one sample may hold for one alone."""
+    """Return an input of at least two samples: a graph traced with one sample may only accept one."""
     return value if len(value) > 1 else value.expand(2, *value.shape[1:]).contiguous()
 
 

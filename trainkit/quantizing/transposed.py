@@ -1,4 +1,4 @@
-"""Linear layers of transformers that hold their weight transposed: `Conv1D`, of which GPT-2 is made."""
+"""Linear layers of transformers that hold their weight transposed: `Conv1D`, used by GPT-2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["as_linear", "is_linear"]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes what `nn.Linear` does.
+    """Return whether a module computes the same as `nn.Linear`.
 
     Example:
         >>> is_linear(nn.Linear(2, 3)), is_linear(nn.Conv1d(2, 3, 1))
@@ -24,14 +24,14 @@ def as_linear(model: nn.Module, names: Iterable[str] | None = None) -> list[str]
     """Replace each `Conv1D` of a model by an `nn.Linear` with the same numbers, in place.
 
     Args:
-        model: may be changed.
+        model: the model, which is changed.
         names: the modules to replace; None: all of them.
 
     Returns:
         The names of the replaced modules.
 
     Raises:
-        AttributeError, TypeError: a name is no `Conv1D` of the model.
+        AttributeError, TypeError: a name is not a `Conv1D` of the model.
     """
     if names is None:
         names = [name for name, module in model.named_modules() if _is_transposed(module)]
@@ -39,7 +39,7 @@ def as_linear(model: nn.Module, names: Iterable[str] | None = None) -> list[str]
     for name in replaced:
         module: Any = model.get_submodule(name)
         if not _is_transposed(module):
-            raise TypeError(f"{name} is no Conv1D")
+            raise TypeError(f"{name} is not a Conv1D")
         made = nn.Linear(module.nx, module.nf, device="meta")
         made.weight = nn.Parameter(module.weight.detach().T.contiguous(), module.weight.requires_grad)
         made.bias = module.bias
