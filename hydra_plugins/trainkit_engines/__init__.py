@@ -1,4 +1,4 @@
-"""The launchers that submit the jobs of a sweep to another system, in the package where Hydra looks for them."""
+"""Define the launchers that submit the jobs of a sweep to another system, in the package that Hydra searches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "additional": {},
     },
 }
-"""The keys of the backends' classes with their defaults, which a test compares: no class is imported to start."""
+"""Keys of the backends' classes with their defaults, which a test compares: starting imports no class."""
 
 for _name, _keys in _KEYS.items():
     _node = {"_target_": "hydra_plugins.trainkit_engines.EngineLauncher", "launcher": _name, **_keys}

@@ -1,4 +1,4 @@
-"""`recipe=NAME` for Hydra: reads `recipes/NAME/recipe.yaml`, lazily, one recipe at a time."""
+"""Provide `recipe=NAME` for Hydra: read `recipes/NAME/recipe.yaml`, lazily, one recipe at a time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TrainkitSearchPath(SearchPathPlugin):
     """Adds trainkit's recipes to any Hydra program that composes trainkit's config."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folder of recipes beside a main config folder of trainkit."""
+        """Add the folder of recipes next to a main config folder of trainkit."""
         for element in search_path.get_path():
             folder = Path((element.path or "").removeprefix("file://"))
             recipes = folder.parent / "recipes"

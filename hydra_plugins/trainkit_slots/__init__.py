@@ -1,4 +1,4 @@
-"""The launcher `slots`, in the package where Hydra looks for it: runs the jobs of a sweep on this machine."""
+"""Define the launcher `slots`, in the package that Hydra searches: it runs the jobs of a sweep on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SlotsLauncher"]
 
 
 class SlotsLauncher(Launcher):
-    """Starts each job in a process and on slots of its own, and keeps the leaderboard of the sweep."""
+    """Starts each job in its own process and slots, and keeps the leaderboard of the sweep."""
 
     submits_single_runs = False
     """Whether it runs single runs, too: one that is no sweep trains in this process."""
@@ -45,6 +45,6 @@ class SlotsLauncher(Launcher):
         return returns
 
 
-# A mapping, not a dataclass: Hydra executes this module before it is in `sys.modules`, where dataclasses look.
+# A mapping, not a dataclass: Hydra executes this module before it is in `sys.modules`, where dataclasses look it up.
 _NODE = {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}
 ConfigStore.instance().store(group="hydra/launcher", name="slots", node=_NODE, provider="trainkit")

@@ -1,4 +1,4 @@
-"""The sweepers `grid`, `random`, `optuna` and `halving`, in the package where Hydra looks for them."""
+"""Define the sweepers `grid`, `random`, `optuna` and `halving`, in the package that Hydra searches."""
 
 from __future__ import annotations
 

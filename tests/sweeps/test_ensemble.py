@@ -117,7 +117,7 @@ def test_damaged_weights_are_not_loaded(sweep: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not what was written"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since it was written"):
         trainkit.load(tmp_path / "ensemble")
 
 
@@ -131,7 +131,7 @@ def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep: Path, t
 
 def test_what_cannot_be_combined_is_refused(sweep: Path, tmp_path: Path) -> None:
     assert refused(sweep, k="4") == "--k 4: only 3 runs there have val/accuracy."
-    assert refused(sweep, k="1") == "--k 1: an ensemble needs 2 members or more."
+    assert refused(sweep, k="1") == "--k 1: an ensemble needs at least 2 members."
     assert refused(sweep, checkpoint="first") == "--checkpoint first: must be best or last."
     two(sweep, tmp_path)
     text = (tmp_path / "1/resolved.yaml").read_text()
@@ -146,12 +146,14 @@ def test_folds_are_no_members(tmp_path: Path) -> None:
     from trainkit.sweeps.results.ensemble import best_of
 
     board = Leaderboard.of([replace(one, metrics={"val/loss": 1.0}, spread={"val/loss": 0.1}) for one in entries], LOSS)
-    with pytest.raises(ConfigError, match=r"its runs are folds, each scored on other samples\. Train the points"):
+    with pytest.raises(
+        ConfigError, match=r"its runs are folds, each scored on other samples\. Train the wanted points"
+    ):
         best_of(board, 2)
 
 
 def test_load_says_where_there_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no model: it is no run, no checkpoint of one, and no folder"):
+    with pytest.raises(ConfigError, match=r"holds no model: it is no run, no checkpoint, and no folder"):
         trainkit.load(tmp_path)
 
 

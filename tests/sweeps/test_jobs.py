@@ -40,7 +40,7 @@ def test_jobs_run_and_are_ranked(tmp_path: Path, capfd: pytest.CaptureFixture[st
         "  #  job  status    val/accuracy  overrides  time   folder\n"
         f"  1  1    finished  0.95          seed=1     N s  {tmp_path}/1\n"
         f"  2  0    finished  0.9           seed=0     N s  {tmp_path}/0\n"
-        "  the best once more: trainkit --allow-package tests epochs=1 seed=1\n"
+        "  the best run again: trainkit --allow-package tests epochs=1 seed=1\n"
         f"  the best on all devices: trainkit top --allow-package tests {tmp_path} --k 1 --then strategy=mirrored\n"
         f"  page  {tmp_path}/report.html\n"
         f"  leaderboard  {tmp_path}/leaderboard.md\n"
@@ -96,7 +96,7 @@ def test_a_job_that_dies_is_tried_again_as_often_as_is_said(
     sweep = sweep_in(tmp_path, retries=retries)
     assert run(sweep, job(tmp_path, 0, FRAIL, 2)) == {"0": code}
     assert rows(tmp_path)["0"]["tries"] == retries + 1 == int((tmp_path / "0/tries").read_text())
-    assert capfd.readouterr().out.count("job 0 (seed=0): signal 9; tried again\n") == retries
+    assert capfd.readouterr().out.count("job 0 (seed=0): signal 9; it is tried again\n") == retries
 
 
 def test_a_job_that_is_tried_again_resumes(tmp_path: Path) -> None:

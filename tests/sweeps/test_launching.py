@@ -57,7 +57,7 @@ def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_
     found = [(row["job"], row["slots"], row["exit_code"]) for row in rows(folder)]
     assert found == [("0", 1, 0), ("2", 2, 0)]
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "2"]
-    assert "strategy=mirrored seed=1: is job 2 again, which runs once\n" in done.stdout
+    assert "strategy=mirrored seed=1: equals job 2, which runs only once\n" in done.stdout
     assert not children()
 
 
@@ -66,7 +66,7 @@ def test_a_sweep_can_be_extended(cwd: Path) -> None:
     swept("seed=1,2", "steps=2")
     began = (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns
     again = swept("seed=3,1", "steps=2", "sweep.slots=1")
-    assert "job 0 (seed=1): has its result already, in outputs/sweeps/mine/0\n" in again.stdout
+    assert "job 0 (seed=1): already has a result, in outputs/sweeps/mine/0\n" in again.stdout
     assert (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns == began
     assert [row["job"] for row in rows(cwd / "outputs/sweeps/mine")] == ["0", "1", "0-2"]
 
@@ -81,7 +81,7 @@ def test_a_sweep_can_be_extended(cwd: Path) -> None:
         ),
         (
             ("seed=1,2", "sweep.resume=gone"),
-            "sweep.name=mine: has no effect beside sweep.resume, which names the folder. (command line)",
+            "sweep.name=mine: has no effect with sweep.resume, which names the folder. (command line)",
         ),
         (
             ("seed=1,2", "hydra/launcher=basic", "sweep.retries=1"),

@@ -188,16 +188,16 @@ def test_the_page_ends_with_the_commands_for_the_best(tmp_path: Path, monkeypatc
     best = row(tmp_path, "0", 0.5) | {"overrides": ["callbacks=[]", "sweep.name=rates", "seed=3"]}
     board = swept_folder(tmp_path, [best])
     assert board.commands(Path("rates")) == [
-        ("the best once more", "trainkit 'callbacks=[]' seed=3"),
+        ("the best run again", "trainkit 'callbacks=[]' seed=3"),
         ("the best on all devices", "trainkit top rates --k 1 --then strategy=mirrored"),
     ]
-    assert "The best once more:\n\n```bash\ntrainkit 'callbacks=[]' seed=3\n```\n" in board.markdown(base=tmp_path)
+    assert "The best run again:\n\n```bash\ntrainkit 'callbacks=[]' seed=3\n```\n" in board.markdown(base=tmp_path)
 
 
 def test_the_commands_for_the_best_allow_the_packages_of_this_process(tmp_path: Path) -> None:
     best = row(tmp_path, "0", 0.5) | {"overrides": ["seed=3"]}
     assert swept_folder(tmp_path, [best]).commands(Path("rates")) == [
-        ("the best once more", "trainkit --allow-package tests seed=3"),
+        ("the best run again", "trainkit --allow-package tests seed=3"),
         ("the best on all devices", "trainkit top --allow-package tests rates --k 1 --then strategy=mirrored"),
     ]
 

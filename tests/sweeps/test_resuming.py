@@ -49,7 +49,7 @@ def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path: Path, cap
     assert runs(tmp_path, 0) == 1
     out = capfd.readouterr().out
     assert out.startswith(
-        f"job 0 (seed=0): has its result already, in {tmp_path}/0\njob 1 (seed=1) goes on\njob 1 (seed=1) done, "
+        f"job 0 (seed=0): already has a result, in {tmp_path}/0\njob 1 (seed=1) goes on\njob 1 (seed=1) done, "
     )
 
 

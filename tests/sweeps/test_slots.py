@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused() -> None:
     (problem,) = refused(jobs_per_device=2)
     assert problem == (
         "sweep.jobs_per_device=2: has no effect: there is no GPU here to share. "
-        "Give sweep.slots, the jobs that run side by side."
+        "Give sweep.slots, the number of parallel jobs."
     )
     assert [str(problem) for problem in slots_of(slots=2).problems([("strategy=mirrored", 4), ("seed=1", 1)])] == [
         "sweep.slots=2: strategy=mirrored takes 4 slots. Give it fewer, or sweep.slots=4 or more."
@@ -92,7 +92,7 @@ def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> Non
     (problem,) = found("cuda:1")
     assert str(problem) == (
         "strategy.device=cuda:1: no such GPU: this host has 1, counted from 0. "
-        "A job of a sweep sees its own GPUs alone, numbered from 0."
+        "A job of a sweep sees only its own GPUs, numbered from 0."
     )
     assert found("cuda:0") == found("cuda:7") == []
 

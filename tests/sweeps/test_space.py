@@ -58,7 +58,7 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
         ),
         (
             ("seed=tag(zip,choice(1,2))",),
-            ["seed=tag(zip,choice(1,2)): zip moves keys together, and no other key has the tag."],
+            ["seed=tag(zip,choice(1,2)): zip varies keys together, and no other key has the tag."],
         ),
         (
             ("seed=tag(zip,choice(1,2))", "steps=tag(zip,choice(1,2,3))"),
@@ -79,7 +79,7 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
             ("seed=tag(log,choice(1,2))", "optimizer.lr=tag(log,interval(0,1))"),
             [
                 "seed=tag(log,choice(1,2)): log goes with an interval: tag(log,interval(0.001,0.1)).",
-                "optimizer.lr=tag(log,interval(0,1)): log needs an interval above 0, and this one begins at 0.",
+                "optimizer.lr=tag(log,interval(0,1)): log needs an interval above 0, and this one starts at 0.",
             ],
         ),
         (
@@ -101,7 +101,7 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
         (
             ("hydra/sweeper=random",),
             [
-                "sweep.trials: needs a value: how many points hydra/sweeper=random tries, sweep.trials=20.",
+                "sweep.trials: needs the number of points that hydra/sweeper=random tries, sweep.trials=20.",
                 (
                     "hydra/sweeper=random: has nothing to search: give a key values, model.width=64,128 or "
                     "'seed=interval(0,9)'."
@@ -117,20 +117,20 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
         ),
         (
             ("hydra/sweeper=halving", "seed=range(9)", "sweep.rungs=4"),
-            ["sweep.rungs=4: 9 points leave one after 2 of them. Use 3 or less."],
+            ["sweep.rungs=4: 9 points leave one job after 2 rungs. Use 3 or less."],
         ),
         (
             ("hydra/sweeper=halving", "optimizer.lr=interval(0.1,1)"),
             [
                 (
-                    "sweep.trials: needs a value: how many points of an interval hydra/sweeper=halving tries, "
+                    "sweep.trials: needs the number of points of an interval that hydra/sweeper=halving tries, "
                     "sweep.trials=20."
                 )
             ],
         ),
         (
             ("hydra/sweeper=basic", "seed=tag(zip,choice(1,2))", "steps=tag(zip,choice(1,2))"),
-            ["hydra/sweeper=basic: does not move keys together: leave it out, or write hydra/sweeper=grid."],
+            ["hydra/sweeper=basic: does not vary keys together: leave it out, or write hydra/sweeper=grid."],
         ),
     ],
 )

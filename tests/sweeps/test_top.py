@@ -68,12 +68,12 @@ def test_another_metric_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert refused("absent") == "absent: is not a folder. Give the folder of a sweep, or one that contains runs."
-    assert refused(tmp_path) == f"{tmp_path}: holds no run: no result.json below it."
+    assert refused(tmp_path) == f"{tmp_path}: contains no run: it has no result.json below it."
     assert refused(tmp_path, k="0") == "--k 0: must be a whole number of at least 1."
     assert refused(tmp_path, mode="max") == "--mode: has no effect without --metric."
     assert refused(tmp_path, metric="val/f1", mode="best") == "--mode best: must be min or max."
     made(tmp_path, "a", accuracy=0.5)
-    assert refused(tmp_path, metric="val/f1") == "--metric val/f1: no run has it. There are: val/accuracy."
+    assert refused(tmp_path, metric="val/f1") == "--metric val/f1: no run has this metric. There are: val/accuracy."
 
 
 def test_equal_figures_and_a_choice_by_the_test_split_are_explained(
@@ -109,8 +109,8 @@ def test_what_was_auto_follows_what_is_changed(sweep: Path) -> None:
 
 
 def test_what_cannot_be_trained_anew_is_refused(sweep: Path, tmp_path: Path) -> None:
-    assert refused(sweep, k="2", then="") == "--k 2: --then trains the best one. Use --k 1."
+    assert refused(sweep, k="2", then="") == "--k 2: --then trains the best run. Use --k 1."
     assert refused(sweep, overrides=("seed=1",)) == "top: takes no key=value."
     made(tmp_path, "a", status="failed")
-    rule = "no run has val/accuracy: there is no best one."
+    rule = "no run has val/accuracy: there is no best run."
     assert refused(tmp_path, then="") == f"--then: {rule}"

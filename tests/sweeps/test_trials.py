@@ -176,4 +176,6 @@ def test_another_space_in_the_same_folder_is_refused(tmp_path: Path, composer: C
     other = Bench(tmp_path, composer, ("seed=1,2,3",))
     with pytest.raises(ConfigError) as caught:
         other.source.next()
-    assert str(caught.value.problems[0]).startswith(f"sweep.name={tmp_path.name}: holds a search over other values: ")
+    assert str(caught.value.problems[0]).startswith(
+        f"sweep.name={tmp_path.name}: contains a search over other values: "
+    )

@@ -14,21 +14,21 @@ class SweepJob:
     """One run of a sweep."""
 
     name: str
-    """Name on the leaderboard: its folder, relative to the sweep's."""
+    """Name on the leaderboard: its folder, relative to that of the sweep."""
     folder: Path
-    """The folder of its run; a run that is already there is resumed."""
+    """The folder of its run; an existing run is resumed."""
     overrides: tuple[str, ...]
     """All arguments of this run, without secrets."""
     command: tuple[str, ...]
     """The command of its process, without secrets."""
     slots: int = 1
-    """Number of slots that it takes."""
+    """Number of slots that the job takes."""
     config: str = ""
     """A hash of every key that is not cosmetic: jobs with the same hash have the same result."""
     label: str = ""
-    """Its arguments that differ from the other jobs, in one line; empty: the name alone identifies it."""
+    """The arguments that distinguish the job from the others, in one line; empty: only its name identifies it."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables that hold secrets missing on its command line; not in any file."""
+    """Environment variables that hold secrets missing on its command line; never written to a file."""
 
 
 class JobSource(Protocol):
@@ -40,20 +40,20 @@ class JobSource(Protocol):
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further job will come, whatever the results of the running ones."""
+        """Whether no further job will come, independent of the results of the running ones."""
 
     def next(self) -> SweepJob | None:
         """Return the next job to run; None if there is none until another has ended. Called when a slot is free."""
 
     def ended(self, job: SweepJob, code: int) -> None:
-        """Receive the exit code of a job after its last try; 0 also for a job that need not run."""
+        """Receive the exit code of a job after its last try; 0 also for a job that does not need to run."""
 
     def watch(self, job: SweepJob) -> bool:
         """Return whether a running job should stop gracefully; called about twice a second."""
 
 
 class JobList:
-    """Jobs that are all known in advance, those with most slots first, so that small ones fill the gaps.
+    """Jobs that are all known in advance, those with the most slots first, so that small jobs fill the gaps.
 
     Example:
         >>> wide, narrow = (

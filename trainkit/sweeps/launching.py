@@ -43,7 +43,7 @@ _ENTRY: Final = (sys.executable, "-m", "trainkit")
 class WarmStarter(ForkServerClient):
     """Starts trainkit jobs as forks of one process that has imported their modules, and other jobs as new processes.
 
-    The preloaded process starts and ends with the block; a job that is started before it is ready waits.
+    The preloaded process starts and ends with the block; a job that is started earlier waits for it.
 
     Args:
         environ: environment variables of every job in addition to those of this process: its number of threads.
@@ -111,7 +111,7 @@ class Launching:
             jobs: dict[str, SweepJob] = {}
             for _, job in composed:
                 if job.name in jobs:
-                    _print_line(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
+                    _print_line(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
                 jobs[job.name] = job
             self.sweep.expect(jobs.values())
             self.run(JobList(jobs.values()))
@@ -147,7 +147,8 @@ class Launching:
 
         Args:
             overrides: the arguments of the point.
-            number: its number in the sweep and the name of its folder, unless a job of this folder has the same config.
+            number: number of the job in the sweep and name of its folder, unless a job of this folder has the same
+                config.
             going_on: the earlier job whose run it continues, in the same folder.
 
         Raises:
@@ -170,7 +171,7 @@ class Launching:
             config.hydra.job.num = number
         HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` refers to the job's number
         cfg = _run_config(config)
-        if self._warm is not None and not self._kept:  # the dataset of the first job, which usually is that of all jobs
+        if self._warm is not None and not self._kept:  # the dataset of the first job, which is usually that of all jobs
             self._kept = True
             if not missing_secrets({"data": cfg.data}):
                 self._warm.keep(cfg.data)
@@ -239,14 +240,14 @@ def _subfolder(text: str) -> str:
     """
     rule = path_rule(text)
     if ".." in Path(text).parts or Path(text).is_absolute() or not Path(text).parts:
-        rule = "leads out of the folder of the sweep, and every job lies in it. Give a path below it."
+        rule = "is outside the folder of the sweep, which holds all jobs. Give a path below it."
     if rule is not None:
         raise ConfigError([Problem(key="hydra.sweep.subdir", value=text, rule=rule, origin=COMMAND_LINE)])
     return text
 
 
 def _folder_of(config: DictConfig, settings: Settings) -> Path:
-    """Return the folder of the sweep: the one that was named, or a new one."""
+    """Return the folder of the sweep: the given one, or a new one."""
     folder = Path(str(config.hydra.sweep.dir))
     if rule := path_rule(str(folder)):
         raise ConfigError([Problem(key="hydra.sweep.dir", value=str(folder), rule=rule, origin=COMMAND_LINE)])
@@ -281,7 +282,9 @@ def _print_line(line: str) -> None:
 
 _OF_THE_SWEEP: Final = "sweep"
 _COUNTED_WHEN_NULL: Final = ("cv", "strategy")
-"""Where keys whose baseline is null count with it, as in sweeps of earlier versions; keys added since then do not."""
+"""Sections whose keys count even if they are null, as in sweeps of earlier versions; in other sections, null does not
+count.
+"""
 
 _ADDED: Final[Mapping[str, object]] = {
     "optimizers": {},

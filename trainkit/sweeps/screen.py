@@ -1,4 +1,4 @@
-"""The display of a running sweep: a live table in a terminal, or one line per change in a pipe."""
+"""Display a running sweep: as a live table in a terminal, or one line per change in a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STYLES: Final[Mapping[State, str]] = {
     "done": "green",
 }
 _ROOM_FOR_REST: Final = 6
-"""Lines of the terminal that are not for jobs: the counts, the head of the table, and the command."""
+"""Lines of the terminal that are not available for jobs: the counts, the head of the table, and the command."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class JobLine:
 
     name: str
     label: str
-    """What distinguishes it from the others."""
+    """Overrides that distinguish it from the others."""
     state: State = "running"
     progress: Progress = field(default_factory=Progress)
     seconds: float | None = None
@@ -85,7 +85,7 @@ class Screen(Protocol):
 class PlainScreen:
     """One line per change, for pipes and log files."""
 
-    def report(self, text: str, *, transient: bool = False) -> None:  # noqa: ARG002 - there is no table to see it in
+    def report(self, text: str, *, transient: bool = False) -> None:  # noqa: ARG002 - no table shows the change
         """Print the message."""
         print(text, flush=True)  # noqa: T201 - the user's screen
 
@@ -130,7 +130,7 @@ class TableScreen:
 
 
 def table_of(view: View, *, height: int) -> RenderableType:
-    """Return the table of one moment for rich, on a terminal of so many lines."""
+    """Return the table of a view for rich, on a terminal of `height` lines."""
     from rich.console import Group  # noqa: PLC0415 - a terminal only
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

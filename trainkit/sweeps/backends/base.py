@@ -23,7 +23,7 @@ class Handle(Protocol):
     """A submitted job."""
 
     def lost(self) -> str | None:
-        """Return why the job will never report an exit code, or None while it may. Polled."""
+        """Return why the job will never report an exit code, or None while it still may. Polled."""
 
     def cancel(self) -> None:
         """Remove the job from the queue, or end it."""
@@ -37,8 +37,8 @@ class Submitter(Protocol):
 
         Args:
             path: path of the file that describes the job.
-            slots: number of its processes.
-            secrets: environment variables that no file may hold; empty where the backend cannot pass them.
+            slots: number of processes of the job.
+            secrets: environment variables that must not be in a file; empty if the backend cannot pass them.
         """
 
 
@@ -57,7 +57,7 @@ class JobBackend:
     """Whether it can pass environment variables to a job without writing them to a disk."""
 
     jobs_at_once: Annotated[int | Literal["auto"], placement, at_least(1)] = "auto"
-    """Most processes of jobs submitted at a time; auto: a core each here, or as many as a cluster queues."""
+    """Limit of processes of jobs submitted at a time; auto: one per core here, or as many as a cluster queues."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
@@ -75,7 +75,7 @@ class JobBackend:
         """Check that the backend is installed.
 
         Raises:
-            MissingExtraError: it is not.
+            MissingExtraError: it is not installed.
         """
         for package in self.packages:
             found = importlib.util.find_spec(package)
@@ -83,11 +83,11 @@ class JobBackend:
                 raise MissingExtraError(key="hydra/launcher", package=package, extra=self.extra)
 
     def width(self) -> int:
-        """Return how many single-process jobs are submitted at a time."""
+        """Return the number of single-process jobs that are submitted at a time."""
         return num_cores() if self.jobs_at_once == "auto" else self.jobs_at_once
 
     def slots_of(self, processes: int) -> int:
-        """Return how many of the `width` places a job with this number of processes takes."""
+        """Return the number of the `width` places that a job with `processes` processes takes."""
         return processes
 
     @abstractmethod

@@ -27,7 +27,7 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"
 _NOW: Final[list[WorkerGroup]] = []
-"""The job that this process runs, for signal handlers."""
+"""The running job of this process, for signal handlers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Driver:
     host: str
     pid: int
     begun: str
-    """Its start time in ticks since boot: the number of a process can be reused."""
+    """Start time of the process in ticks since boot, because process ids are reused."""
 
     @classmethod
     def here(cls) -> Driver:
@@ -46,13 +46,13 @@ class Driver:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has exited; always False for a process of another host."""
+        """Whether the process has exited; always False for a process of another host."""
         return _host() == self.host and _start_time(self.pid) != self.begun
 
 
 @cache
 def _host() -> str:
-    """Return what identifies the process table: machines, and containers on them, may share a host name."""
+    """Return an id of the process table: machines, and containers on them, may share a host name."""
     machine = Machine.here()
     return " ".join(filter(None, (machine.host, machine.boot_id, machine.processes)))
 
@@ -122,7 +122,7 @@ def exit_with_driver(driver: Driver) -> None:
     def watch() -> None:
         while not driver.is_gone:
             time.sleep(_POLL_S)
-        os._exit(1)  # the job of this process ends with it
+        os._exit(1)  # the job of this process ends too
 
     threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
 
@@ -133,7 +133,7 @@ def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
     spec = JobSpec.read(place)
     exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
     log = Path(spec.cwd) / spec.log
-    if not log.with_name(_BEGUN).is_file():  # left by a run killed before it began
+    if not log.with_name(_BEGUN).is_file():  # left by a run that was killed before it began
         discard_lock(log.with_name(".lock"))
     with WorkerGroup(0, exits.put) as group:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ, **(secrets or {})}

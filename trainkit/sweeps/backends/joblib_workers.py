@@ -14,7 +14,7 @@ from trainkit.sweeps.backends.job_spec import Driver, exit_with_driver, run_desc
 
 @dataclass(frozen=True, kw_only=True)
 class Joblib(JobBackend):
-    """Run jobs on joblib's workers (its backend loky).
+    """Run jobs on joblib's workers (joblib's backend loky).
 
     Source: https://joblib.readthedocs.io/en/stable/parallel.html
     """

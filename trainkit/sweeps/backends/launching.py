@@ -46,7 +46,7 @@ _LOST: Final = 1
 
 @dataclass(kw_only=True)
 class _Remote:
-    """A job that was submitted to a backend."""
+    """A submitted job of a backend."""
 
     number: int
     path: Path

@@ -85,7 +85,7 @@ class SubmititSlurm(SubmititLocal):
     save_s: Annotated[int, placement, at_least(1)] = 90
     """Seconds before the time limit at which a job is asked to save."""
     max_requeues: Annotated[int, placement, at_least(0)] = 3
-    """How often a job that reached its time limit is requeued; a preempted one always is."""
+    """Number of times that a job is requeued at its time limit; a preempted job always is."""
     additional: Annotated[dict[str, Any], placement] = field(default_factory=dict)
     """Further options of sbatch by their long names, {account: lab, qos: low}."""
 
@@ -94,7 +94,7 @@ class SubmititSlurm(SubmititLocal):
         return _MANY if self.jobs_at_once == "auto" else self.jobs_at_once
 
     def slots_of(self, processes: int) -> int:  # noqa: ARG002 - the processes share its allocation
-        """Return 1: a job takes one place, however many processes it has."""
+        """Return 1: a job takes one place, for any number of processes."""
         return 1
 
     def require(self) -> None:
@@ -128,12 +128,12 @@ class SubmititSlurm(SubmititLocal):
         }
 
     def constants(self) -> dict[str, Any]:
-        """Return submitit's limit on how often a job may reach its time limit."""
+        """Return submitit's limit of requeues after the time limit."""
         return {"slurm_max_num_timeout": self.max_requeues}
 
 
 class _Executor:
-    """Submits jobs that arrive close together, as one array where the cluster has arrays."""
+    """Submits jobs that arrive close together, as one array if the cluster supports arrays."""
 
     def __init__(self, executor: Any, *, arrays: bool) -> None:
         self._executor, self._arrays = executor, arrays
@@ -192,7 +192,7 @@ class _SubmittedJob:
         return self.submitted is not None and bool(self.submitted.paths.result_pickle.exists())
 
     def lost(self) -> str | None:
-        """Return why submitit has no exit code; SLURM may have forgotten jobs that have ended."""
+        """Return why submitit has no exit code; SLURM may no longer know finished jobs."""
         if self.refused is not None or self.submitted is None:
             return self.refused
         with contextlib.suppress(subprocess.SubprocessError, OSError):

@@ -1,1 +1,1 @@
-"""The loop of a sweep: when each job runs, on which devices, and in which process."""
+"""Run the jobs of a sweep: choose the time, the devices and the process of each job."""

@@ -22,11 +22,11 @@ _IMPORTED: Final = (
     "trainkit.__main__", "trainkit.cli", "trainkit.verbs.running.train", "trainkit.api", "trainkit.config.check",
     "trainkit.config.compose.jobs", "trainkit.run.runner", "trainkit.run.supervisor.supervisor",
 )  # fmt: skip
-"""What the command of a job imports; given by name, because these modules are in higher layers than sweeps."""
+"""Modules that the command of a job imports; given by name, because they are in higher layers than sweeps."""
 
 
 def _keep(content: dict[str, Any]) -> None:
-    """Read a dataset for all jobs; if it cannot be read, the jobs report the error."""
+    """Read a dataset for all jobs; if it is unreadable, the jobs report the error."""
     from trainkit.data.splits import keep_splits  # noqa: PLC0415 - imports torch, which has been done by now
 
     with contextlib.suppress(Exception):

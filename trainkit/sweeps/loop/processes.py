@@ -1,4 +1,6 @@
-"""The processes of jobs and how they stop: each has its own session, and ends with this process even if killed."""
+"""Start and stop the processes of jobs: each has its own session, and ends with this process even if this one is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class JobProcess(Protocol):
         """Send the process a signal, but not its children."""
 
     def kill(self) -> None:
-        """Kill the process and all its children, and wait until they are gone; no effect if it has exited."""
+        """Kill the process and all its children, and wait until they have exited; no effect if it has exited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,7 @@ NOT_TRIED_AGAIN: Final = (0, ConfigError.exit_code, DataError.exit_code, Stopped
 
 
 def died(code: int) -> str:
-    """Return the text of how a failed job ended.
+    """Return a description of how a failed job ended.
 
     Example:
         >>> died(1), died(-9)

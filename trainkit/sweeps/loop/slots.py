@@ -1,4 +1,4 @@
-"""Slots: the GPUs or cores of this machine that jobs run on, and which job has which."""
+"""Assign slots, the GPUs or cores of this machine, to jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Slots:
 
     @classmethod
     def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
-        """Return the slots of this machine that the config asks for.
+        """Return the slots of this machine that the config requests.
 
         Raises:
             ConfigError: more slots than the machine has, or an option without effect here.
@@ -62,7 +62,7 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """Number of devices: the most slots that one job can take."""
+        """Number of devices: the largest number of slots of one job."""
         return len(self._room)
 
     @property
@@ -77,7 +77,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """The most slots that a job can get now."""
+        """Largest number of slots that a job can get now."""
         return sum(room > 0 for room in self._room)
 
     @property
@@ -91,13 +91,13 @@ class Slots:
         return {} if self._threads is None else {_THREADS: str(self._threads)}
 
     def take(self, wanted: int) -> SlotLease:
-        """Assign slots to a job, on the devices with most room.
+        """Assign slots to a job, on the devices with the most free slots.
 
         Raises:
             ValueError: there are not enough free slots.
         """
         if wanted > self.free:
-            raise ValueError(f"{wanted} slots are asked for, and {self.free} are free")
+            raise ValueError(f"{wanted} slots are requested, and {self.free} are free")
         roomiest = sorted(range(self.count), key=lambda place: -self._room[place])[:wanted]
         places = tuple(sorted(roomiest))
         for place in places:
@@ -111,7 +111,7 @@ class Slots:
             self._room[place] += 1
 
     def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
-        """Return problems of jobs, given by label and number of slots, that need more slots than there are."""
+        """Return problems of jobs, given by label and number of slots, that need more slots than exist."""
         what = "GPUs" if self.on_gpus else "slots"
         return [
             Problem(
@@ -125,10 +125,10 @@ class Slots:
 
 
 def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:
-    """Return problems of a strategy that arise on the job's GPUs alone: devices that it names by number."""
+    """Return problems of a strategy that arise only on the job's own GPUs: devices that it names by number."""
     known = {problem.key for problem in problems_on(there)}
     return [
-        replace(problem, rule=f"{problem.rule} A job of a sweep sees its own GPUs alone, numbered from 0.")
+        replace(problem, rule=f"{problem.rule} A job of a sweep sees only its own GPUs, numbered from 0.")
         for problem in problems_on(own)
         if problem.key not in known
     ]
@@ -141,7 +141,7 @@ def _problems(settings: Settings, num_gpus: int) -> list[Problem]:
         rule = f"this machine has {found}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
         problems.append(Problem(key="sweep.slots", value=settings.slots, rule=rule))
     if not num_gpus and settings.jobs_per_device != 1:
-        rule = "has no effect: there is no GPU here to share. Give sweep.slots, the jobs that run side by side."
+        rule = "has no effect: there is no GPU here to share. Give sweep.slots, the number of parallel jobs."
         problems.append(Problem(key="sweep.jobs_per_device", value=settings.jobs_per_device, rule=rule))
     return problems
 

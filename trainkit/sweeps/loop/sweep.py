@@ -91,12 +91,12 @@ class Sweep:
             self.requested.add(job.name)
 
     def note(self) -> None:
-        """Write the current state."""
+        """Write the current state of the sweep."""
         self.record.write()
         write(collect(self.folder), self.folder, picture=False)
 
     def finish(self) -> None:
-        """Write the leaderboard with its plot, and the page; print the leaderboard."""
+        """Write the leaderboard, its plot and the page; print the leaderboard."""
         self.record.forget_others(self.requested)
         with reporting(self.folder):
             self.record.write()
@@ -124,7 +124,7 @@ class Sweep:
         _print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
     def _refuse(self, number: int, source: JobSource) -> None:
-        """End the sweep early, by the error of the signal."""
+        """End the sweep early, with the error of the signal."""
         ended = len(self.requested & self.exit_codes.keys())
         known = f" of {source.total}" if source.total is not None else ""
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep side by side, as many as there are slots; no process is left behind, even after errors.
+"""Run the jobs of a sweep in parallel, as many as slots exist; no process keeps running, even after errors.
 
     while there are jobs    start the jobs that fit into the free slots
                             wait for an exit, a signal, or half a second
@@ -58,12 +58,12 @@ class _Running:
     watch: Watch
     begun: float
     duplicates: list[SweepJob] = field(default_factory=list)
-    """Identical jobs that were requested while it runs."""
+    """Identical jobs that were requested while this one runs."""
     stopped_by_search: bool = False
 
 
 class SweepOfLoop(Protocol):
-    """What the loop needs of the sweep whose jobs it runs."""
+    """The interface of a sweep that the loop uses."""
 
     slots: Slots
     record: SweepState
@@ -76,7 +76,7 @@ class SweepOfLoop(Protocol):
         """Starts the process of a job."""
 
     def note(self) -> None:
-        """Write the current state."""
+        """Write the current state of the sweep."""
 
 
 class SweepLoop:
@@ -118,13 +118,13 @@ class SweepLoop:
     # --- starting
 
     def _fill(self) -> None:
-        """Start jobs in order while they fit; the first that does not fit waits, and so do the jobs behind it."""
+        """Start jobs in order while they fit; the first that does not fit waits, and so do the following ones."""
         while True:
             job = self._waiting or self._source.next()
             self._waiting = None
             if job is None:
                 if not self._running and not self._source.exhausted:
-                    raise TrainkitError("the search returns no job, waits for none, and has not ended")
+                    raise TrainkitError("the search returns no job, waits for no job, and has not ended")
                 return
             if self._need_not_run(job):
                 continue
@@ -134,7 +134,7 @@ class SweepLoop:
             self._begin(job)
 
     def _need_not_run(self, job: SweepJob) -> bool:
-        """Return whether the result of a job exists, or is being computed."""
+        """Return whether the result of a job exists already, or is being computed."""
         sweep = self._sweep
         twin = next((one for one in self._running.values() if one.job.name == job.name), None)
         if twin is not None:
@@ -149,7 +149,7 @@ class SweepLoop:
         row.exit_code = 0
         sweep.note()
         if not known:
-            self._screen.report(f"{_named(job)}: has its result already, in {job.folder}")
+            self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
             self._lines[job.name] = JobLine(
                 name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
             )
@@ -183,7 +183,7 @@ class SweepLoop:
             job=job, process=process, grant=grant, line=line, watch=Watch(job.folder), begun=time.monotonic()
         )
         before = "" if found.state == "unknown" else f": the run {found.summary()}"
-        what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"goes on, try {tries}"
+        what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
         self._screen.report(f"{_named(job)} {what}", transient=True)
         self._sweep.record.write()
 
@@ -230,7 +230,7 @@ class SweepLoop:
                 one.process.signal(signal.SIGINT)
 
     def _forward_signal(self, number: int) -> None:
-        if self.signals and number == HANGUP:  # the shell and the kernel both send it when a terminal is closed
+        if self.signals and number == HANGUP:  # the shell and the kernel both send SIGHUP when a terminal is closed
             return
         self.signals.append(number)
         if len(self.signals) > _MOST_SIGNALS:
@@ -240,7 +240,9 @@ class SweepLoop:
         if len(self.signals) == _MOST_SIGNALS:
             self._kill_at = time.monotonic() + _GRACE_S
         elif len(self.signals) == 1:
-            self._screen.report(f"stopping: {len(self._running)} running, each saves first; once more ends them now")
+            self._screen.report(
+                f"stopping: {len(self._running)} running, each saves first; press again to end them now"
+            )
 
     def _stop_all(self, number: signal.Signals) -> None:
         for one in self._running.values():
@@ -254,7 +256,7 @@ class SweepLoop:
         one.line.progress = one.watch.look()
         pruned = one.stopped_by_search and code in STOPPED
         if self._is_tried_again(job, code, pruned=pruned):
-            self._screen.report(f"{_named(job)}: {died(code)}; tried again")
+            self._screen.report(f"{_named(job)}: {died(code)}; it is tried again")
             self._waiting_again(one)
             return
         row.exit_code, row.pruned = code, pruned

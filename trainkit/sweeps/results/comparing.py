@@ -1,4 +1,4 @@
-"""Collect runs for the page that compares them: run folders beside each other, or the jobs of a sweep."""
+"""Collect runs for the page that compares them: several run folders, or the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         for place, (folder, name) in enumerate(zip(folders, names, strict=True))
     ]
     goals = {MonitoredMetric.of(cfg.eval) for cfg in cfgs}
-    notes = [] if len(goals) == 1 else [f"The runs monitor different metrics; shown is that of {names[0]}."]
+    notes = [] if len(goals) == 1 else [f"The runs monitor different metrics; the page shows that of {names[0]}."]
     return Comparison(
         title=", ".join(names),
         goal=MonitoredMetric.of(cfgs[0].eval),
@@ -113,7 +113,7 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
 
 
 def wants_page(board: Leaderboard) -> bool:
-    """Return whether the jobs of a sweep ask for pages: the first whose config can be read decides for all."""
+    """Return whether the jobs of a sweep write pages: the first readable config decides for all."""
     cfg = next((known for entry in board.entries if (known := _config(entry.folder)) is not None), None)
     return cfg is not None and cfg.report_page
 
@@ -146,7 +146,7 @@ def _compared(entry: JobResult, *, settings: Mapping[str, str], command: str) ->
 
 
 def _usd_a_second(folder: Path) -> float | None:
-    """Return what a second of a run costs: the price of a device, times the devices of its plan; None: not known."""
+    """Return the cost of a second of a run: the price of a device, times the devices of its plan; None: unknown."""
     plan = _read(folder / "plan.json", {"time": dict, "cost": dict})
     hours, device_hours = number(plan.get("time", {}).get("total_h")), number(plan.get("cost", {}).get("device_h"))
     devices = device_hours / hours if hours and device_hours else 0.0
@@ -163,7 +163,9 @@ def _read(path: Path, kinds: Mapping[str, Kind], optional: Mapping[str, Kind] | 
 
 
 def spread_of_run(folder: Path) -> Spread | None:
-    """Return mean and spread of the jobs of a sweep that differ from one of them in their seed alone; None: no such."""
+    """Return mean and spread of the jobs of a sweep that differ from this one only in their seed; None if there are
+    none.
+    """
     try:
         entries = read_entries(folder.parent) if (folder.parent / "sweep.json").is_file() else []
     except UnreadableError:
@@ -175,9 +177,9 @@ def spread_of_run(folder: Path) -> Spread | None:
 
 
 def spreads_of(entries: Sequence[JobResult], metric: str) -> dict[Path, Spread]:
-    """Return the folder of a job -> mean and spread of the jobs that differ from it in their seed alone, two at least.
+    """Return the folder of a job -> mean and spread of at least two jobs that differ from it only in the seed.
 
-    A job that has not finished gives no value; it is told the spread of the others.
+    An unfinished job has no value; it gets the spread of the others.
     """
     points: dict[tuple[str, ...], list[JobResult]] = {}
     for entry in entries:

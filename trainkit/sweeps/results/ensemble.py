@@ -1,4 +1,4 @@
-"""The best runs of a sweep as one model: combined, scored beside its members, and written."""
+"""Combine the best runs of a sweep into one model, score it together with its members, and write it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,27 @@ from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.trainer.evaluate import evaluate
 
 _SAME: Final = ("data", "objective", "cv", "precision")
-"""Keys that members must share: they are scored on the same samples, by the same loss, in the same precision."""
+"""Keys that must be equal for all members: these are scored on the same samples, by the same loss, in the same
+precision.
+"""
 _BATCH: Final = 256
-"""Samples of a forward pass, where the config does not set it."""
+"""Samples per forward pass if the config does not set a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One of the models that are compared."""
+    """One of the compared models."""
 
     name: str
     """`job 3`, `ensemble of 3`, `averaged weights`."""
     model: nn.Module
     settings: str = ""
-    """What distinguishes it from the others."""
+    """Settings that distinguish it from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combined:
-    """Members, their ensemble and, where their architectures agree, the average of their weights."""
+    """Members, their ensemble and, if their architectures are equal, the average of their weights."""
 
     members: tuple[Candidate, ...]
     ensemble: Candidate
@@ -77,10 +79,10 @@ def best_of(board: Leaderboard, count: int) -> list[JobResult]:
     """
     ranked = [entry for entry in board.entries if board.value(entry) is not None]
     if any(entry.spread for entry in ranked):
-        rule = "its runs are folds, each scored on other samples. Train the points that you want whole, and take those."
+        rule = "its runs are folds, each scored on other samples. Train the wanted points on all data, and use those."
         raise refusal("ensemble", rule)
     if count < 2:
-        raise refusal(f"--k {count}", "an ensemble needs 2 members or more.")
+        raise refusal(f"--k {count}", "an ensemble needs at least 2 members.")
     if len(ranked) < count:
         had = f"{len(ranked)} run{'' if len(ranked) == 1 else 's'}"
         raise refusal(f"--k {count}", f"only {had} there {'has' if len(ranked) == 1 else 'have'} {board.goal.metric}.")
@@ -117,12 +119,12 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
 
 
 def _duplicate_members(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[str]:
-    """Yield notes about members that are the same training, run twice, for example on two placements."""
+    """Yield notes about members that are the same training, run twice, for example on different devices."""
     known: dict[str, JobResult] = {}
     for entry, cfg in zip(entries, cfgs, strict=True):
         first = known.setdefault(fingerprint(cfg), entry)
         if first is not entry:
-            yield f"job {entry.job} is the training of job {first.job} once more: as a member it adds nothing"
+            yield f"job {entry.job} repeats the training of job {first.job}: as a member it adds nothing"
 
 
 def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:
@@ -143,16 +145,18 @@ def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list
 def _objective(cfg: RunConfig) -> Supervised:
     objective: Objective = build(cfg.objective, "objective")
     if not isinstance(objective, Supervised):
-        rule = "the model computes its loss itself, and there is nothing to average but that."
+        rule = "the model computes its loss itself and has no other output to average."
         raise ConfigError([Problem(key="objective", value=cfg.objective[TARGET].rpartition(".")[2], rule=rule)])
     if isinstance(objective.input, list | tuple):
-        rule = "names several fields, and an ensemble passes its members one."
+        rule = "names several fields, and an ensemble passes one field to its members."
         raise ConfigError([Problem(key="objective.input", value=objective.input, rule=rule)])
     return objective
 
 
 def _averaged(models: Sequence[nn.Module]) -> Candidate | None:
-    """Return the mean of the weights, where all members have the same ones, before batch statistics are counted."""
+    """Return the model with the mean weights, before batch statistics are counted; None if the members have different
+    parameters.
+    """
     shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
     if any(other != shapes[0] for other in shapes[1:]):
         return None
@@ -186,7 +190,7 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
 
 
 def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torch.device) -> None:
-    """Count the batch statistics of the averaged weights, for which those of the members are wrong."""
+    """Count the batch statistics for the averaged weights: those of the members are wrong for them."""
     objective = _objective(cfg)
     update_bn((objective.split_batch(batch)[0] for batch in _batches(train, cfg, device)), model)
     model.eval()

@@ -1,4 +1,6 @@
-"""The results of a sweep's jobs, or of the runs below any folder, and the `sweep.json` that lists the jobs."""
+"""Read the results of a sweep's jobs, or of all runs below a folder; read and write the `sweep.json` that lists the
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from trainkit.trainer.ownership import set_aside
 
 NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"
-"""The status of a job that a search ended because others did better: not a failure, and not a complete training."""
+"""Status of a job that a search ended because other jobs were better: neither a failure nor a complete training."""
 
 SWEEP_FILE: Final = "sweep.json"
-"""The file of a sweep's folder that lists its jobs."""
+"""File in the folder of a sweep that lists its jobs."""
 
 _STOP: Final = "stop_at_step"
 _MAX_BYTES: Final = 256 << 20
@@ -46,7 +48,7 @@ class JobResult:
     """One job and its result."""
 
     job: str
-    """Its number in the sweep, or the name of its folder."""
+    """Number of the job in the sweep, or the name of its folder."""
     status: str
     """finished, pruned, stopped, failed, preempted, hangup, `exit 2` without a result, `not run`, `unreadable`."""
     metrics: Mapping[str, float]
@@ -56,7 +58,7 @@ class JobResult:
     """Seconds of training alone."""
     folder: Path
     steps: int | None = None
-    """Number of its updates."""
+    """Number of updates."""
     arguments: tuple[str, ...] = ()
     """All arguments of its run, as typed."""
     spread: Mapping[str, float] = field(default_factory=dict)
@@ -195,12 +197,12 @@ _FOLD = "cv.fold="
 
 
 def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
-    """Combine the folds of each point into one entry; other entries stay as they are.
+    """Combine the folds of each point into one entry; return other entries unchanged.
 
     Returns:
         Entries: for a point, the mean of each metric over its folds with the sample standard deviation as spread, and
-        the sum of the seconds. A point with a failed fold has no metrics, so that no mean of fewer folds is compared
-        with one of all.
+        the sum of the seconds. A point with a failed fold has no metrics: its mean over fewer folds would not be
+        comparable.
     """
     points: dict[tuple[str, ...], list[JobResult]] = {}
     for entry in entries:
@@ -233,7 +235,7 @@ def _combine(folds: Sequence[JobResult]) -> JobResult:
 
 
 def _missing_text(folds: Sequence[JobResult]) -> str:
-    """Return how many folds have results, and the status of the first other one."""
+    """Return the number of folds with results, and the status of the first other fold."""
     others = [entry.status for entry in folds if entry.status != "finished"]
     return f"{len(folds) - len(others)} of {len(folds)} folds, {others[0]}"
 
@@ -248,7 +250,7 @@ FILE: Final = SWEEP_FILE
 
 @dataclass(kw_only=True)
 class Row:
-    """One job."""
+    """One job in `sweep.json`."""
 
     job: str
     folder: Path
@@ -342,7 +344,7 @@ def _row(folder: Path, item: dict[str, Any]) -> Row:
 
 
 def is_complete(row: Row) -> bool:
-    """Return whether a job did all it was asked to; its process may have been killed before its end was recorded."""
+    """Return whether a job reached its last step; its process may have been killed before its end was recorded."""
     if row.pruned or row.exit_code not in (0, None) or not row.tries:
         return False
     result = RunFolder(row.folder).read_result()

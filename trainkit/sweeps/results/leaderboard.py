@@ -1,4 +1,4 @@
-"""The leaderboard of a sweep: every job by `eval.metric`, as text for the screen, Markdown, CSV and a picture."""
+"""Order the jobs of a sweep by `eval.metric`; print the leaderboard, and write it as Markdown, CSV and a picture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TIE = MonitoredMetric.of(EvalConfig())
 """The tie-breaker between equal values: the validation loss, which is finer than an accuracy."""
 _MAX_CELL: Final = 400
 _ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
-"""Complete jobs first, then jobs that were cut short, then failed ones, whatever their metric."""
+"""Order by status before the metric: complete jobs, then pruned jobs, then failed ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class Leaderboard:
 
     @property
     def _lengths_differ(self) -> bool:
-        """Whether the jobs made different numbers of steps, without which their values cannot be compared."""
+        """Whether the jobs made different numbers of steps; their values then cannot be compared."""
         return len({entry.steps for entry in self.entries if entry.steps is not None}) > 1
 
     def _cells(self, entry: JobResult) -> list[str]:
@@ -128,7 +128,7 @@ class Leaderboard:
         return f" ± {figure(spread)}" if math.isfinite(spread) else ""
 
     def counts(self) -> str:
-        """Return how many jobs there are, and how many have each status, in words.
+        """Return the number of jobs and the number per status, in words.
 
         Example:
             >>> Leaderboard(goal=MonitoredMetric.of(EvalConfig()), entries=()).counts()
@@ -140,11 +140,11 @@ class Leaderboard:
         return ", ".join(parts)
 
     def commands(self, folder: Path) -> list[tuple[str, str]]:
-        """Return the commands to continue with, and what each does; empty if no job has the metric.
+        """Return the next commands and their descriptions; empty if no job has the metric.
 
-        The commands name the config folders and packages that this process was given. A secret, which no file stores,
-        is given as a reference to an environment variable. Keys that are meant for the other choices of a mixed sweep,
-        such as strategy.replicas beside strategy=one_device, are left out.
+        The commands name the config folders and packages of this process. A secret, which no file stores, is given as a
+        reference to an environment variable. Keys for other choices of a mixed sweep, such as strategy.replicas with
+        strategy=one_device, are left out.
         """
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
@@ -152,7 +152,7 @@ class Leaderboard:
         given = [*config_dir_arguments(), *package_arguments()]
         then = ["trainkit", "top", *given, str(folder), "--k", "1", "--then", ALL_DEVICES]
         return [
-            ("the best once more", command_of(best)),
+            ("the best run again", command_of(best)),
             ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
         ]
 
@@ -189,7 +189,7 @@ class Leaderboard:
 
 
 def command_of(entry: JobResult) -> str:
-    """Return the command that trains a job once more; empty if its arguments are not known."""
+    """Return the command that trains a job again; empty if its arguments are unknown."""
     if not entry.arguments:
         return ""
     again = [text for text in entry.arguments if not text.lstrip("+").startswith("sweep.")]

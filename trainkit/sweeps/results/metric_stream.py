@@ -1,4 +1,4 @@
-"""The progress of a running job, read from the last rows of the `metrics.jsonl` in its folder."""
+"""Read the progress of a running job from the last rows of the `metrics.jsonl` in its folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Watch:
         """The name of the run's monitored metric, once it is known."""
 
     def look(self) -> Progress:
-        """Return the current progress; values that the newest rows lack keep their last value."""
+        """Return the current progress; a value without new rows does not change."""
         if self._cfg is None:
             self._cfg = _config(self._folder)
         if self._cfg is None:

@@ -1,4 +1,4 @@
-"""`SWEEP/report.html`, the page of a sweep: written at its end, and by `trainkit report SWEEP`."""
+"""Write `SWEEP/report.html`, the page of a sweep: at its end, and for `trainkit report SWEEP`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def write_sweep_page(comparison: Comparison, path: Path) -> None:
-    """Write the page of a sweep; whatever else has its name is renamed.
+    """Write the page of a sweep; a foreign file of its name is renamed first.
 
     Args:
         comparison: its jobs, from `compare_sweep`.
@@ -38,8 +38,8 @@ def write_sweep_page(comparison: Comparison, path: Path) -> None:
 def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
     """Write the page at the end of a sweep and return its path; None if there is none.
 
-    None is written where `report_page=false` is set, or before any job has begun. A page that cannot be written is a
-    warning: the jobs have their results.
+    No page is written with `report_page=false`, or before any job has started. A page that cannot be written is a
+    warning: the results of the jobs exist.
     """
     path = folder / FILE
     try:
@@ -47,7 +47,7 @@ def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
             return None
         comparison = compare_sweep(folder, board)
         write_sweep_page(comparison, path)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the sweep has its results
+    except Exception as error:  # noqa: BLE001 - any error: the results of the sweep exist
         _log.warning("%s cannot be written: %s: %s", path, type(error).__name__, error)
         return None
     _add_spreads(folder, comparison)
@@ -55,7 +55,7 @@ def page_at_end(folder: Path, board: Leaderboard) -> Path | None:
 
 
 def _add_spreads(folder: Path, comparison: Comparison) -> None:
-    """Write the pages of jobs again that have other seeds beside them; the rows are those of the comparison."""
+    """Write the pages of jobs with other seeds again; the rows are those of the comparison."""
     spreads = spreads_of(read_entries(folder), comparison.goal.metric)
     for job in comparison.runs:
         place = Path(job.folder)

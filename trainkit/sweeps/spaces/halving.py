@@ -1,4 +1,6 @@
-"""Successive halving over checkpoints: all jobs start, the better ones resume where they stopped, until one is left."""
+"""Run successive halving over checkpoints: all jobs start, the better ones resume where they stopped, until one
+remains.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class JobOf(Protocol):
 
 
 def num_rungs(points: int, reduction: int) -> int:
-    """Return at how many lengths jobs are compared until one is left, including the whole training.
+    """Return the number of rungs until one job remains, including the whole training.
 
     Example:
         >>> [num_rungs(points, 3) for points in (2, 3, 8, 9, 27)]
@@ -136,7 +138,7 @@ class Halving:
         return any(other.name == job.name for place, other in self._jobs.items() if place != number)
 
     def _has_reached_rung(self, number: int, job: SweepJob) -> bool:
-        """Return whether the run has already come this far, in the sweep that this one resumes."""
+        """Return whether the run has already reached this rung, in the sweep that this one resumes."""
         result = _json(job.folder / "result.json")
         stop = self._stop(number)
         reached = result.get("steps")
@@ -151,7 +153,7 @@ class Halving:
             self._figures[number] = value
 
     def _next_rung(self) -> None:
-        """Move to the next rung with the best jobs, once all jobs of this one have ended."""
+        """Move to the next rung with the best jobs, after all jobs of this one have ended."""
         while not self._waiting and not self._running and not self.exhausted:
             ranked = [number for number in self._contestants if number in self._figures]
             ranked.sort(key=lambda number: (self._goal.sign * self._figures[number], number))

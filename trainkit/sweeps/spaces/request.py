@@ -1,4 +1,4 @@
-"""The request for a sweep: its sweeper, its space, and the points that are known before the first one runs."""
+"""Read the request for a sweep: its sweeper, its space, and the points that are known before the first one runs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class SweepRequest:
 
     @property
     def points(self) -> list[list[str]]:
-        """The arguments of each point; under Optuna, a few points that together hold every value.
+        """Arguments of each point; under Optuna, a few points that together contain every value.
 
-        Empty for a sweeper that is not trainkit's own: its points cannot be known in advance.
+        Empty for a sweeper of another package: its points cannot be known in advance.
         """
         trials, seed = self._setting("trials"), self._setting("seed")
         drawing = self.sweeper == "random" or (self.sweeper == "halving" and trials is not None)
@@ -47,7 +47,7 @@ class SweepRequest:
 
     @property
     def num_rungs(self) -> int:
-        """For halving: at how many lengths jobs are compared, including the whole training."""
+        """Number of rungs of halving, including the whole training."""
         return self._setting("rungs") or self._most_rungs
 
     @property
@@ -55,20 +55,20 @@ class SweepRequest:
         return num_rungs(len(self.points), max(2, self._setting("reduction") or 2))
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what is wrong with the request, apart from its points."""
+        """Yield the problems of the request, except those of its points."""
         trials = self._setting("trials")
         if trials is not None and trials > MOST_JOBS:  # before the points are drawn
             yield self.common.problem("sweep.trials", f"must be {MOST_JOBS:,} or less.", value=trials)
             return
         if self.sweeper in ("random", "optuna") and self.common.values["sweep"].get("trials") is None:
-            rule = f"needs a value: how many points hydra/sweeper={self.sweeper} tries, sweep.trials=20."
+            rule = f"needs the number of points that hydra/sweeper={self.sweeper} tries, sweep.trials=20."
             yield Problem(key="sweep.trials", rule=rule)
         if self.sweeper in _SEARCHES and not self.space.axes:
             yield self._of("has nothing to search: give a key values, model.width=64,128 or 'seed=interval(0,9)'.")
         elif self.sweeper == "halving":
             yield from self._problems_of_halving()
         if self.sweeper == "basic" and any(len(axis.keys) > 1 for axis in self.space.axes if isinstance(axis, Choices)):
-            yield self._of("does not move keys together: leave it out, or write hydra/sweeper=grid.")
+            yield self._of("does not vary keys together: leave it out, or write hydra/sweeper=grid.")
 
     def _problems_of_halving(self) -> Iterator[Problem]:
         if self.common.values["stop_at_step"] is not None:
@@ -78,7 +78,7 @@ class SweepRequest:
                 value=self.common.values["stop_at_step"],
             )
         if any(not isinstance(axis, Choices) for axis in self.space.axes) and self._setting("trials") is None:
-            rule = "needs a value: how many points of an interval hydra/sweeper=halving tries, sweep.trials=20."
+            rule = "needs the number of points of an interval that hydra/sweeper=halving tries, sweep.trials=20."
             yield Problem(key="sweep.trials", rule=rule)
             return
         points, most, asked_for = len(self.points), self._most_rungs, self._setting("rungs")
@@ -86,7 +86,7 @@ class SweepRequest:
             reduction = self._setting("reduction")
             yield self._of(f"has {points} points, fewer than sweep.reduction={reduction}. Give it more points.")
         elif asked_for is not None and asked_for > most:
-            rule = f"{points} points leave one after {most - 1} of them. Use {most} or less."
+            rule = f"{points} points leave one job after {most - 1} rungs. Use {most} or less."
             yield self.common.problem("sweep.rungs", rule, value=asked_for)
 
     def _of(self, rule: str) -> Problem:
@@ -123,7 +123,7 @@ def sample(space: Space, *, trials: int, seed: int) -> list[list[str]]:
     under `log`.
 
     Every value depends only on the seed, the number of its point and its key: a search with more trials begins with the
-    same points, and a further key does not change the values of the others.
+    same points, and an additional key does not change the values of the others.
 
     Example:
         >>> axis = Interval(key="optimizer.lr", low=0.001, high=0.1, log=True)

@@ -1,4 +1,4 @@
-"""Run what a sweep tries with its launcher: a list if all points are known in advance, else a source of jobs."""
+"""Run the points of a sweep with its launcher: a list if all points are known in advance, else a source of jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
         return [launcher.launch(found.points, 0)]
     launching = getattr(launcher, "launching", None)
     if launching is None:
-        rule = "needs a launcher that reports the progress of its jobs. hydra/launcher=slots does."
+        rule = "needs a launcher that reports the progress of its jobs. Use hydra/launcher=slots."
         raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
     setup_globals()
     launching.sweep.requested.update(launching.sweep.record.rows)  # a resumed search includes all of its earlier jobs

@@ -1,4 +1,4 @@
-"""Optuna's trials as jobs: Optuna proposes points, receives every evaluation, and decides which jobs to prune.
+"""Run Optuna's trials as jobs: Optuna proposes points, receives every evaluation, and decides which jobs to prune.
 
 Its state is in `optuna.db` in the sweep's folder, so that a search resumes after a kill, and `optuna-dashboard` and
 similar tools can read it. This module imports Optuna: import it only if Optuna was chosen.
@@ -62,7 +62,7 @@ class Trials:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every trial was started."""
+        """Whether all trials have started."""
         return not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials
 
     def next(self) -> SweepJob | None:
@@ -78,7 +78,7 @@ class Trials:
         return job
 
     def watch(self, job: SweepJob) -> bool:
-        """Return whether the pruner gives up a job, by the metrics reported so far."""
+        """Return whether the pruner stops a job, by the metrics reported so far."""
         one = self._running[job.name][0]
         if self._report_new(one):
             one.gave_up = one.gave_up or one.trial.should_prune()
@@ -106,7 +106,7 @@ class Trials:
         try:
             return self._study.ask(self._distributions)
         except ValueError as error:
-            rule = f"holds a search over other values: {str(error).rstrip('.')}. Give another name."
+            rule = f"contains a search over other values: {str(error).rstrip('.')}. Give another name."
             raise ConfigError([Problem(key="sweep.name", value=self._study.study_name, rule=rule)]) from error
 
     def _report_new(self, one: _Running) -> bool:
@@ -142,7 +142,7 @@ def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_s
 
 
 def _connection(file: Path) -> sqlite3.Connection:
-    """Open a connection that does not sync on every report: a kill loses nothing, a power failure the last reports."""
+    """Open a connection that does not sync on every report: a kill loses no report, a power failure the last ones."""
     connection = sqlite3.connect(file, check_same_thread=False, timeout=30.0)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
@@ -153,7 +153,8 @@ def _pruner(settings: Settings, num_steps: int) -> optuna.pruners.BasePruner:
     if settings.pruner == "none":
         return optuna.pruners.NopPruner()
     if settings.pruner == "median":
-        # A median of fewer than three values means little; more than five come too late in a short search.
+        # The median of fewer than three values is not meaningful; waiting for more than five is too late in a short
+        # search.
         startup = max(3, min(5, (settings.trials or 0) // 4))
         return optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=settings.min_steps or 0)
     least = settings.min_steps or max(1, num_steps // settings.reduction**3)
@@ -163,7 +164,9 @@ def _pruner(settings: Settings, num_steps: int) -> optuna.pruners.BasePruner:
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
-    """Return the axes of a space as Optuna's distributions; a range is given by the ordered indices of its values."""
+    """Return the axes of a space as Optuna's distributions; a range is represented by the ordered indices of its
+    values.
+    """
     return {_name(axis): _distribution(axis) for axis in space.axes}
 
 
@@ -186,7 +189,7 @@ def _row(row: tuple[str, ...]) -> str:
 
 
 def _values(space: Space, params: Mapping[str, object]) -> dict[str, str]:
-    """Return the text of every key, from what Optuna proposes."""
+    """Return the text of every key, from the values that Optuna proposes."""
     values: dict[str, str] = {}
     for axis in space.axes:
         found = params[_name(axis)]
