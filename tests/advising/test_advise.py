@@ -52,12 +52,12 @@ def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixtu
         "3 problems in the config\n"
         "  --devices=0: must be a number of devices, 1 to 1,024. (command line)\n"
         "  --for=speed: must be one of time, cost, memory. (command line)\n"
-        "  hardware=h200: is given beside --hardware. Give one of the two. (command line)\n"
+        "  hardware=h200: is given together with --hardware. Give one of the two. (command line)\n"
     )
 
 
 def test_hardware_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "hardware=none"]) == 2
     assert capsys.readouterr().err.splitlines()[1] == (
-        "  hardware=none: names no hardware to plan for. Name it: --hardware this, --hardware h100_sxm. (command line)"
+        "  hardware=none: needs the hardware to plan for. Name it: --hardware this, --hardware h100_sxm. (command line)"
     )

@@ -145,9 +145,9 @@ def test_a_choice_without_a_measured_step_is_no_measurement() -> None:
                 "--rounds=0: must be 1 or more, 1,000 at most. (command line)",
                 "--steps=x: must be 1 or more, 100,000 at most. (command line)",
                 "--until=val/accuracy: must be a metric and its value: --until val/accuracy=0.9. (command line)",
-                "--steps: has no effect with --until: a training takes the steps to its result. (command line)",
+                "--steps: has no effect with --until: a training runs until its result. (command line)",
                 (
-                    "bench: compares choices, and no key has several. Give one a list: strategy=one_device,mirrored. "
+                    "bench: compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored. "
                     "(command line)"
                 ),
             ],
@@ -156,7 +156,7 @@ def test_a_choice_without_a_measured_step_is_no_measurement() -> None:
             ["seed=1,1"],
             [
                 (
-                    "bench: compares choices, and no key has several. Give one a list: strategy=one_device,mirrored. "
+                    "bench: compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored. "
                     "(command line)"
                 ),
             ],
@@ -178,7 +178,7 @@ def test_a_choice_without_a_measured_step_is_no_measurement() -> None:
             [
                 "cv.folds=3: is several trainings. Give cv.fold too. (command line)",
                 (
-                    "resume=auto: has no effect: bench trains from the start. Leave it out, or give weights with "
+                    "resume=auto: has no effect: bench trains from the start. Leave it out, or load weights with "
                     "init_from=CHECKPOINT. (command line)"
                 ),
                 (
@@ -221,7 +221,7 @@ def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
 ) -> None:
     assert main(["bench", "recipe=null", "strategy=one_device,mirrored", "strategy.replicas=2,4", "steps=4"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "bench: the lists make strategy=one_device 2 times; it is measured once"
+    assert lines[0] == "bench: the lists contain strategy=one_device 2 times; it is measured once"
     assert lines[2].startswith("  steps: the training has 4")
     assert list(cwd.iterdir()) == []
 

@@ -172,7 +172,7 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
             ["lr", "resume=auto"],
             [
                 (
-                    "resume=auto: has no effect: find trains from the start. Leave it out, or give weights with "
+                    "resume=auto: has no effect: find trains from the start. Leave it out, or load weights with "
                     "init_from=CHECKPOINT. (command line)"
                 )
             ],
@@ -185,7 +185,7 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
             ["lr", "batch.global_size=5000"],
             [
                 (
-                    "batch.global_size=5000: larger than the 1437 training samples: no step has so many. "
+                    "batch.global_size=5000: larger than the 1437 training samples: no step has that many. "
                     "Use 1437 or less. (command line)"
                 )
             ],
@@ -194,7 +194,8 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
             ["lr", "strategy=central_storage", "strategy.mode=async"],
             [
                 (
-                    "strategy.mode=async: applies gradients as they come, so that no loss belongs to the learning rate "
+                    "strategy.mode=async: applies gradients as they arrive, so no loss belongs to the learning "
+                    "rate "
                     "of its step. Find the rate under strategy=one_device, or strategy.mode=sync. (command line)"
                 )
             ],

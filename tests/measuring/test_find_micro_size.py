@@ -75,7 +75,7 @@ def test_a_size_without_memory_is_followed_by_the_next_and_slower_ones_end_the_s
     assert tried == [64, 32, 16, 8, 4]
     assert found.best is not None
     assert (found.best.micro_size, [one.status for one in found.sizes[:2]]) == (16, ["out_of_memory", "measured"])
-    assert [one.reason for one in found.sizes[-2:]] == ["not tried: the sizes above are slower already"] * 2
+    assert [one.reason for one in found.sizes[-2:]] == ["not tried: the larger sizes are slower already"] * 2
 
 
 def test_a_killed_training_counts_as_one_without_memory_and_another_failure_ends_the_search() -> None:
@@ -132,7 +132,7 @@ def test_what_was_found_is_shown_and_has_its_schema() -> None:
         "           8                 8         50    50 .. 50            50 %   1 MiB",
         "",
         "  64: out of memory: exit 1: OutOfMemoryError: cuda:0 is out of memory.",
-        "  4, 2, 1: not tried: the sizes above are slower already",
+        "  4, 2, 1: not tried: the larger sizes are slower already",
         "  32: the smallest size within 5 % of the fastest; 64 samples a step, as before.",
         "  batch.micro_size=32",
     ]

@@ -55,8 +55,13 @@ def search(step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.Monke
             {0: (40, 30), 1: (20, 10), 2: (19.5, 10)}, 3,
             "1: a step is 2.0 times as fast, and reading takes 50 % of it instead of 75 %", True,
         ),
-        ({0: (40, 4), 1: (50, 3)}, 2, "0, because reading takes 10 % of a step, and workers make none shorter", True),
-        ({0: (40, 4)}, 2, "0, because reading takes 10 % of a step, and workers make none shorter", True),
+        (
+            {0: (40, 4), 1: (50, 3)},
+            2,
+            "0, because reading takes 10 % of a step, and workers do not shorten a step",
+            True,
+        ),
+        ({0: (40, 4)}, 2, "0, because reading takes 10 % of a step, and workers do not shorten a step", True),
         ({}, 1, "0, because the training could not be measured: exit 2: cannot", False),
     ],
 )  # fmt: skip
@@ -152,12 +157,12 @@ def test_objects_of_a_session_are_not_measured_elsewhere(cwd: Path) -> None:
             ["--steps", "3", "optimizer.lr=1,2"],
             [
                 "--steps: has no effect with --data. (command line)",
-                "--data: measures one training, and the lists make 2. Give each key one value. (command line)",
+                "--data: measures one training, and the lists contain 2. Give each key one value. (command line)",
             ],
         ),
         (
             ["loader.num_workers=2", "loader.cache=false"],
-            ["loader.num_workers=2: has no effect with --data, which finds it. Leave it out. (command line)"],
+            ["loader.num_workers=2: has no effect with --data, which finds its value. Leave it out. (command line)"],
         ),
         (
             ["steps=20"],

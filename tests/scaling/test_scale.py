@@ -17,14 +17,14 @@ def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixtu
         "9 problems in the config\n"
         "  --to-replicas=0: must be a whole number, 1 to 10,000: the largest number of replicas. (command line)\n"
         "  --seed=-1: must be a whole number, 0 to 4,294,967,295: seed of the simulation and of the intervals; 0 "
-        "without. (command line)\n"
-        "  a: is no argument of scale. What sets a key is key=value. (command line)\n"
-        "  model=mlp: has no meaning beside --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs. "
+        "without it. (command line)\n"
+        "  a: is not an argument of scale. Set a key by key=value. (command line)\n"
+        "  model=mlp: has no meaning with --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs. "
         "(command line)\n"
         "  gbit=0: must be a number above 0 Gbit/s: the link of a replica, in each direction. (--assume)\n"
-        "  latancy_us=3: is no input here. Did you mean latency_us? (--assume)\n"
+        "  latancy_us=3: is not an input here. Did you mean latency_us? (--assume)\n"
         "  spread: needs a value: spread=NUMBER. (--assume)\n"
-        "  bread=1: is no input here. Did you mean spread? (--assume)\n"
+        "  bread=1: is not an input here. Did you mean spread? (--assume)\n"
         "  compute_s=nan: must be a number above 0 s: a replica's forward and backward pass of a step. (--assume)\n"
     )
 
@@ -66,8 +66,8 @@ def test_mistakes_of_a_measurement_are_shown_with_those_of_the_config(capsys: py
     assert capsys.readouterr().err == (
         "4 problems in the config\n"
         "  --to-replicas=x: must be a whole number, 1 to 10,000: the largest number of replicas. (command line)\n"
-        "  --rounds=0: must be a whole number, 1 to 1,000: turns of each measurement; 2 without. (command line)\n"
-        "  compute_s=1: is no input here. There are: per_host, gbit, latency_us, price_h. (--assume)\n"
+        "  --rounds=0: must be a whole number, 1 to 1,000: turns of each measurement; 2 without it. (command line)\n"
+        "  compute_s=1: is not an input here. There are: per_host, gbit, latency_us, price_h. (--assume)\n"
         "  optimizer.lr=-1: must not be negative. (command line)\n"
     )
 

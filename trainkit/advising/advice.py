@@ -1,4 +1,4 @@
-"""Plan every legal way to train a config, rank the ways, and say why the others are not the best."""
+"""Plan every legal way to train a config, rank the ways, and explain why the others are not the best."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from trainkit.storage import num_bytes
 
 Goal = Literal["time", "cost", "memory"]
 GOALS: Final[tuple[Goal, ...]] = get_args(Goal)
-"""What `--for` takes: the shortest step, the fewest device seconds a step, the least memory a device."""
+"""Values of `--for`: the shortest step, the fewest device seconds a step, the least memory a device."""
 NEAR: Final = 1.1
-"""Figures within this factor count as equal: the plan's times are bands. The simplest of such ways is the best."""
+"""Times within this factor count as equal, because the plan gives bands; the simplest of such ways is the best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What the plan of a way says."""
+    """Figures from the plan of a way."""
 
     needs: int
-    """Bytes that the fullest device needs."""
+    """Bytes that the device with the largest share needs."""
     has: int
-    """Bytes of memory of a device."""
+    """Bytes of memory of that device."""
     fits: bool | None
-    """Whether it fits; None where the activations are unknown."""
+    """Whether the run fits into memory; None if the memory of the activations is unknown."""
     step_s: float | None
-    """Seconds of a step, the middle of the plan's band; None where it is unknown."""
+    """Seconds of a step, the middle of the plan's band; None if unknown."""
     devices: int
-    """Devices that train."""
+    """Number of devices that train."""
     unknown: str = "its activations, and so its memory and time"
-    """What the plan does not know, where `fits` or `step_s` is None."""
+    """The quantities that the plan cannot estimate, if `fits` or `step_s` is None."""
     cost_usd: float | None = None
-    """US dollars to the end; None without a price."""
+    """US dollars to the end of the training; None without a price."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """One way and its figures, or why it is refused."""
+    """One way and its figures, or the reason why it is refused."""
 
     way: Way
     overrides: tuple[str, ...]
-    """What is added to the command line, with what was needed to make it fit."""
+    """Arguments to add to the command line, including those that make the run fit into memory."""
     figures: Figures | None = None
-    """None where the way is refused."""
+    """Figures of the plan; None if the way is refused."""
     refused: str | None = None
     """The first problem of its plan."""
 
     @property
     def is_legal(self) -> bool:
-        """Whether it can be chosen: its plan has no problem, and it fits."""
+        """Whether the way can be chosen: its plan has no problem, and the run fits."""
         return self.figures is not None and self.figures.fits is True and self.figures.step_s is not None
 
 
@@ -140,19 +140,19 @@ def advise(tried: Sequence[Tried], goal: Goal) -> Advice:
 
 
 Planned = Callable[[Sequence[str]], Figures]
-"""Plans the config with these overrides more. Raises ConfigError."""
+"""Function that plans the config with additional overrides. Raises ConfigError."""
 
 
 def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], goal: Goal) -> Tried:
-    """Plan a way; where it does not fit, plan it with one saver of memory after another until it does.
+    """Plan a way; if it does not fit, add one memory-saving override after another until it does.
 
-    For the goal `memory`, the first saver is tried where the way fits, too.
+    For the goal `memory`, the first of them is tried even if the way fits.
 
     Args:
         way: the way.
-        planned: plans it.
-        savers: overrides, from the cheapest on.
-        goal: what the way is ranked by.
+        planned: plans the config with overrides.
+        savers: memory-saving overrides, the cheapest first.
+        goal: the goal by which ways are ranked.
     """
     try:
         best = Tried(way=way, overrides=way.overrides, figures=planned(way.overrides))
@@ -172,11 +172,11 @@ def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], go
 
 
 def try_family(family: Iterable[Way], attempt: Callable[[Way], Tried], goal: Goal) -> list[Tried]:
-    """Try the ways of one strategy and precision on several numbers of devices, while they may get better.
+    """Try the ways of one strategy and precision on several numbers of devices, as long as the figures can improve.
 
-    Fewer devices hold more each, and more devices never need fewer device seconds: so for `memory` the most devices are
-    tried first and for `cost` the fewest, each until a way fits. For `time`, devices are taken away while that does not
-    make a step longer.
+    With fewer devices, each holds more; more devices never need fewer device seconds. So `memory` starts with the most
+    devices and `cost` with the fewest, until a way fits. `time` removes devices as long as that does not make a step
+    longer.
     """
     found: list[Tried] = []
     least = float("inf")

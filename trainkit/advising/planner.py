@@ -19,25 +19,25 @@ from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.plan import RunPlan, make_plan
 
 _SMALLER: Final = (2, 8, 32)
-"""Divisors of the size of a shard that are tried where a run does not fit."""
+"""Divisors of the size of a shard to try if a run does not fit into memory."""
 
 
 @dataclass(kw_only=True)
 class Planner:
-    """Plans one config in other ways; the splits of its data are made once for all of them."""
+    """Plans one config in several ways; the splits of its data are created once for all of them."""
 
     compose: Callable[[Sequence[str]], Composition]
-    """Composes and checks the config with overrides more. Raises ConfigError."""
+    """Composes and checks the config with additional overrides. Raises ConfigError."""
     hardware: Hardware
     devices: int
-    """The most devices."""
+    """Largest number of devices."""
     splits: Mapping[str, Any] | None = None
-    """The splits that the class of the data declares; None: the data is opened."""
+    """The splits that the class of the data declares; None: the dataset is opened to find out."""
     knows_length: bool = True
-    """Whether the length of the training split is known: without it there is no cost to the end."""
+    """Whether the length of the training split is known; the cost to the end needs it."""
 
     def families(self, base: Composition) -> list[Family]:
-        """Return the ways to try: what the user has chosen stays."""
+        """Return the ways to try; choices of the user stay."""
         return list(
             families(
                 devices=self.devices,
@@ -47,14 +47,14 @@ class Planner:
         )
 
     def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
-        """Plan a way, with less memory where it does not fit."""
+        """Plan a way; if it does not fit, with overrides that save memory."""
         savers = [] if base.is_given("activation_checkpointing") else [("activation_checkpointing=full",)]
         smaller = () if base.is_given("batch.micro_size") else self._smaller_shards(way)
         last = savers[-1] if savers else ()
         return try_way(way, self.figures, savers=chain(savers, ((*last, size) for size in smaller)), goal=goal)
 
     def figures(self, overrides: Sequence[str]) -> Figures:
-        """Return what the plan with these overrides says.
+        """Return the figures of the plan with these overrides.
 
         Raises:
             ConfigError: its problems.
@@ -92,7 +92,7 @@ class Planner:
         return 0 if self.hardware.whole_host else self.devices
 
     def _smaller_shards(self, way: Way) -> Iterator[str]:
-        """Yield overrides for smaller shards than those of a way; it is planned when the first is asked for."""
+        """Yield overrides for smaller shards than those of a way; planning starts with the first `next()`."""
         try:
             size = self._planned(way.overrides).batch.micro_size
         except ConfigError:

@@ -1,4 +1,4 @@
-"""The ways to train a config on up to so many devices: strategy, number of devices, precision."""
+"""The ways to train a config on up to a given number of devices: strategy, number of devices, precision."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _MOST_COUNTS: Final = 3
 
 @cache
 def _strategies() -> Mapping[str, type[SpreadsOver]]:
-    """Return the strategies that are tried, the simplest first."""
+    """Return the strategies to try, the simplest first."""
     return {one.name: one.kind for one in shipped_strategies() if issubclass(one.kind, SpreadsOver)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to train: what is added to the command line."""
+    """One way to train: the arguments to add to the command line."""
 
     strategy: str
-    """The choice of `strategy`; empty where the user has chosen it."""
+    """The choice of `strategy`; empty if the user has chosen it."""
     devices: int
-    """Number of devices; 0 where the user's strategy decides it."""
+    """Number of devices; 0 if the strategy of the user decides it."""
     precision: str
-    """The choice of `precision` that is added; empty for that of the config."""
+    """The choice of `precision` to add; empty to keep that of the config."""
     overrides: tuple[str, ...]
-    """What is added."""
+    """Arguments to add to the command line."""
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        """The place from the simplest way on: fewer devices, a simpler strategy, the precision of the config."""
+        """Sort key from the simplest way on: fewer devices, a simpler strategy, the precision of the config."""
         place = list(_strategies()).index(self.strategy) if self.strategy else 0
         return self.devices, place, bool(self.precision)
 
 
 Family = tuple[Way, ...]
-"""Ways of one strategy and precision, from few devices on."""
+"""Ways of one strategy and precision, the fewest devices first."""
 
 
 def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...]) -> Iterator[Family]:
@@ -79,13 +79,13 @@ def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...])
 
 
 def _on(name: str, count: int) -> tuple[str, ...]:
-    """Return the overrides of a strategy on so many devices."""
+    """Return the overrides of a strategy on `count` devices."""
     keys = _strategies()[name].spread_over(count)
     return f"strategy={name}", *(f"strategy.{key}={value}" for key, value in keys.items())
 
 
 def _counts(devices: int) -> list[int]:
-    """Return at most three numbers of devices: the most, and each a half of the one before, of many a quarter.
+    """Return at most three numbers of devices: the largest, then halves of it (quarters if it is large).
 
     Example:
         >>> _counts(8), _counts(64), _counts(6), _counts(1)

@@ -1,4 +1,4 @@
-"""Measure the same training under several choices: rounds of turns, one choice after the other."""
+"""Measure the same training under several choices: each round runs one turn of every choice."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WARMUP_STEPS: Final = 10
 """Steps at the start of each turn that are not measured."""
 MOST_STEPS: Final = 100_000
 _FIRST_STEPS: Final = 20
-"""Measured steps of the turn before the first round, from which the number of steps of the others follows."""
+"""Measured steps of the turn before the first round, which determines the number of steps of the other turns."""
 _FEWEST_STEPS: Final = 10
 _TURN_S: Final = 2.0
-"""How long the measured steps of a turn take, where the user gives no number of them."""
+"""Intended duration of the measured steps of a turn, unless the user gives their number."""
 _MOST_TRIES, _PAUSE_S = 100, 0.1
 """Tries to remove a folder, and seconds between them."""
 
@@ -35,7 +35,7 @@ class StartTurn(Protocol):
     """Runs a turn."""
 
     def __call__(self, cfg: RunConfig, folder: Path) -> Turn:
-        """Train a config in a new folder, and return what it measured."""
+        """Train a config in a new folder, and return its measurement."""
 
 
 @dataclass(kw_only=True)
@@ -43,14 +43,14 @@ class Candidate:
     """A training to measure."""
 
     label: str
-    """The arguments in which it differs from the other candidates."""
+    """The arguments that distinguish it from the other candidates."""
     cfg: RunConfig
-    """Its checked config."""
+    """The checked config."""
     num_steps: int
     """Steps of the whole training."""
 
     def most_steps(self) -> int:
-        """Return how many steps it has after the warm-up."""
+        """Return the number of steps after the warm-up."""
         return min(self.num_steps - WARMUP_STEPS, MOST_STEPS)
 
 
@@ -63,21 +63,21 @@ def bench(
     log: Callable[[str], None] = lambda _: None,
     start: StartTurn = run_turn,
 ) -> list[Choice]:
-    """Measure each candidate once a round, in turns; each turn is a training in processes of its own.
+    """Measure each candidate once per round, in turns; each turn is a training in its own processes.
 
-    While a turn runs, no other does. A candidate whose turn fails has no further turns, and the others go on.
+    Only one turn runs at a time. A candidate whose turn fails has no further turns; the others continue.
 
     Args:
-        candidates: what to measure.
+        candidates: the trainings to measure.
         rounds: turns of each candidate.
-        steps: measured steps of a turn; None: as many as take two seconds, by a turn before the first round that does
-            not count.
-        target: train until this result instead.
-        log: receives which turn begins.
+        steps: measured steps of a turn; None: as many as take two seconds; an uncounted turn before the first round
+            determines them.
+        target: train until this result instead of a number of steps.
+        log: receives a line when a turn begins.
         start: runs a turn in a folder that does not exist yet.
 
     Returns:
-        What was measured, in the order of the candidates.
+        The measurements, in the order of the candidates.
     """
     found = [Choice(label=one.label) for one in candidates]
     with scratch_folder() as folder:
@@ -101,7 +101,7 @@ def bench(
 def _calibrated(
     one: Candidate, choice: Choice, start: Callable[[RunConfig], Turn], log: Callable[[str], None]
 ) -> RunConfig:
-    """Run a turn that does not count, and return the config of turns that take about two seconds."""
+    """Run a turn that does not count, and return a config whose turns take about two seconds."""
     log(f"warm-up: {choice.label}")
     choice.cold = start(_config(one, _FIRST_STEPS))
     choice.failure = choice.cold.failure
@@ -119,8 +119,7 @@ def scratch_folder() -> Iterator[Path]:
     """Make a temporary folder for the files of all turns; a stop signal ends the block, and the folder is removed.
 
     Raises:
-        StorageError: it cannot be created.
-        TerminatedError, HangupError: a stop signal has come.
+        StorageError: it cannot be created. TerminatedError, HangupError: a stop signal was received.
     """
     with raised_stops(), ExitStack() as stack:
         try:
@@ -134,7 +133,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; the processes of a turn that was ended may write for a moment."""
+    """Remove a folder; processes of an ended turn may still write for a moment."""
     tries = 0
     while folder.exists():
         try:

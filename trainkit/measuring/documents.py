@@ -1,4 +1,4 @@
-"""What `trainkit bench --json` and bench.json hold, for `trainkit schema bench`."""
+"""Content of `trainkit bench --json` and bench.json, for `trainkit schema bench`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class SpreadOfTurns(TypedDict):
     """A figure over the turns of a choice."""
 
     median: float
-    """Its median."""
+    """Median over the turns."""
     low: float
-    """Its least value."""
+    """Smallest value."""
     high: float
-    """Its greatest value."""
+    """Largest value."""
 
 
 class PartsOfRank(TypedDict):
@@ -45,24 +45,24 @@ class PartsOfStep(TypedDict):
     update: SpreadOfTurns | None
     """Updating the parameters."""
     rest: SpreadOfTurns | None
-    """What belongs to no part: the loop, the log, what ranks agree on."""
+    """Time that belongs to no part: the loop, the log, agreement between ranks."""
 
 
 class Reached(TypedDict):
-    """Where a training had the result of `--until`."""
+    """The moment at which a training reached the result of `--until`."""
 
     seconds: float
-    """Seconds of training, without evaluations."""
+    """Seconds of training until then, without evaluations."""
     steps: int
-    """Updates."""
+    """Updates until then."""
     samples: int
-    """Samples used."""
+    """Samples used until then."""
     value: float
-    """The metric."""
+    """Value of the metric."""
 
 
 class MeasuredTurn(TypedDict):
-    """What one turn has measured."""
+    """The measurement of one turn."""
 
     steps: int
     """Measured steps."""
@@ -73,7 +73,7 @@ class MeasuredTurn(TypedDict):
     targets: float
     """Targets of these steps (tokens of a language model), or their weight."""
     joules: float | None
-    """Energy of the devices in these steps, in joules; null where no device reports it."""
+    """Energy of the devices in these steps, in joules; null if no device reports it."""
     ranks: list[PartsOfRank]
     """The parts of these steps on each rank."""
     peak_bytes: int
@@ -83,7 +83,7 @@ class MeasuredTurn(TypedDict):
     first_step_s: float
     """Seconds of the first step."""
     step_spread: float
-    """Standard deviation of single steps by their median, on rank 0; 0 where there were too few steps."""
+    """Standard deviation of single steps divided by their median, on rank 0; 0 if there were too few steps."""
     compile_s: float
     """Seconds in which torch.compile worked."""
     replicas: int
@@ -91,7 +91,7 @@ class MeasuredTurn(TypedDict):
     device: str
     """cpu or cuda."""
     until: Reached | None
-    """Where the result of `--until` was reached; null where it was not, or where none was asked for."""
+    """The moment at which the result of `--until` was reached; null if it was not, or without `--until`."""
     metric: float | None
     """The last value of the metric of `--until`."""
     trained_s: float
@@ -104,11 +104,11 @@ class MeasuredChoice(TypedDict):
     """One choice."""
 
     label: str
-    """The arguments in which it differs from the other choices; with --data its number of workers."""
+    """The arguments that distinguish the choice from the others; with --data, its number of workers."""
     status: Literal["measured", "failed"]
     """Whether a turn failed."""
     failure: str | None
-    """Why."""
+    """Reason of the failure; null if no turn failed."""
     replicas: int | None
     """Replicas with shards of their own."""
     device: str | None
@@ -118,7 +118,7 @@ class MeasuredChoice(TypedDict):
     samples_per_s: SpreadOfTurns | None
     """Samples per second over all replicas."""
     targets_per_s: SpreadOfTurns | None
-    """Targets per second; null where each sample is one target."""
+    """Targets per second; null if each sample is one target."""
     step_s: SpreadOfTurns | None
     """Seconds of a step."""
     parts_s: PartsOfStep
@@ -132,22 +132,22 @@ class MeasuredChoice(TypedDict):
     compile_s: SpreadOfTurns | None
     """Seconds in which torch.compile worked."""
     cold_start_s: float | None
-    """Seconds to the first step in the turn before the first round; null where there was none."""
+    """Seconds to the first step in the turn before the first round; null if there was none."""
     joules_per_sample: SpreadOfTurns | None
-    """Energy of the devices per sample, in joules; null where no device reports it."""
+    """Energy of the devices per sample, in joules; null if no device reports it."""
     until_s: SpreadOfTurns | None
-    """Seconds of training to the result of --until; null where a turn has not reached it, or none was asked for."""
+    """Seconds of training to the result of --until; null if a turn has not reached it, or without --until."""
     turns: list[MeasuredTurn]
     """The turns that count."""
 
 
 class Machine(TypedDict):
-    """The machine that measured."""
+    """The machine of the measurement."""
 
     system: str
     """The operating system."""
     processor: str
-    """The kind of its processor."""
+    """Name of the processor."""
     cores: int
     """Cores that trainkit may use."""
     gpus: list[str]
@@ -171,15 +171,15 @@ class DataVerdict(TypedDict):
     """The verdict of --data."""
 
     bound_by: Literal["loader", "model"]
-    """What binds the training."""
+    """The bottleneck of the training."""
     num_workers: int
     """The loader.num_workers to use."""
     reason: str
-    """The number, and why, in words."""
+    """The number of workers and the reason for it, in words."""
 
 
 class BenchDocument(TypedDict):
-    """What `trainkit bench` has measured."""
+    """The result of `trainkit bench`."""
 
     version: int
     """The version of this document."""
@@ -188,11 +188,11 @@ class BenchDocument(TypedDict):
     date: str
     """When the measurement ended, with the time zone."""
     machine: Machine
-    """The machine that measured."""
+    """The machine of the measurement."""
     rounds: int
     """Turns of each choice."""
     until: Until | None
-    """The result that was asked for; null without --until."""
+    """The requested result; null without --until."""
     choices: list[MeasuredChoice]
     """The choices, in the order of the command."""
     notes: list[str]

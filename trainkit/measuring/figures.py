@@ -36,19 +36,19 @@ class Spread:
 
 @dataclass(kw_only=True)
 class Choice:
-    """One choice of a measurement, and what its turns have measured."""
+    """One choice of a measurement, and the measurements of its turns."""
 
     label: str
-    """The arguments in which it differs from the other choices."""
+    """The arguments that distinguish it from the other choices."""
     turns: list[Turn] = field(default_factory=list)
     """The turns that count, in their order."""
     cold: Turn | None = None
     """The turn before the first round, which does not count; None if there was none."""
     failure: str = ""
-    """Why its turns ended; empty if they did not fail."""
+    """Reason why a turn failed; empty if none did."""
 
     def add(self, turn: Turn) -> None:
-        """Take what a turn has measured."""
+        """Add the measurement of a turn."""
         self.failure = turn.failure
         if turn.figures:
             self.turns.append(turn)
@@ -59,7 +59,7 @@ class Choice:
         return not self.failure and any(turn.figures.get("steps") for turn in self.turns)
 
     def over(self, value: Callable[[Mapping[str, Any]], float | None]) -> Spread | None:
-        """Return the spread of a value of the figures of a turn; None where no turn has it."""
+        """Return the spread of a value over the figures of the turns; None if no turn has it."""
         found = [one for turn in self.turns if turn.figures.get("steps") and (one := value(turn.figures)) is not None]
         return Spread.of(found) if found else None
 
@@ -70,23 +70,25 @@ class Choice:
 
     @property
     def targets_per_s(self) -> Spread | None:
-        """Targets per second, where a sample has several (tokens), or another weight than 1; else None."""
+        """Targets per second, if a sample has several (tokens), or a weight other than 1; else None."""
         if all(one.figures.get("targets") == one.figures.get("samples") for one in self.turns):
             return None
         return self.over(lambda one: one["targets"] / one["seconds"])
 
     @property
     def step_s(self) -> Spread | None:
-        """Seconds a step."""
+        """Seconds per step."""
         return self.over(lambda one: one["seconds"] / one["steps"])
 
     def part_s(self, part: str) -> Spread | None:
-        """Return the seconds a step of one of its parts, the mean over ranks; `rest` is what belongs to no part."""
+        """Return the seconds per step of one part of a step, the mean over ranks; `rest` is the time that belongs to no
+        part.
+        """
         return self.over(lambda one: parts_of(one)[part])
 
     @property
     def joules_per_sample(self) -> Spread | None:
-        """Energy of the devices per sample, in joules; None where no device reports it."""
+        """Energy of the devices per sample, in joules; None if no device reports it."""
         return self.over(lambda one: None if one.get("joules") is None else one["joules"] / one["samples"])
 
     @property
@@ -107,7 +109,7 @@ class Choice:
 
     @property
     def step_spread(self) -> Spread | None:
-        """Standard deviation of the steps of rank 0 by their median."""
+        """Standard deviation of the steps of rank 0 divided by their median."""
         return self.over(lambda one: one["step_spread"])
 
     @property
@@ -125,7 +127,7 @@ class Choice:
 
 
 def parts_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds a step of each part, the mean over ranks, and of the rest of a step.
+    """Return the seconds per step of each part, the mean over ranks, and of the rest of a step.
 
     Example:
         >>> parts_of({"steps": 2, "seconds": 2.0, "ranks": [dict.fromkeys(PARTS, 0.3)]})["rest"]

@@ -1,4 +1,4 @@
-"""What `trainkit find --json` holds, for `trainkit schema find_lr` and `find_micro_size`."""
+"""Content of `trainkit find --json`, for `trainkit schema find_lr` and `find_micro_size`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SuggestedRate(TypedDict):
 
 
 class FindLrDocument(TypedDict):
-    """What `trainkit find lr` has found."""
+    """The result of `trainkit find lr`."""
 
     version: int
     """The version of this document."""
@@ -37,7 +37,7 @@ class FindLrDocument(TypedDict):
     date: str
     """When the test ended, with the time zone."""
     global_size: int
-    """Samples a step, for which the rates hold."""
+    """Samples per step, for which the rates hold."""
     min_lr: float
     """The learning rate of the first step."""
     max_lr: float
@@ -47,9 +47,9 @@ class FindLrDocument(TypedDict):
     ended: Literal["diverged", "not_finite", "range"]
     """Why the test ended: the loss diverged, the loss was not finite, or `max_lr` was reached."""
     steepest: SuggestedRate | None
-    """Where the smoothed loss falls fastest; null where it does not fall."""
+    """The rate at which the smoothed loss falls fastest; null if it does not fall."""
     tenth_of_minimum: SuggestedRate | None
-    """A tenth of the rate with the least smoothed loss; null where it does not fall."""
+    """A tenth of the rate with the least smoothed loss; null if it does not fall."""
     points: list[RateStep]
     """The steps, in their order."""
     notes: list[str]
@@ -64,9 +64,9 @@ class TriedSize(TypedDict):
     accumulation: int
     """Shards that a replica computes in a step, at most."""
     status: Literal["untried", "measured", "out_of_memory", "too_big", "refused", "failed"]
-    """What happened to it."""
+    """Whether the size was measured, or why not."""
     reason: str | None
-    """Why it was not measured."""
+    """The reason why the size was not measured; null if it was."""
     samples_per_s: SpreadOfTurns | None
     """Samples per second over all replicas."""
     step_s: SpreadOfTurns | None
@@ -74,11 +74,11 @@ class TriedSize(TypedDict):
     peak_bytes: int | None
     """The most memory of a process, in bytes."""
     predicted_bytes: int | None
-    """What the plan predicts for all processes of the host together, in bytes; null: not predicted."""
+    """The plan's prediction for all processes of the host together, in bytes; null: no prediction."""
 
 
 class FindMicroSizeDocument(TypedDict):
-    """What `trainkit find micro_size` has found."""
+    """The result of `trainkit find micro_size`."""
 
     version: int
     """The version of this document."""
@@ -87,9 +87,9 @@ class FindMicroSizeDocument(TypedDict):
     date: str
     """When the measurement ended, with the time zone."""
     machine: Machine
-    """The machine that measured."""
+    """The machine of the measurement."""
     global_size: int
-    """Samples a step, the same with every size."""
+    """Samples per step, the same for every size."""
     replicas: int
     """Replicas with shards of their own."""
     rounds: int

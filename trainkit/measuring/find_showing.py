@@ -1,4 +1,4 @@
-"""Show what the finders have found: lines for the terminal, and the JSON of `trainkit find --json`."""
+"""Show the results of the finders: lines for the terminal, and the JSON of `trainkit find --json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS: Final = 12
 _ENDS: Final = {
     "diverged": "the loss diverges at {lr}",
     "not_finite": "the loss is no longer finite after {lr}",
-    "range": "the loss has not diverged up to {lr}: a larger --max-lr shows where it does",
+    "range": "the loss has not diverged up to {lr}: try a larger --max-lr",
 }
 NO_FALL: Final = "the loss does not fall in this range, beyond its noise: there is no rate to suggest"
 
@@ -40,9 +40,9 @@ def rate_document(
         found: the result of the test.
         command: the command, without secrets.
         asked: the first rate, the last rate, and the number of steps.
-        global_size: samples a step.
-        scale: the peak rate of the config by `optimizer.lr`: the factor of `lr_scaling`.
-        notes: for the user.
+        global_size: samples per step.
+        scale: the peak rate of the config divided by `optimizer.lr`: the factor of `lr_scaling`.
+        notes: notes for the user.
     """
     curve = found.curve
     return {
@@ -69,7 +69,7 @@ def _suggested(rate: float | None, scale: float) -> dict[str, Any] | None:
 
 
 def rate_lines(found: RangeResult, content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of `trainkit find lr`: some steps of the curve, why it ended, and the overrides."""
+    """Yield the lines of `trainkit find lr`: some steps of the curve, the reason for its end, and the overrides."""
     curve = found.curve
     rows = [
         [figure(curve.points[at].lr), figure(curve.points[at].loss), figure(curve.smoothed[at])] for at in _shown(curve)
@@ -90,7 +90,7 @@ def rate_lines(found: RangeResult, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(curve: LrCurve) -> list[int]:
-    """Return some places of the curve, evenly spaced, with the first and the last one."""
+    """Return the indices of some points of the curve, evenly spaced, with the first and the last one."""
     last, count = len(curve.points) - 1, min(len(curve.points), _ROWS)
     return [last * place // max(count - 1, 1) for place in range(count)]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 _WIDTH: Final = 0.02
 """Standard deviation of the smoothing, as a share of the points; at least one point."""
 FEWEST_POINTS: Final = 10
-"""Points below which a curve says nothing."""
+"""Minimum number of points for a suggestion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class LrCurve:
 
 
 def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean of each value and its neighbours with the weights of a normal distribution."""
+    """Return the mean of each value and its neighbours weighted by a normal distribution."""
     width = max(1.0, _WIDTH * len(values))
     reach = math.ceil(3 * width)
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
@@ -103,10 +103,10 @@ def rounded(rate: float) -> float:
 
 @dataclass
 class Divergence:
-    """Tells when the loss of a range test diverges.
+    """Detects when the loss of a range test diverges.
 
-    The loss is averaged over the last steps (weights 0.2, 0.16, 0.128 ...). It has diverged once it is above its first
-    value and its least value is exceeded by three times its size: of a positive loss, once it is four times the least.
+    The loss is averaged over the last steps (weights 0.2, 0.16, 0.128 ...). The test has diverged once the average
+    exceeds its first value and min + 3 * |min|: for a positive loss, four times the minimum.
 
     Example:
         >>> seen = Divergence()
@@ -120,7 +120,7 @@ class Divergence:
     _least: float = math.inf
 
     def add(self, loss: float) -> bool:
-        """Take the loss of a step, and return whether the losses have diverged."""
+        """Add the loss of a step, and return whether the losses have diverged."""
         self._sum, self._weight = 0.8 * self._sum + 0.2 * loss, 0.8 * self._weight + 0.2
         mean = self._sum / self._weight
         self._first = mean if self._first is None else self._first

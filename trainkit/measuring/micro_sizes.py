@@ -1,4 +1,4 @@
-"""Find the size of a shard that trains fastest, with the same samples a step: `trainkit find micro_size`."""
+"""Find the size of a shard that trains fastest, with the same samples per step: `trainkit find micro_size`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from trainkit.storage import num_bytes
 _WARMUP_STEPS: Final = 3
 """Steps at the start of each turn that are not measured."""
 _PACE_STEPS: Final = 5
-"""Measured steps of the turn from which the number of steps of the others follows."""
+"""Measured steps of the turn that determines the number of steps of the other turns."""
 _FEWEST_STEPS: Final = 10
 _MOST_STEPS: Final = 100_000
 _TURN_S: Final = 2.0
-"""How long the measured steps of the first size take, where the user gives no number of them."""
+"""Intended duration of the measured steps of the first size, unless the user gives their number."""
 TIE: Final = 0.05
 """Sizes whose speed is within this share of the fastest count as equally fast."""
 _SLOWER_IN_A_ROW: Final = 2
-"""Sizes, one below the other, that are slower than the fastest and end the search."""
+"""Number of consecutive sizes slower than the fastest that end the search."""
 _KILLED: Final = "SIGKILL"
-"""How the kernel ends a process that takes memory where there is none."""
+"""Signal with which the kernel ends a process if memory is exhausted."""
 
 Status = Literal["untried", "measured", "out_of_memory", "too_big", "refused", "failed"]
 
@@ -48,12 +48,14 @@ class Size:
     accumulation: int
     """Shards that a replica computes in a step, at most."""
     choice: Choice
-    """What its turns have measured."""
+    """The measurements of its turns."""
     status: Status = "untried"
-    """measured; out_of_memory: its turn had none; too_big: the plan says so, not tried; refused: the config cannot have
-    it; failed: its turn did, for another reason; untried: smaller sizes have become slower before it."""
+    """measured; out_of_memory: its turn ran out of memory; too_big: not tried, because the plan predicts too much
+    memory; refused: the config cannot have it; failed: its turn failed for another reason; untried: the search ended
+    before it.
+    """
     reason: str = ""
-    """Why it was not measured; empty if it was."""
+    """Reason why it was not measured; empty if it was."""
     needs: int | None = None
     """Bytes that the plan predicts for all processes of a host together; None: not predicted."""
 
@@ -69,7 +71,7 @@ class MicroSizeSearch:
     """The sizes of a search, from the largest, and the one to use."""
 
     global_size: int
-    """Samples a step, the same with every size."""
+    """Samples per step, the same for every size."""
     num_replicas: int
     sizes: tuple[Size, ...]
     best: Size | None
@@ -77,12 +79,12 @@ class MicroSizeSearch:
 
 
 def sizes_of(plan: RunPlan) -> list[Size]:
-    """Return the sizes to try, from the largest: 1, 2, 4 ... shards a replica, and that of the config.
+    """Return the sizes to try, from the largest: 1, 2, 4 ... shards per replica, and the size of the config.
 
     A shard of each size is within one sample of all others of a full step.
 
     Args:
-        plan: a run; its global batch and its number of replicas stay.
+        plan: the plan of a run; its global batch and its number of replicas do not change.
     """
     total, replicas = plan.batch.global_size, plan.num_replicas
     found = {plan.batch.micro_size}
@@ -98,7 +100,7 @@ def sizes_of(plan: RunPlan) -> list[Size]:
 
 
 def with_size(cfg: RunConfig, global_size: int, micro_size: int) -> RunConfig:
-    """Return a config with another size of its shards, and the same samples a step."""
+    """Return a config with another size of its shards, and the same samples per step."""
     return replace(cfg, batch=replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=None))
 
 
@@ -116,7 +118,7 @@ class _Search:
     turns: int = field(default=0, init=False)
 
     def refuse(self, size: Size) -> None:
-        """Mark a size that the config cannot have, or for which the memory of the host is predicted not to suffice."""
+        """Mark a size that the config cannot have, or for which the host is predicted to have too little memory."""
         try:
             needs = self._predicted(size)
         except ConfigError as error:
@@ -155,7 +157,7 @@ class _Search:
         """Run a turn; return the seconds of a step, None if it failed."""
         self.turns += 1
         cfg = with_size(self.cfg, self.plan.batch.global_size, size.micro_size)
-        length = _WARMUP_STEPS + steps + 1  # a training that ends with its last step would be evaluated
+        length = _WARMUP_STEPS + steps + 1  # a training that reaches its last step is evaluated
         if self.plan.num_steps < length:
             cfg = replace(cfg, steps=length, epochs=None)
         turn = self.start(
@@ -185,17 +187,17 @@ def search_micro_size(
 ) -> MicroSizeSearch:
     """Measure a training with ever smaller shards, until they are slower; the samples of a step stay the same.
 
-    The largest size comes first, and one that has no memory is followed by the next one. Two sizes in a row that are
-    slower than the fastest end the search. The smallest size wins whose speed is at most 5 % below the fastest: it
-    holds the least memory.
+    The largest size comes first; if it runs out of memory, the next one follows. Two sizes in a row that are slower
+    than the fastest end the search. The result is the smallest size whose speed is at most 5 % below the fastest: it
+    needs the least memory.
 
     Args:
         cfg: a checked config.
-        plan: its plan.
-        memory: of the host, against which each size is planned before it is tried; None: each is tried.
+        plan: the plan of this config.
+        memory: memory of the host, against which each size is planned before it is tried; None: each is tried.
         rounds: turns of each size; all after the first are taken in turns.
         steps: measured steps of a turn; None: as many as take two seconds with the first size that is measured.
-        log: receives which turn begins.
+        log: receives a line when a turn begins.
         start: runs a turn in a folder that does not exist yet.
     """
     sizes = sizes_of(plan)
@@ -206,7 +208,7 @@ def search_micro_size(
             if size.status == "untried":
                 search.measure(size)
             if size.status == "failed" or _only_slower(sizes[: place + 1]):
-                why = "the size above has failed" if size.status == "failed" else "the sizes above are slower already"
+                why = "the size above has failed" if size.status == "failed" else "the larger sizes are slower already"
                 for rest in sizes[place + 1 :]:
                     rest.reason = f"not tried: {why}"
                 break
@@ -232,7 +234,7 @@ def _best(sizes: Sequence[Size]) -> Size | None:
 
 
 def overrides_for(cfg: RunConfig, found: MicroSizeSearch) -> tuple[str, ...]:
-    """Return the overrides with which a config has the size that was found, and the same samples a step."""
+    """Return the overrides with which a config has the size that was found, and the same samples per step."""
     return () if found.best is None else tuple(_overrides(cfg, found.global_size, found.best.micro_size))
 
 

@@ -25,7 +25,7 @@ FILE: Final = "range.json"
 _KEYS: Final[Mapping[str, Kind]] = {"points": list, "has_diverged": bool}
 
 StartTraining = Callable[[RunConfig, Path], Ended]
-"""Trains a config in processes of its own, in a folder that does not exist yet."""
+"""Function that trains a config in separate processes, in a folder that does not exist yet."""
 
 
 @dataclass
@@ -37,10 +37,10 @@ class _Running:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest(Callback):
-    """Notes the learning rate and the loss of each step, and ends the training once the loss diverges.
+    """Records the learning rate and the loss of each step, and ends the training once the loss diverges.
 
     The loss of a row is that of the whole step, over all shards and ranks. Rank 0 writes `range.json` into the run
-    folder, also where the training ends with an error.
+    folder, even if the training ends with an error.
     """
 
     measures_only: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class RangeTest(Callback):
     _running: _Running = field(default_factory=_Running, init=False, repr=False, compare=False)
 
     def log(self, run: Run, row: Row) -> None:
-        """Note a step; the rows are the same on every rank, and so is the decision to end."""
+        """Record a step; the rows are the same on every rank, and so is the decision to end."""
         running = self._running
         if "train/loss" not in row or "lr" not in row or len(running.points) == self.most:
             return
@@ -60,7 +60,7 @@ class RangeTest(Callback):
             run.request_stop("the loss diverges")
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Write what was noted."""
+        """Write the recorded steps."""
         del result
         if run.is_owner:
             import json  # noqa: PLC0415 - for one rank
@@ -73,11 +73,11 @@ class RangeTest(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class RangeResult:
-    """What a range test has found."""
+    """The result of a range test."""
 
     curve: LrCurve
     ended: str
-    """Why it ended: `diverged`, `not_finite` or `range`, where the loss has not diverged up to the largest rate."""
+    """Why it ended: `diverged`, `not_finite`, or `range` (the loss did not diverge up to the largest rate)."""
 
 
 def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: float) -> RunConfig:
@@ -100,7 +100,7 @@ def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: f
         schedule={"_target_": target, "first": low / peak, "last": high / peak, "steps": steps},
         warmup=WarmupConfig(),
         epochs=None,
-        steps=steps + 1,  # stopped one step before its end, which would evaluate the model
+        steps=steps + 1,  # stopped one step before its end, because the end evaluates the model
         stop_at_step=steps,
         log_every_steps=1,
         average={},
@@ -110,11 +110,11 @@ def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: f
 
 
 def range_test(cfg: RunConfig, *, start: StartTraining = train_apart) -> RangeResult:
-    """Run a range test in processes of its own; nothing of it is left.
+    """Run a range test in separate processes; its files are deleted.
 
     Args:
-        cfg: from `range_config`.
-        start: trains a config in a folder that does not exist yet.
+        cfg: the result of `range_config`.
+        start: function that trains a config in a folder that does not exist yet.
 
     Raises:
         NonFiniteError: the loss of the first step is not finite.

@@ -1,4 +1,4 @@
-"""Measure one replica with shares of a step, and a few numbers of replicas; make the model of scaling of them."""
+"""Measure one replica with shares of a step, and a few numbers of replicas, to fit the scaling model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.strategies.shipped import names_of
 from trainkit.strategies.traffic import StepCut, Transfer, traffic_of
 
 SHARES: Final = (1, 2, 4, 16, 64, 256)
-"""Numbers of replicas whose shares of a step one replica computes."""
+"""Numbers of replicas whose share of a step is measured on one replica."""
 MEASURED: Final = (2, 4)
 """Numbers of replicas that are measured."""
 _STEPS: Final = 100_000
@@ -46,9 +46,9 @@ class Scalable:
     cfg: RunConfig
     plan: RunPlan
     model: nn.Module
-    """On the meta device."""
+    """The model, on the meta device."""
     cores: int
-    """Cores of this host."""
+    """Number of cores of this host."""
 
     @property
     def on_cpu(self) -> bool:
@@ -57,8 +57,8 @@ class Scalable:
 
     @property
     def most_replicas(self) -> int:
-        """Replicas that get a part of each step: a sample, or a shard where the config fixes the cut of a step. In
-        `async` each computes whole steps, and there is no limit.
+        """Largest number of replicas with a part of each step: one sample, or one shard if the config fixes the cut of
+        a step. In `async` each computes whole steps, and there is no limit.
         """
         if not self.at(2).waits:
             return _STEPS
@@ -70,7 +70,7 @@ class Scalable:
         return self.plan.micro_size_depends_on_replicas
 
     def share(self, count: int) -> int:
-        """Return the samples of a step that one of `count` replicas computes, the one with the most."""
+        """Return the samples of a step of the largest share among `count` replicas."""
         if not self.at(2).waits:
             return self.plan.batch.global_size
         if self.cut_is_free:
@@ -78,7 +78,7 @@ class Scalable:
         return -(-self.plan.batch.num_shards(0) // count) * self.plan.batch.micro_size
 
     def at(self, replicas: int) -> Scaled:
-        """Return the strategy with so many replicas."""
+        """Return the strategy with this number of replicas."""
         found = scaled(self.plan.components.strategy, replicas, self.plan.facts)
         assert found is not None, "checked by scalable()"
         return found
@@ -90,7 +90,7 @@ class Scalable:
         return any(not table.sparse for table in tables)
 
     def transfers(self, replicas: int) -> tuple[Transfer, ...] | None:
-        """Return the transfers of a late step with so many replicas; None if they are not known."""
+        """Return the transfers of a late step with this number of replicas; None if they are not known."""
         # A strategy of a config is a frozen dataclass, as each component is.
         strategy: Strategy = replace(self.plan.components.strategy, **self.at(replicas).keys)  # type: ignore[type-var]
         gpus = max(self.plan.facts.num_gpus, replicas) if self.plan.facts.num_gpus else 0
@@ -107,7 +107,7 @@ class Scalable:
     def shares(self, target: int) -> list[int]:
         """Return the numbers of replicas whose shares one replica computes.
 
-        In `async` all shares are whole steps, and differ by the threads on the CPU alone.
+        In `async` all shares are whole steps and differ only in the number of CPU threads.
         """
         if not self.at(2).waits:
             return [count for count in SHARES if count <= min(target, self.cores if self.on_cpu else 1)]
@@ -130,14 +130,14 @@ def scalable(cfg: RunConfig) -> Scalable:
         raise ConfigError([Problem(key="strategy", rule=rule)])
     what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan), cores=num_cores())
     if what.transfers(2) is None:
-        rule = "what this strategy and model exchange is not known before the run; --simulate needs none of it."
+        rule = "the transfers of this strategy and model are not known before the run; --simulate does not need them."
         raise ConfigError([Problem(key="strategy", rule=rule)])
     return what
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured."""
+    """The measurements for the scaling model."""
 
     shares: Mapping[int, Choice]
     """Number of replicas -> one replica, alone, with its share of a step."""
@@ -146,7 +146,7 @@ class Measured:
 
     @property
     def failures(self) -> list[str]:
-        """Why measurements failed."""
+        """Reasons why measurements failed."""
         found = [*self.shares.values(), *self.replicas.values()]
         return [f"{one.label}: {one.failure}" for one in found if not one.is_measured]
 
@@ -174,7 +174,7 @@ def measure(
     log: Callable[[str], None] = lambda _: None,
     start: StartTurn = run_turn,
 ) -> Measured:
-    """Measure the shares of one replica, then `counts` replicas; without, 2 and 4 where there are devices for them."""
+    """Measure the shares of one replica, then `counts` replicas (default: 2 and 4, if there are devices for them)."""
     shares, replicas = {}, {}
     for count in what.shares(target):
         threads = max(1, what.cores // count) if what.on_cpu else None
@@ -226,7 +226,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
-    """Return the model of a training on this host, as far as one replica fixes it.
+    """Return the model of a training on this host, as far as one replica determines it.
 
     A sum through memory of the host is assumed four times as fast as one over `within`.
     """
@@ -250,7 +250,7 @@ def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
 
 
 def _exchanges(what: Scalable) -> Exchanges:
-    """Return the exchanges of a training, by the bytes that its strategy gives."""
+    """Return the exchanges of a training, computed from the bytes of its strategy."""
 
     @cache
     def of(replicas: int) -> Exchange:
@@ -261,9 +261,9 @@ def _exchanges(what: Scalable) -> Exchanges:
 
 
 def exchange_of(transfers: Sequence[Transfer], *, waits: bool) -> Exchange:
-    """Return what a replica and the fullest link have to send, of transfers that follow each other.
+    """Return the bytes that a replica and the busiest link send, for transfers in sequence.
 
-    The two directions of a link are used at the same time. Where steps wait for all replicas, the transfers follow each
+    The two directions of a link are used at the same time. If steps wait for all replicas, the transfers follow each
     other on every link; otherwise those of several replicas overlap.
 
     Example:

@@ -23,7 +23,7 @@ from trainkit.run.signals import exit_without_teardown
 
 
 def main(arguments: list[str]) -> int:
-    """Train what the first argument describes, in the folder of the second; return the exit code."""
+    """Train the config of the first argument in the folder of the second; return the exit code."""
     watch_parent(os.environ)
     resolved, folder = map(Path, arguments)
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(folder: Path, error: TrainkitError) -> None:
-    """Write which error has ended the turn; a disk that refuses leaves it to the log."""
+    """Write the error that ended the turn; if the disk cannot be written, only the log has it."""
     from trainkit.files import write_json_atomically  # noqa: PLC0415 - the same
     from trainkit.measuring.turns import ERROR_FILE  # noqa: PLC0415 - imports torch, as the training has by now
 

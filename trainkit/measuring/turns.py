@@ -27,7 +27,7 @@ from trainkit.sweeps.results.metric_stream import last_line
 
 _MEASUREMENT: Final = "trainkit.callbacks.measurement.Measurement"
 ERROR_FILE: Final = "error.json"
-"""The error that has ended a turn, beside its run folder: `error`, its class, and `line`, its first line."""
+"""File with the error that ended a turn, next to its run folder: `error`, its class, and `line`, its first line."""
 _KEYS: Final[Mapping[str, Kind]] = {
     "steps": int, "samples": int, "seconds": float, "targets": float, "ranks": list, "peak_bytes": int,
     "began_at": float, "first_step_s": float, "compile_s": float, "step_spread": float, "replicas": int, "device": str,
@@ -52,7 +52,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one turn measured, or why it failed."""
+    """The measurement of one turn, or the reason why it failed."""
 
     figures: Mapping[str, Any]
     """The content of `measured.json` (`trainkit.callbacks.measurement`); empty for a turn that failed."""
@@ -60,7 +60,7 @@ class Turn:
     """Seconds from the start of the process to the first step."""
     failure: str = ""
     error: str = ""
-    """The class of the error that has ended it, or `SIGKILL`; empty where it ended otherwise."""
+    """The class of the error that has ended it, or `SIGKILL`; empty if it ended in another way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ class Ended:
     """A training that has run in processes of its own, and has ended."""
 
     folder: Path
-    """Its run folder, which may lack any file."""
+    """The run folder; any of its files may be missing."""
     failure: str = ""
-    """Why it failed, in one line; empty: it did not."""
+    """Reason why it failed, in one line; empty if it did not."""
     error: str = ""
     """The class of trainkit's error that has ended it, or `SIGKILL`; empty for anything else."""
 
@@ -96,7 +96,7 @@ def config_until(cfg: RunConfig, target: Target) -> RunConfig:
 
 
 def alone(cfg: RunConfig, callbacks: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Return a config that prints and writes nothing, restarts nothing, and has these callbacks alone."""
+    """Return a config that prints and writes nothing, restarts nothing, and has only these callbacks."""
     return replace(
         cfg,
         resume=None,
@@ -110,10 +110,10 @@ def alone(cfg: RunConfig, callbacks: Mapping[str, Mapping[str, Any]]) -> RunConf
 
 
 def run_turn(cfg: RunConfig, folder: Path) -> Turn:
-    """Train a config in a new process, and return what it measured; the process has ended by then.
+    """Train a config in a new process, and return the measurement after the process has ended.
 
     Args:
-        cfg: from `measured_config` or `config_until`.
+        cfg: result of `measured_config` or `config_until`.
         folder: a new folder for the files of the turn.
     """
     started = time.time()
@@ -124,7 +124,7 @@ def run_turn(cfg: RunConfig, folder: Path) -> Turn:
 
 
 def train_apart(cfg: RunConfig, folder: Path) -> Ended:
-    """Train a config in a new process, which has ended by the return, with the processes that it started.
+    """Train a config in a new process; return after this process and its children have ended.
 
     Args:
         cfg: a checked config.
@@ -150,7 +150,7 @@ def train_apart(cfg: RunConfig, folder: Path) -> Ended:
 
 
 def _reported(path: Path) -> tuple[str, str] | None:
-    """Return the class and the line of the error that a turn has reported; None: it ended without one."""
+    """Return the class and the message line of the error that a turn has reported; None without an error."""
     try:
         found = read_map(path, {"error": str, "line": str})
     except AbsentFileError:
@@ -159,11 +159,11 @@ def _reported(path: Path) -> tuple[str, str] | None:
 
 
 def finished_turn(run: Path, started: float) -> Turn:
-    """Return what a training has measured that has ended.
+    """Return the measurement of a training that has ended.
 
     Args:
-        run: its run folder.
-        started: when it was started, as `time.time`.
+        run: the run folder.
+        started: time of its start, as `time.time`.
     """
     try:
         found = read_map(run / FILE, _KEYS)

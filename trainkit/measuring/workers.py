@@ -15,7 +15,7 @@ from trainkit.report.numbers import share
 from trainkit.run.planning.plan import RunPlan
 
 _FREE: Final = 0.05
-"""The share of the input in a step up to which a training is bound by its model."""
+"""Up to this share of the input in a step, a training is bound by its model."""
 _GAIN: Final = 0.05
 """A number of workers counts as faster if its step is shorter by this share."""
 _STEPS: Final = 20
@@ -25,7 +25,7 @@ FEWEST_STEPS: Final = 30
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSearch:
-    """The turns that were measured, one number of workers after the other, and what follows from them."""
+    """The turns that were measured, one number of workers after the other, and the result."""
 
     choices: tuple[Choice, ...]
     """Each with its number of workers as the label, ascending from 0."""
@@ -60,17 +60,17 @@ def search_workers(
     log: Callable[[str], None] = lambda _: None,
     start: StartTurn = run_turn,
 ) -> WorkerSearch:
-    """Measure a training with 0, 1, 2, 4 ... workers a rank, until more of them make no step shorter.
+    """Measure a training with 0, 1, 2, 4 ... workers per rank, until more workers do not shorten the step.
 
-    The number of workers changes no number of a training. The smallest number wins whose step is at most 5 % longer
-    than the shortest.
+    The number of workers does not change the results of a training. The search returns the smallest number whose step
+    is at most 5 % longer than the shortest.
 
     Args:
         cfg: a checked config.
         num_steps: steps of the training.
         num_ranks: processes of the training that read data on this host; they share its cores.
         rounds: turns of each number; all after the first are taken in turns.
-        log: receives which turn begins.
+        log: receives a line when a turn begins.
         start: runs a turn in a folder that does not exist yet.
     """
     if num_steps < FEWEST_STEPS:
@@ -105,7 +105,7 @@ def _counts(most: int) -> Iterator[int]:
 
 
 def _config(cfg: RunConfig, count: int, num_steps: int) -> RunConfig:
-    """Return the config of a turn that outlasts the batches which the workers have read during its start."""
+    """Return the config of a turn longer than the batches that workers read during the start."""
     ahead = count * cfg.loader.prefetch
     warmup = min(5 + ahead, num_steps // 3)
     steps = min(max(_STEPS, 3 * ahead), num_steps - warmup)
@@ -123,7 +123,7 @@ def _input_share(choice: Choice) -> float:
 
 
 def _gains_nothing(found: list[Choice]) -> bool:
-    """Return whether the last number of workers made no step shorter than the ones before."""
+    """Return whether the last number of workers shortened the step compared with the previous ones."""
     return len(found) > 1 and _step_s(found[-1]) > (1 - _GAIN) * min(map(_step_s, found[:-1]))
 
 
@@ -137,7 +137,7 @@ def _judged(found: list[Choice]) -> WorkerSearch:
     if best is first:
         reason = f"0, because reading takes {before} of a step"
         if len(found) > 1:
-            reason += ", and workers make none shorter"
+            reason += ", and workers do not shorten a step"
     else:
         faster = _step_s(first) / _step_s(best)
         after = share(_input_share(best))

@@ -1,1 +1,3 @@
-"""What more replicas bring: an event simulator, a model of a step's time, and its fit to measurements. Pure."""
+"""Predict the gain of more replicas: an event simulator, a model of a step's time, and its fit to measurements.
+Pure.
+"""

@@ -1,4 +1,4 @@
-"""Where more replicas stop to pay, what binds there, and which change moves it."""
+"""Find the number of replicas at which more do not pay, the bottleneck there, and changes that remove it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Final
 from trainkit.scaling.model import Exchange, Exchanges, Link, Workload, predict, samples_per_s
 
 PAYS: Final = 0.5
-"""A replica pays if it brings at least this share of what the first one does."""
+"""A replica pays if it adds at least this share of the speed of the first one."""
 _WALL: Final = 0.05
 _HELPS: Final = 1.05
-"""A remedy is named if it brings at least this factor in samples per second."""
+"""A remedy is named if it increases the samples per second by at least this factor."""
 
 
 def knee(rates: Sequence[tuple[int, float]]) -> int:
-    """Return the last number of replicas up to which each further replica brought at least half of the first.
+    """Return the last number of replicas up to which each further replica added at least half of the speed of the
+    first.
 
     Args:
         rates: pairs of replicas and samples per second, from one replica on, in their order.
@@ -54,22 +55,22 @@ def _counts(most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change, and the speed that it brings."""
+    """A change, and the speed that it gains."""
 
     name: str
     """The change, in words."""
     key: str
-    """How it is set, or what it needs."""
+    """The key that sets it, or its requirement."""
     gain: float
     """Samples per second with it, divided by those without."""
     replicas: int
     """The replicas for which the gain was predicted."""
     other_training: bool
-    """Whether it changes what is trained."""
+    """Whether it makes a different training."""
 
 
 def binding(work: Workload, replicas: int) -> tuple[str, float]:
-    """Return what costs the most at so many replicas, beyond computing, and its share of the step."""
+    """Return the bottleneck other than computing at `replicas` replicas, and its share of the step."""
     step = predict(work, replicas)
     parts = {name: value for name, value in step.parts().items() if name != "compute"}
     name = max(parts, key=lambda one: parts[one])
@@ -78,7 +79,7 @@ def binding(work: Workload, replicas: int) -> tuple[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remediable:
-    """Which remedies a strategy has, and by which keys."""
+    """The remedies that a strategy has, by their keys."""
 
     compression: str | None = None
     """The key that sends gradients in 16 bits."""
@@ -92,7 +93,7 @@ class Remediable:
 
 
 def remedies(work: Workload, replicas: int, keys: Remediable) -> list[Remedy]:
-    """Return the changes that help at so many replicas, the best first."""
+    """Return the changes that help at `replicas` replicas, the best first."""
     base = samples_per_s(work, replicas)
     tried = _tried(work, replicas, keys)
     found = [
@@ -103,7 +104,7 @@ def remedies(work: Workload, replicas: int, keys: Remediable) -> list[Remedy]:
 
 
 def _tried(work: Workload, replicas: int, keys: Remediable) -> list[tuple[str, str, float, bool]]:
-    """Return name, key, samples per second and whether it is another training, of every change there is."""
+    """Return name, key, samples per second and whether it is a different training, for every possible change."""
 
     def rate(changed: Workload) -> float:
         return samples_per_s(changed, replicas)

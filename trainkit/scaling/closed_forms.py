@@ -1,4 +1,4 @@
-"""Formulas of the field for links, queues, staleness and checkpoints; the simulator is held against them.
+"""Formulas of the field for links, queues, staleness and checkpoints; the simulator is tested against them.
 
 Units: seconds, bytes, bytes per second. Order statistics are in `trainkit.scaling.distributions`.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruptions:
-    """What stops a training that restarts as a whole."""
+    """Interruptions of a training that restarts as a whole."""
 
     write_s: float
     """Seconds for which a checkpoint stops it."""
@@ -35,12 +35,14 @@ def ring_all_reduce_s(replicas: int, num_bytes: float, bandwidth: float, latency
 
 
 def server_updates_per_s(num_bytes: float, bandwidth: float, servers: int) -> float:
-    """Return the gradients per second that the links of all servers can take, each of `num_bytes` in one direction."""
+    """Return the gradients per second that the links of all servers can transfer, each of `num_bytes` in one
+    direction.
+    """
     return servers * bandwidth / num_bytes
 
 
 def queue_wait_s(arrivals_per_s: float, service_s: float) -> float:
-    """Return the mean wait before service in the queue M/D/1; infinite where it is saturated.
+    """Return the mean wait before service in the queue M/D/1; infinite if it is saturated.
 
     Example:
         >>> queue_wait_s(0.5, 1.0)
@@ -53,7 +55,7 @@ def queue_wait_s(arrivals_per_s: float, service_s: float) -> float:
 
 
 def mean_staleness(workers: int) -> float:
-    """Return the mean number of updates between reading variables and updating them, of asynchronous workers.
+    """Return the mean number of updates between reading variables and updating them, by asynchronous workers.
 
     Each of n - 1 other workers makes on average one update between a worker's reading and its own update.
     """
@@ -80,7 +82,7 @@ def checkpoint_interval_s(write_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, stops: Interruptions) -> float:
-    """Return the share of time that advances a training which writes a checkpoint every `interval_s`.
+    """Return the share of time spent on progress, for a training that writes a checkpoint every `interval_s`.
 
     Example:
         >>> round(goodput(3266.0, Interruptions(write_s=30.0, restart_s=300.0, mtbf_s=180_000.0)), 4)

@@ -32,7 +32,7 @@ class StepTimes:
 
     mean_s: float
     spread: float = 0.0
-    """Standard deviation divided by the mean; an exponential has 1 whatever is given."""
+    """Standard deviation divided by the mean; ignored for an exponential, which has 1."""
     form: Form = "lognormal"
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:

@@ -1,4 +1,4 @@
-"""What `trainkit scale --json` writes, for `trainkit schema scale` and `trainkit schema scale_simulate`."""
+"""Output of `trainkit scale --json`, for `trainkit schema scale` and `trainkit schema scale_simulate`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class InputValue(TypedDict):
     """One input of a prediction or simulation."""
 
     value: float
-    """Its value, in its unit."""
+    """Value of the input, in its unit."""
     unit: str | None
     """The unit; null for a number without one."""
     origin: Origin
-    """Where the value comes from."""
+    """Origin of the value."""
 
 
 class MeasuredShare(TypedDict):
@@ -31,7 +31,7 @@ class MeasuredShare(TypedDict):
 
 
 class CheckedPoint(TypedDict):
-    """A measured number of replicas beside its prediction from the smaller ones."""
+    """A measured number of replicas, and its prediction from the smaller ones."""
 
     replicas: int
     """Replicas that were measured together."""
@@ -46,68 +46,68 @@ class CheckedPoint(TypedDict):
 
 
 class PredictedPoint(TypedDict):
-    """What so many replicas bring."""
+    """The prediction for one number of replicas."""
 
     replicas: int
-    """Replicas."""
+    """Number of replicas."""
     step_s: float
     """Seconds of a step."""
     parts_s: dict[str, float]
-    """These seconds by what takes them."""
+    """The seconds of a step by part."""
     samples_per_s: Interval
     """Samples per second of all replicas."""
     speedup: Interval
-    """Samples per second by those of one replica."""
+    """Samples per second divided by those of one replica."""
     efficiency: float
-    """Speed-up by replica."""
+    """Speed-up divided by the number of replicas."""
     cost_per_million: float | None
-    """Price of a million samples; null where nothing has a price."""
+    """Price of a million samples; null if there is no price."""
 
 
 class Binding(TypedDict):
-    """What costs the most, beside computing."""
+    """The bottleneck other than computing."""
 
     at_replicas: int
-    """The number of replicas at which it does."""
+    """The number of replicas at which it is the bottleneck."""
     what: str
     """The part of a step."""
     share: float
-    """Its share of a step."""
+    """Share of a step."""
 
 
 class ScaleDocument(TypedDict):
-    """What `trainkit scale OVERRIDES --json` and `scale.json` hold."""
+    """Content of `trainkit scale OVERRIDES --json` and `scale.json`."""
 
     version: Literal[1]
     """Version of this document."""
     to_replicas: int
-    """The target."""
+    """The target number of replicas."""
     seed: int
     """Seed of the intervals."""
     inputs: dict[str, InputValue]
-    """What was not measured, by name."""
+    """Values that were not measured, by name."""
     measured: list[MeasuredShare]
-    """What one replica measured."""
+    """Measurements of one replica."""
     checks: list[CheckedPoint]
-    """Measured numbers of replicas; empty where this machine measures one alone."""
+    """Measured numbers of replicas; empty if this machine can measure only one."""
     predictions: list[PredictedPoint]
     """By replicas, up to the target."""
     knee: Interval
-    """The last number of replicas up to which each further one brings at least half of the first."""
+    """The last number of replicas up to which each further one adds at least half of the speed of the first."""
     use_one_device: bool
-    """Whether not even the second replica does."""
+    """Whether not even the second replica adds that much."""
     binds: Binding
-    """What binds at twice the knee."""
+    """The bottleneck at twice the knee."""
     remedies: list[Remedy]
     """Changes that help there, the best first."""
     servers_needed: int | None
-    """Parameter servers whose links are no wall at the target; null without servers, or where none suffice."""
+    """Parameter servers whose links do not limit the target; null without servers, or if no number suffices."""
     notes: list[str]
     """Remarks for the user."""
 
 
 class SimulatedAnswers(TypedDict):
-    """What was simulated."""
+    """Results of a simulation."""
 
     replicas: list[ReplicasRow]
     """Synchronous steps with an all-reduce."""
@@ -116,26 +116,26 @@ class SimulatedAnswers(TypedDict):
     servers: list[ServersRow]
     """Asynchronous updates with equal workers, by the number of servers."""
     policies: list[ServersRow]
-    """The same with a tenth of the workers twice as slow, by what is done about stale gradients."""
+    """The same with a tenth of the workers twice as slow, by policy for stale gradients."""
     servers_needed: int | None
-    """Servers at which their links are no wall; null: more than were tried."""
+    """Number of servers at which their links are no limit; null: more than were tried."""
     checkpoints: list[CheckpointRow]
     """Intervals between checkpoints."""
     mtbf_s: float
     """Mean seconds between two failures of the whole run."""
     best_spares: int
-    """Spares of the most samples per second."""
+    """Number of spares with the most samples per second."""
     best_checkpoint_s: float
     """Seconds between two checkpoints by Daly's formula."""
 
 
 class SimulationDocument(TypedDict):
-    """What `trainkit scale --simulate --json` writes."""
+    """Output of `trainkit scale --simulate --json`."""
 
     version: Literal[1]
     """Version of this document."""
     to_replicas: int
-    """The target."""
+    """The target number of replicas."""
     seed: int
     """Seed of the simulation."""
     inputs: dict[str, InputValue]

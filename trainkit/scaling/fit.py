@@ -1,9 +1,9 @@
-"""Fit the model to measured steps, check it by predicting the next one, and keep what stays uncertain.
+"""Fit the model to measured steps, check it by predicting the next one, and quantify the remaining uncertainty.
 
-What one replica measures fixes the computing. What its measurement leaves open has a prior: the speed of the link and
-the seconds of a message (within a factor of three), how much of the exchange is hidden, how much replicas of one host
-slow each other. A grid over the four is weighted by how well each point explains the measured steps of 2 and 4 replicas
-(Bayes); its mean is the model, and its points drawn by their weights give the intervals.
+The measurement of one replica determines the computing. The unknowns have a prior: the speed of the link and the
+seconds of a message (within a factor of three), the hidden share of the exchange, and the slowdown of replicas on one
+host. A grid over the four is weighted by how well each point explains the measured steps of 2 and 4 replicas (Bayes);
+its mean is the model, and its points drawn by their weights give the intervals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CROWD_SIGMA: Final = 0.15
 _BETWEEN_SIGMA: Final = 0.3
 """Relative uncertainty of the bandwidth between hosts, which is not measured."""
 _NOISE: Final = 0.05
-"""Relative error of a measured step that the model need not explain."""
+"""Relative noise of a measured step that the model need not explain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """A measurement beside its prediction from the smaller numbers of replicas alone."""
+    """A measurement, and its prediction from only the smaller numbers of replicas."""
 
     replicas: int
     predicted_s: Interval
@@ -62,21 +62,21 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The fitted model, and all that the measurements allow."""
+    """The fitted model, and all workloads that the measurements allow."""
 
     work: Workload
-    """The mean."""
+    """The mean workload."""
     others: tuple[Workload, ...]
     weights: tuple[float, ...]
     """Probability of each of the others."""
     computing: float
     """Relative uncertainty of the computing of one replica."""
     misfit: float = 0.0
-    """Relative error of the model at the measured numbers of replicas, as far as noise does not explain it."""
+    """Relative error of the model at the measured numbers of replicas, beyond the noise."""
     checks: tuple[Check, ...] = field(default=())
 
     def on_hosts(self, per_host: int | None, between: Link) -> Fit:
-        """Return the fit for replicas of several hosts, which the measured replicas of this host do not tell of."""
+        """Return the fit for replicas of several hosts, which measurements on this host do not cover."""
 
         def placed(one: Workload) -> Workload:
             return replace(one, per_host=per_host, between=between)
@@ -98,9 +98,9 @@ def fit(work: Workload, points: Sequence[Point], *, computing: float = 0.03) -> 
     """Fit the open quantities to measured steps.
 
     Args:
-        work: what one replica measured, with assumed links.
+        work: measurement of one replica, with assumed links.
         points: measured numbers of replicas above 1, in any order.
-        computing: relative uncertainty of what one replica measured.
+        computing: relative uncertainty of the measurement of one replica.
     """
     ordered = sorted(points, key=lambda point: point.replicas)
     grid = [(_changed(work, *values), _log_prior(*values)) for values in _grid()]
@@ -126,7 +126,7 @@ def _changed(work: Workload, bandwidth: float, latency: float, overlap: float, c
 
 
 def _log_prior(bandwidth: float, latency: float, overlap: float, crowd: float) -> float:
-    del overlap  # all are as probable
+    del overlap  # all are equally probable
     squares = (math.log(bandwidth) / _FACTOR_SIGMA) ** 2 + (math.log(latency) / _FACTOR_SIGMA) ** 2
     return -(squares + (math.log(crowd) / _CROWD_SIGMA) ** 2) / 2
 
@@ -150,7 +150,7 @@ def _fitted(
 
 
 def _mean(work: Workload, others: Sequence[Workload], weights: Sequence[float]) -> Workload:
-    """Return the workload of the weighted means, of logarithms where a quantity is a factor."""
+    """Return the workload of the weighted means; factors are averaged by their logarithms."""
 
     def mean(values: Sequence[float]) -> float:
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True))

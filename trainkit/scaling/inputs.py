@@ -60,7 +60,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkInputs:
-    """What a measurement on one machine leaves open."""
+    """Inputs that a measurement on one machine cannot determine."""
 
     per_host: float = _input(0, "", "replicas of a host; 0: as many GPUs as this host has, or all replicas on the CPU")
     gbit: float = _input(10, "Gbit/s", "the link between two hosts, in each direction", above=True)
@@ -83,14 +83,14 @@ Values = TypeVar("Values", Inputs, LinkInputs)
 
 @dataclass(frozen=True, kw_only=True)
 class KnownInputs(Generic[Values]):
-    """Inputs, and where each value comes from."""
+    """Inputs, and the origin of each value."""
 
     values: Values
     origins: Mapping[str, Origin] = field(default_factory=dict)
     """Name -> origin, of every value that is not an assumption."""
 
     def with_values(self, origin: Origin, found: Mapping[str, float]) -> KnownInputs[Values]:
-        """Return the inputs with other values of one origin."""
+        """Return the inputs with other values from one origin."""
         origins = {**self.origins, **dict.fromkeys(found, origin)}
         return replace(self, values=replace(self.values, **found), origins=origins)
 
@@ -139,11 +139,11 @@ def parse_assumptions(text: str, kind: type[Inputs | LinkInputs]) -> dict[str, f
 def _item_rule(
     name: str, equals: str, value: str, known: Mapping[str, Field[float]], found: Mapping[str, float]
 ) -> str | None:
-    """Return what is wrong with one item, or None."""
+    """Return the problem of one item, or None."""
     if name not in known:
         near = closest(name, known)
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(known)}."
-        return f"is no input here. {hint}"
+        return f"is not an input here. {hint}"
     if not equals:
         return f"needs a value: {name}=NUMBER."
     if name in found:

@@ -18,22 +18,22 @@ _LOW, _HIGH = 0.05, 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What a step exchanges."""
+    """The exchange of a step."""
 
     own_bytes: float = 0.0
-    """Bytes through the link of one replica, one after the other."""
+    """Bytes in sequence through the link of one replica."""
     wall_bytes: float = 0.0
-    """Bytes through the fullest link, with those of all replicas."""
+    """Bytes through the busiest link, with those of all replicas."""
     messages: float = 0
-    """Messages that follow each other."""
+    """Number of messages in sequence."""
     overlaps: bool = False
-    """Whether replicas compute while it is under way."""
+    """Whether replicas compute during the exchange."""
     waits: bool = True
     """Whether a step ends only when all replicas have exchanged; not so for asynchronous updates."""
 
 
 Exchanges = Callable[[int], Exchange]
-"""Number of replicas -> what a step exchanges."""
+"""Function from the number of replicas to the exchange of a step."""
 
 
 def ring(num_bytes: float) -> Exchanges:
@@ -61,7 +61,7 @@ def servers(num_bytes: float, count: int, *, is_async: bool = False) -> Exchange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What connects replicas."""
+    """The link between replicas."""
 
     bandwidth: float
     """Bytes per second, in each direction."""
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A training, as far as the time of its steps on n replicas depends on it."""
+    """The facts about a training that determine the time of its steps on n replicas."""
 
     share_s: Mapping[int, float]
     """Number of replicas -> seconds in which one of them, alone, computes its share of a step; at least for 1."""
@@ -80,17 +80,17 @@ class Workload:
     """Whether each replica keeps its samples, and the step grows with them; else all share the samples of the step."""
     exchange: Exchanges = field(default=lambda _: Exchange())
     within: Link = field(default_factory=lambda: Link(bandwidth=1e10))
-    """Between replicas of one host."""
+    """Link between replicas of one host."""
     between: Link = field(default_factory=lambda: Link(bandwidth=1.25e9, latency_s=5e-5))
-    """Between hosts."""
+    """Link between hosts."""
     per_host: int | None = None
-    """Replicas of a host; None: all of them."""
+    """Replicas of a host; None: all replicas."""
     cores: int | None = None
-    """Replicas that a host computes at full speed; None: each has a device of its own."""
+    """Replicas that a host computes at full speed; None: each has its own device."""
     crowd: float = 1.0
     """Factor by which several replicas slow each other on one host, beyond the sharing of cores: memory, power."""
     missing: float = 1.0
-    """Factor of the seconds of several replicas, for what the model does not know of."""
+    """Correction factor of the seconds of several replicas, for effects outside of the model."""
     spread: float = 0.0
     """Standard deviation of the seconds of a share, divided by their mean."""
     overlap: float = 0.0
@@ -101,24 +101,24 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The predicted seconds of a step, by what takes them."""
+    """The predicted seconds of a step, by part."""
 
     compute_s: float
-    """What one replica needs, divided by the replicas that share it."""
+    """Seconds that one replica needs, divided by the replicas that share the work."""
     input_s: float = 0.0
-    """The same for waiting for samples."""
+    """Seconds of waiting for samples, divided in the same way."""
     small_s: float = 0.0
-    """What shares need beyond that, because they are small: launches, updates, idle units."""
+    """Additional seconds because shares are small: launches, updates, idle units."""
     cores_s: float = 0.0
-    """What replicas take from each other that share the cores of a host."""
+    """Slowdown of replicas that share the cores of a host."""
     waiting_s: float = 0.0
-    """Waiting for the slowest replica."""
+    """Seconds of waiting for the slowest replica."""
     latency_s: float = 0.0
-    """The messages of the exchange."""
+    """Seconds for the latency of the messages of the exchange."""
     transfer_s: float = 0.0
-    """The bytes of the exchange, as far as they are not hidden behind computing."""
+    """Seconds for the bytes of the exchange that computing does not hide."""
     wall_s: float = 0.0
-    """Waiting for the fullest link."""
+    """Seconds of waiting for the busiest link."""
 
     @property
     def total_s(self) -> float:
@@ -140,7 +140,7 @@ class Step:
 
 
 def predict(work: Workload, replicas: int) -> Step:
-    """Return the seconds of a step on so many replicas.
+    """Return the seconds of a step on `replicas` replicas.
 
     Example:
         >>> work = Workload(share_s={1: 0.4}, samples=64, grows=True, exchange=ring(1e8), per_host=1)  # 10 Gbit/s
@@ -173,7 +173,7 @@ def predict(work: Workload, replicas: int) -> Step:
 
 
 def share_alone_s(share_s: Mapping[int, float], replicas: int) -> float:
-    """Return the seconds of a share, between measured ones on a line of logarithms, beyond them as the last.
+    """Return the seconds of a share, interpolated in logarithms between measured ones, constant beyond them.
 
     Example:
         >>> round(share_alone_s({1: 0.4, 4: 0.1}, 2), 3), round(share_alone_s({1: 0.4, 4: 0.1}, 8), 3)
@@ -187,7 +187,7 @@ def share_alone_s(share_s: Mapping[int, float], replicas: int) -> float:
 
 
 def samples_per_s(work: Workload, replicas: int) -> float:
-    """Return the samples per second of so many replicas."""
+    """Return the samples per second of `replicas` replicas."""
     return work.samples * (replicas if work.grows else 1) / predict(work, replicas).total_s
 
 
@@ -203,32 +203,32 @@ class Interval:
     """Upper bound."""
 
     def contains(self, value: float) -> bool:
-        """Whether a value lies between the bounds."""
+        """Return whether a value lies between the bounds."""
         return self.low <= value <= self.high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What so many replicas bring."""
+    """The prediction for one number of replicas."""
 
     replicas: int
     step: Step
     samples_per_s: Interval
     speedup: Interval
-    """Samples per second by those of one replica."""
+    """Samples per second divided by those of one replica."""
 
     @property
     def efficiency(self) -> float:
-        """Speed-up by replica."""
+        """Speed-up divided by the number of replicas."""
         return self.speedup.middle / self.replicas
 
 
 Draw = Callable[[np.random.Generator], Workload]
-"""Draws one of the workloads that the uncertain inputs allow."""
+"""Function that draws one of the workloads that the uncertain inputs allow."""
 
 
 def predictions(work: Workload, draw: Draw, counts: Sequence[int], *, base: int = 1, seed: int = 0) -> list[Prediction]:
-    """Predict for several numbers of replicas, each with its interval; the speed-up is that over `base` replicas."""
+    """Predict for several numbers of replicas, each with its interval; the speed-up is relative to `base` replicas."""
     rng = np.random.default_rng(seed)
     drawn = [draw(rng) for _ in range(_DRAWS)]
     ones = np.asarray([samples_per_s(one, base) for one in drawn])

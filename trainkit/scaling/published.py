@@ -12,17 +12,17 @@ import numpy as np
 from trainkit.scaling.model import Exchanges, Interval, Link, Workload, log_uniform, predictions, ring, servers
 
 Range = tuple[float, float]
-"""Least and greatest value; both the same where the source states it."""
+"""Smallest and largest value; equal if the source states the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One published speed-up, and what is known of its training."""
+    """One published speed-up, and the known facts about its training."""
 
     name: str
     replicas: int
     speedup: Range
-    """As published; both the same where the source gives one number."""
+    """The published values; equal if the source gives one number."""
     source: str
     year: int
     num_servers: int
@@ -37,7 +37,7 @@ class Published:
     overlap: Range = (0.0, 0.0)
     per_host: int = 1
     base: int = 1
-    """The number of replicas with which the source compares."""
+    """The number of replicas to which the source compares."""
     stated: str
     """The inputs that the source, or another publication, states."""
     assumed: str

@@ -1,4 +1,4 @@
-"""The answers about one training: its predictions, its knee, what binds, what moves it; as text and as JSON."""
+"""The answers about one training: predictions, knee, bottleneck and remedies, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _KNEES: Final = 40
 _IMPLAUSIBLE: Final = 1.2
 """Efficiency above which a measurement must have been disturbed."""
 _MOST_KNEE: Final = 1024
-"""The largest number of replicas at which a knee is looked for."""
+"""The largest number of replicas up to which a knee is searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What more replicas bring to one training."""
+    """The gain of more replicas for one training."""
 
     title: str
     known: KnownInputs[LinkInputs]
     shares: tuple[tuple[str, Interval], ...]
-    """What one replica measured: label, and seconds of a step."""
+    """Measurements of one replica: label, and seconds of a step."""
     grows: bool
     """Whether the samples of a step grow with the replicas."""
     checks: tuple[Check, ...]
     predictions: tuple[Prediction, ...]
     knee: Interval
-    """The last number of replicas up to which each further one brings at least half of the first."""
+    """The last number of replicas up to which each further one adds at least half of the speed of the first."""
     bound_at: int
     """The number of replicas at which `binds` and `remedies` hold."""
     binds: str
@@ -45,9 +45,9 @@ class Scaling:
     """Share of a step there."""
     remedies: tuple[Remedy, ...]
     servers: tuple[int, int | None] | None
-    """Parameter servers, and how many the target needs for their links to be no wall; None without servers."""
+    """Parameter servers, and the number at which their links do not limit the target; None without servers."""
     cost_per_million: Mapping[int, float]
-    """Replicas -> price of a million samples; empty where nothing has a price."""
+    """Replicas -> price of a million samples; empty if there is no price."""
     notes: tuple[str, ...]
 
     @property
@@ -58,14 +58,14 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSubject:
-    """What is to be scaled, as far as the fitted model does not know it."""
+    """The scaled training, as far as the fitted model does not contain it."""
 
     title: str
     known: KnownInputs[LinkInputs]
     shares: Sequence[tuple[str, Interval]]
     """What one replica measured: label, and seconds of a step."""
     keys: Remediable
-    """What could still be chosen."""
+    """The remaining choices."""
     on_cpu: bool
     """Whether the replicas of a host share its cores, and its price."""
     notes: Sequence[str]
@@ -80,7 +80,7 @@ def scaling_of(fit: Fit, counts: Sequence[int], what: ScalingSubject, *, seed: i
     knees = sorted(knee_of(fit.draw(rng), most) for _ in range(_KNEES))
     middle = knee_of(fit.work, most)
     knee = Interval(low=min(knees[2], middle), middle=middle, high=max(knees[-3], middle))
-    # What binds is what keeps the next replicas from paying; a training that scales to the target is looked at there.
+    # The bottleneck is examined beyond the knee; for a training that scales to the target, at the target.
     bound_at = min(2 * middle, target)
     binds, part = binding(fit.work, bound_at)
     return Scaling(
@@ -102,11 +102,11 @@ def scaling_of(fit: Fit, counts: Sequence[int], what: ScalingSubject, *, seed: i
 
 
 def _doubts(checks: Sequence[Check], found: Sequence[Prediction]) -> Iterator[str]:
-    """Yield why the figures should not be trusted."""
+    """Yield reasons why the figures should not be trusted."""
     if not all(check.is_inside for check in checks):
         yield "a check lies outside its interval: this machine was busy, or the model lacks something."
     if any(one.efficiency > _IMPLAUSIBLE for one in found):
-        yield "a speed-up is larger than the replicas: the measurement of one was disturbed. Measure in quiet."
+        yield "a speed-up is larger than the replicas: the measurement of one was disturbed. Repeat it without load."
 
 
 def _costs(found: Sequence[Prediction], values: LinkInputs, *, on_cpu: bool) -> dict[int, float]:
@@ -187,11 +187,11 @@ def _answer_lines(found: Scaling) -> Iterator[str]:
     else:
         yield f"the knee: {knee.middle:,.0f} replicas{around}; a further one brings less than half of the first"
     if found.bound_at > 1:
-        yield f"what binds at {found.bound_at:,} replicas: {found.binds}, {share(found.binds_share)} of a step"
+        yield f"bottleneck at {found.bound_at:,} replicas: {found.binds}, {share(found.binds_share)} of a step"
     if found.servers is not None:
         yield _servers_line(found.servers, target)
     if found.remedies:
-        yield "what moves it, by the model"
+        yield "remedies, by the model"
         rows = [
             (one.name, f"x {one.gain:.2f}", one.key, "another training" if one.other_training else "")
             for one in found.remedies
@@ -202,10 +202,12 @@ def _answer_lines(found: Scaling) -> Iterator[str]:
 def _servers_line(servers: tuple[int, int | None], target: int) -> str:
     have, need = servers
     if need is None:
-        return f"the links of the servers are a wall for {target:,} replicas, however many there are"
+        return f"the links of the servers limit {target:,} replicas, for any number of servers"
     if need <= have:
-        return f"the links of {have} server{'' if have == 1 else 's'} are no wall for {target:,} replicas"
-    return f"the links of the servers are the wall: {target:,} replicas need {need:,} of them (strategy.servers={need})"
+        return f"the links of {have} server{'' if have == 1 else 's'} do not limit {target:,} replicas"
+    return (
+        f"the links of the servers limit the speed: {target:,} replicas need {need:,} of them (strategy.servers={need})"
+    )
 
 
 def scaling_json(found: Scaling, *, target: int, seed: int) -> dict[str, object]:

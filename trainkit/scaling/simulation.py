@@ -16,12 +16,13 @@ from trainkit.scaling.closed_forms import ring_all_reduce_s
 from trainkit.scaling.distributions import Floats, StepTimes
 
 Late = Literal["cancel", "replace", "duplicate"]
-"""What happens to work that an update did not need: stopped at once; finished and discarded, while other shards took
-its place; or finished and discarded, while an idle worker repeated it."""
+"""Handling of work that an update did not need: stopped at once; finished and discarded, while other shards took its
+place; or finished and discarded, while an idle worker repeated it.
+"""
 
 _BLOCK: Final = 4096
 _WARMUP: Final = 0.1
-"""Share of the updates that are left out of means, until the workers are out of step with each other."""
+"""Share of the first updates that means ignore, until the workers are no longer synchronised."""
 
 
 Action = Callable[[], None]
@@ -67,13 +68,13 @@ class FifoLink:
     loop: EventLoop
     latency_s: float = 0.0
     busy_s: float = 0.0
-    """Seconds of transfers until now."""
+    """Seconds of transfers so far."""
     waited_s: float = 0.0
     """Seconds that messages waited for earlier ones, in sum."""
     _free_at: float = field(default=0.0, init=False)
 
     def send(self, transfer_s: float, then: Action, *, least_s: float = 0.0) -> None:
-        """Run `then` when a message has arrived.
+        """Call `then` when a message has arrived.
 
         Args:
             transfer_s: seconds for which the message occupies the link.
@@ -90,7 +91,7 @@ class FifoLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What is simulated."""
+    """The input of a simulation."""
 
     workers: int
     compute: StepTimes
@@ -103,7 +104,7 @@ class Scene:
     hidden_s: float = 0.0
     """Seconds of an all-reduce that are hidden behind computing."""
     update_s: float = 0.0
-    """Seconds of an update, in which no work is handed out."""
+    """Seconds of an update, during which no work is assigned."""
     servers: int = 0
     """Parameter servers; 0: a ring all-reduce among the replicas."""
     server_bandwidth: float = 1.25e9
@@ -119,7 +120,7 @@ class Scene:
     """Asynchronous: a gradient of larger staleness is discarded."""
     slow_workers: int = 0
     slow_factor: float = 1.0
-    """The compute times of the slow workers are multiplied by it."""
+    """Factor of the compute times of slow workers."""
     mtbf_s: float | None = None
     """Mean seconds between two kills of one worker; None for no kills. For servers: a ring restarts as a whole."""
     restart_s: float = 0.0
@@ -127,14 +128,14 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """What a simulation measured, after its first updates."""
+    """The result of a simulation, without its first updates."""
 
     update_s: Floats
     """Seconds between consecutive updates: (updates,) float64."""
     staleness: NDArray[np.int64]
     """Updates between reading and applying, of each applied gradient of an asynchronous training."""
     computed: int
-    """Shards computed, with those for nothing."""
+    """Number of computed shards, including discarded ones."""
     discarded: int
     kills: int
     link_load: float
@@ -147,7 +148,7 @@ class Simulated:
 
 
 def simulate(scene: Scene, *, updates: int, seed: int = 0) -> Simulated:
-    """Simulate so many updates.
+    """Simulate `updates` updates.
 
     Example:
         >>> scene = Scene(workers=8, compute=StepTimes(mean_s=0.1, form="constant"), num_bytes=1e8)
@@ -160,7 +161,7 @@ def simulate(scene: Scene, *, updates: int, seed: int = 0) -> Simulated:
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """One shard in the hands of one worker."""
+    """One shard assigned to one worker."""
 
     shard: int
     read: int = 0
@@ -194,7 +195,7 @@ class _Simulation:
     _holders: dict[int, list[_Worker]] = field(default_factory=dict)
     """Shard that the next update needs -> the workers that compute it."""
     _repeats: int = 0
-    """Workers that compute a shard which another worker computes too."""
+    """Workers that compute a shard that another worker computes as well."""
 
     def __post_init__(self) -> None:
         scene = self.scene
@@ -228,7 +229,7 @@ class _Simulation:
         )
 
     def _assign(self) -> None:
-        """Give work to idle workers, as far as there is any."""
+        """Give work to idle workers, if there is any."""
         if self._is_exchanging:
             return
         for _ in range(len(self._idle)):
@@ -237,7 +238,7 @@ class _Simulation:
             if item is None:
                 self._idle.append(worker)
                 if not self.scene.is_async:
-                    return  # there is no work for the others either
+                    return  # there is no work for the other workers either
             else:
                 self._start(worker, item)
 
@@ -313,7 +314,7 @@ class _Simulation:
         self._update()
 
     def _accept(self, item: _Item) -> None:
-        """Take a result; the last that an update needs makes it."""
+        """Accept a result; the last one that an update needs triggers the update."""
         self._repeats -= len(self._holders.pop(item.shard)) - 1
         self._num_results += 1
         if self._num_results < self._shards:

@@ -14,9 +14,9 @@ from trainkit.scaling.inputs import Inputs
 from trainkit.scaling.simulation import Scene, Simulated, simulate
 
 _ITEMS: Final = 60_000
-"""Shards of one simulation, about: half a second."""
+"""Approximate number of shards of one simulation: half a second."""
 _ENOUGH: Final = 0.95
-"""Share of the speed without a wall at which servers are enough."""
+"""Servers suffice if the speed reaches this share of the speed without link limits."""
 _MOST_SERVERS: Final = 4096
 _SLOW_SHARE: Final = 0.1
 _POLICIES: Final = ("accept", "bound", "drop")
@@ -27,38 +27,38 @@ class ReplicasRow:
     """Synchronous steps with an all-reduce."""
 
     replicas: int
-    """Replicas."""
+    """Number of replicas."""
     step_s: float
     """Seconds of a step."""
     waiting_s: float
-    """Of it: until the slowest replica has finished, beyond the mean."""
+    """Seconds of the step spent waiting for the slowest replica, beyond the mean."""
     exchange_s: float
-    """Of it: the all-reduce, as far as it is not hidden behind computing."""
+    """Seconds of the step in the all-reduce that computing does not hide."""
     samples_per_s: float
     """Samples per second of all replicas."""
     speedup: float
     """Samples per second, divided by those of one replica."""
     cost_per_million: float | None
-    """Price of a million samples; None where a replica has no price."""
+    """Price of a million samples; None if a replica has no price."""
 
     @property
     def efficiency(self) -> float:
-        """Speed-up by replica."""
+        """Speed-up divided by the number of replicas."""
         return self.speedup / self.replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparesRow:
-    """Synchronous steps that do not wait for the slowest; links are left out."""
+    """Synchronous steps that do not wait for the slowest; links are ignored."""
 
     spares: int
-    """Replicas for which a step does not wait."""
+    """Argument that adds replicas for which a step does not wait."""
     step_s: float
     """Seconds of a step."""
     gain: float
     """Samples per second that count, divided by those without spares."""
     wasted: float
-    """Share of the shards that were computed for nothing."""
+    """Share of the shards whose results were discarded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class ServersRow:
     """Asynchronous updates through parameter servers."""
 
     servers: int
-    """Parameter servers."""
+    """Number of parameter servers."""
     policy: str
-    """What is done about stale gradients, in the words of `strategy.staleness`."""
+    """Policy for stale gradients, as a value of `strategy.staleness`."""
     slow_workers: int
     """Workers that take twice as long as the others."""
     updates_per_s: float
@@ -80,7 +80,7 @@ class ServersRow:
     staleness: float
     """Updates between reading and applying, the mean over gradients."""
     staleness_p95: float
-    """The 95th percentile of it."""
+    """The 95th percentile of the staleness."""
     wasted: float
     """Share of the gradients that were discarded."""
 
@@ -92,37 +92,39 @@ class CheckpointRow:
     interval_s: float
     """Seconds of computing between two checkpoints."""
     simulated: float
-    """Share of time that advances the training."""
+    """Share of time spent on progress."""
     formula: float
-    """The same by Daly's formula."""
+    """The same share by Daly's formula."""
     is_best: bool
-    """Whether the interval is that of the formula for the optimum."""
+    """Whether the interval is the optimum of the formula."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """What was simulated."""
+    """The results of a simulation."""
 
     replicas: tuple[ReplicasRow, ...]
     spares: tuple[SparesRow, ...]
     servers: tuple[ServersRow, ...]
-    """With equal workers, by the number of servers."""
+    """Results with equal workers, by the number of servers."""
     policies: tuple[ServersRow, ...]
-    """With a tenth of the workers twice as slow, by what is done about stale gradients."""
+    """Results with a tenth of the workers twice as slow, by policy for stale gradients."""
     servers_needed: int | None
-    """Servers at which their links are no wall (0.95 of the speed without it); None: more than were tried."""
+    """Number of servers at which their links are no limit (0.95 of the speed without links); None: more than were
+    tried.
+    """
     checkpoints: tuple[CheckpointRow, ...]
     mtbf_s: float
     """Mean seconds between two failures of the whole run."""
 
     @property
     def best_spares(self) -> SparesRow:
-        """The spares of the largest gain."""
+        """The row with the largest gain."""
         return max(self.spares, key=lambda row: row.gain)
 
     @property
     def best_checkpoint(self) -> CheckpointRow:
-        """The interval of Daly's formula."""
+        """The row with the interval of Daly's formula."""
         return next(row for row in self.checkpoints if row.is_best)
 
 
@@ -209,7 +211,7 @@ def _wasted(simulated: Simulated) -> float:
 
 
 def servers_rows(inputs: Inputs, target: int, *, seed: int = 0) -> tuple[ServersRow, ...]:
-    """Double the servers until their links are no wall."""
+    """Double the servers until their links are no limit."""
     rows: list[ServersRow] = []
     count = 1
     while count <= _MOST_SERVERS and (not rows or rows[-1].of_ideal < _ENOUGH):
@@ -235,7 +237,7 @@ def _server_row(inputs: Inputs, target: int, servers: int, policy: str, *, seed:
         slow_factor=2.0,
     )
     found = simulate(scene, updates=max(_ITEMS // 3, 10 * target), seed=seed)
-    # Without a wall, a worker's own link and messages still take their time.
+    # Without a limit by the servers, the worker's own link and messages still take time.
     transfer_s = 2 * (inputs.num_bytes / inputs.bandwidth + inputs.latency_s)
     ideal = (target - slow) / (inputs.compute_s + transfer_s) + slow / (2 * inputs.compute_s + transfer_s)
     return ServersRow(
@@ -268,10 +270,10 @@ def _checkpoints(
 
 
 def simulate_goodput(interval_s: float, stops: Interruptions, *, failures: int = 4000, seed: int = 0) -> float:
-    """Return the share of time that advances the training.
+    """Return the share of time spent on progress.
 
-    The run computes for `interval_s`, then writes a checkpoint. A failure loses what is not in a complete checkpoint,
-    and costs a restart, in which the next failure may come.
+    The run computes for `interval_s`, then writes a checkpoint. A failure loses the work since the last complete
+    checkpoint, and costs a restart, during which the next failure may occur.
 
     Example:
         >>> round(simulate_goodput(3266.0, Interruptions(write_s=30.0, restart_s=300.0, mtbf_s=180_000.0)), 2)

@@ -44,7 +44,7 @@ def _replicas_lines(study: Study) -> Iterator[str]:
 
 
 def input_lines(known: KnownInputs[Values]) -> Iterator[str]:
-    """Yield a line for each input: its value, where it comes from, its meaning."""
+    """Yield a line for each input: value, origin and meaning."""
     rows = [
         (name, f"{figure(value)} {unit}".rstrip(), origin, means) for name, value, unit, origin, means in known.rows()
     ]
@@ -55,9 +55,9 @@ def _spares_lines(study: Study) -> Iterator[str]:
     if len(study.spares) < 2:
         return
     yield ""
-    yield "spares: a step takes the first gradients, strategy.spare_mode=replace; links are left out"
+    yield "spares: a step takes the first gradients, strategy.spare_mode=replace; links are ignored"
     rows = [(f"{row.spares:,}", _ms(row.step_s), f"{row.gain:.3f}", share(row.wasted)) for row in study.spares]
-    yield from table(("spares", "ms a step", "samples a second, to none", "computed for nothing"), rows)
+    yield from table(("spares", "ms a step", "samples/s, vs no spares", "discarded"), rows)
     best = study.best_spares
     if best.spares:
         yield f"  most samples a second: {best.spares:,} spares, {best.gain:.2f} times those without"
@@ -95,11 +95,11 @@ def _server_lines(study: Study) -> Iterator[str]:
     ]
     yield from table(headings, rows)
     if study.servers_needed is None:
-        yield f"  the servers' links are the wall, also with {study.servers[-1].servers:,} servers"
+        yield f"  the servers' links are the bottleneck, even with {study.servers[-1].servers:,} servers"
     elif study.servers_needed == 1:
-        yield "  the link of one server is no wall"
+        yield "  the link of one server is no bottleneck"
     else:
-        yield f"  the servers' links are the wall below {study.servers_needed:,} servers"
+        yield f"  the servers' links are the bottleneck below {study.servers_needed:,} servers"
 
 
 def _checkpoint_lines(study: Study) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _checkpoint_lines(study: Study) -> Iterator[str]:
         )
         for row in study.checkpoints
     ]
-    yield from table(("interval", "time that advances", "Daly's formula", ""), rows)
+    yield from table(("interval", "time of progress", "Daly's formula", ""), rows)
     best_s = study.best_checkpoint.interval_s
     yield f"  write one every {duration(best_s)}: checkpoint.every_s={best_s:.0f}"
 
