@@ -30,7 +30,7 @@ _GLOBAL: Final[Mapping[str, Flag]] = {
     "config-dir": Flag(help="a folder of your own YAMLs, GROUP/CHOICE.yaml; it comes first", value="DIR"),
     "allow-package": Flag(help="trust this package: _target_ may name its classes and functions", value="PKG"),
     "cfg": Flag(help="print the composed config and stop: job, hydra or all", value="WHICH"),
-    "shell-completion": Flag(help='install it: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
+    "shell-completion": Flag(help='install completion: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
 }
 _SHORT: Final = {
     "-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-sc": "--shell-completion",
@@ -40,7 +40,7 @@ _REFUSED: Final = {
     "config-name": "there is one primary config. A recipe is a whole training: recipe=NAME.",
     "config-path": "your own folder of YAMLs comes first on the search path: --config-dir DIR.",
     "run": "running is what trainkit does without a flag.",
-    "info": "trainkit explain KEY says where a value comes from; trainkit ls shows what there is.",
+    "info": "trainkit explain KEY shows the origin of a value; trainkit ls lists the choices.",
     "hydra-help": "Hydra's own settings are keys, hydra.run.dir=DIR; --cfg hydra shows them.",
     "package": "trainkit explain KEY shows a part of the config.",
     "resolve": "--cfg shows the config resolved already.",
@@ -72,7 +72,7 @@ def main_of_process() -> NoReturn:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the command line, whose secrets were restored."""
+    """Run the command line, after its secrets were restored."""
     hide_from_process_list(arguments)
     # A console script does not import from the current folder, where the user's own package may be. Append it, so that
     # no file of the user hides a module of Python.
@@ -265,7 +265,7 @@ def _show(call: Call, which: str) -> int:
 
 
 def _told(error: TrainkitError) -> str:
-    """Return what is printed of an error: its message on one screen; on a terminal also where it is explained."""
+    """Return the printed text of an error: its message on one screen; on a terminal also a link to its explanation."""
     text = f"{_one_screen(error)}\n"
     if not sys.stderr.isatty():
         return text

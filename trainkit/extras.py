@@ -1,6 +1,7 @@
-"""What the extras of trainkit install, by the names of the packages themselves.
+"""The packages that the extras of trainkit install.
 
-The name `trainkit` on the public package index is another project's: no text tells anyone to install it from there.
+The name `trainkit` on the public package index is another project's: no message must recommend to install it from
+there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The contract of trainkit for test suites of your own, under pytest or any other runner.
+"""Assert the guarantees of trainkit in your own test suite, under pytest or any other runner.
 
-Each function returns where its promise holds, and raises an AssertionError that says what differs where it does not. A
-config that has problems raises ConfigError, a training that fails another TrainkitError. Both train for real, on this
-machine, in temporary folders.
+Each function returns if its guarantee holds, and otherwise raises an AssertionError that names the differences. A
+config with problems raises ConfigError, a training that fails another TrainkitError. All functions run real trainings
+on this machine, in temporary folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["assert_resumes", "assert_same_training"]
 
 _SHOWN = 10
-"""Number of tensors that a message names."""
+"""Largest number of tensors in a message."""
 
 
 def assert_same_training(
@@ -35,25 +35,25 @@ def assert_same_training(
     config_dirs: Sequence[str | Path] = (),
     packages: Sequence[str] = (),
 ) -> None:
-    """Assert that strategies train what one device trains, as `trainkit prove` compares them.
+    """Assert that strategies train like one device, as `trainkit prove` compares them.
 
     Args:
         overrides: arguments as on the command line, `["recipe=mine", "model.width=8"]`.
-        strategies: each the name of a strategy and its keys, `"mirrored strategy.replicas=2"`.
+        strategies: the name of each strategy with its keys, `"mirrored strategy.replicas=2"`.
         steps: optimizer steps to compare.
-        same_cut: whether to ask only for the same numbers at one common cut of the steps, not whether both trainings,
-            as they would be started, are the same.
+        same_cut: whether to compare only the numbers, with the same division of the steps into microbatches, instead of
+            the two trainings as a user would start them.
         config_dirs: folders of your own YAMLs.
         packages: your own packages that `_target_` may name.
 
     Raises:
-        AssertionError: a strategy is another training, or its numbers differ; the text is that of `trainkit prove`.
+        AssertionError: a strategy is a different training, or its numbers differ; the text is that of `trainkit prove`.
         ConfigError: every problem of the first config that has any.
 
     Example:
         assert_same_training(["recipe=digits"], strategies=["mirrored strategy.replicas=2", "fsdp strategy.replicas=2"])
     """
-    from trainkit.verbs.running.prove import prove_points, report_lines  # noqa: PLC0415 - the verb prints; here for this
+    from trainkit.verbs.running.prove import prove_points, report_lines  # noqa: PLC0415 - the verb prints; here only for this function
 
     folders = tuple(Path(folder).absolute() for folder in config_dirs)
     flags = {"same-cut": ""} if same_cut else {}
@@ -70,7 +70,7 @@ def assert_same_training(
     with allow_packages(packages), with_config_dirs(folders):
         proofs = prove_points(calls[0], [call.compose() for call in calls], steps=steps)
         failed = [
-            "\n".join([*report_lines(proof), "", f"To see it again: {_prove_command(call, steps)}"])
+            "\n".join([*report_lines(proof), "", f"To reproduce it: {_prove_command(call, steps)}"])
             for call, proof in zip(calls, proofs, strict=True)
             if not proof.holds
         ]
@@ -86,14 +86,14 @@ def assert_resumes(
     config_dirs: Sequence[str | Path] = (),
     packages: Sequence[str] = (),
 ) -> None:
-    """Assert that a training that was stopped and resumed ends in the weights of one that was not.
+    """Assert that a stopped and resumed training ends with the same weights as an uninterrupted one.
 
     The weights must be equal up to rounding, and to the bit with `numerics.reproducible=true`. All three trainings run
-    in this process where the strategy needs one process only: state that your code keeps in a module is not seen.
+    in this process if the strategy needs only one: state that your code keeps in a module is then not detected.
 
     Args:
-        overrides: arguments as on the command line; a few steps are enough.
-        stop_at_step: the step after which it is stopped; None: half of them.
+        overrides: arguments as on the command line; a few steps suffice.
+        stop_at_step: the step after which the training is stopped; None: half of the steps.
         then: arguments of the resumed training, `["strategy=mirrored", "strategy.replicas=2"]`.
         config_dirs: folders of your own YAMLs.
         packages: your own packages that `_target_` may name.
@@ -148,11 +148,12 @@ def _not_resumed(wrong: Sequence[Comparison], total: int, *, steps: int, stop: i
     shown = [f"  {one.name}  relative error {one.error:.2g}" for one in wrong[:_SHOWN]]
     more = [f"  and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
     first = (
-        f"{steps} steps in one go and {stop} + {steps - stop} steps with a resume end in other weights: "
+        f"{steps} steps without a stop and {stop} + {steps - stop} steps with a resume end with different weights: "
         f"{len(wrong)} of {total} parameters and buffers differ"
     )
     last = (
-        "Something that changes the training is not in the checkpoint. Keep a counter of the model in a buffer, draw "
+        "A state that changes the training is missing in the checkpoint. Keep a counter of the model in a buffer, "
+        "draw "
         "from torch's default generator, and return in `state` what a callback needs."
     )
     return "\n".join([first, *shown, *more, last])

@@ -107,7 +107,7 @@ def test_steps_with_a_loss_of_the_loop_are_continued_by_a_loop_alone(tmp_path: P
     assert one.result is not None
     assert one.result["own_loss"] is True
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"steps whose loss its loop gave \(trainkit.session\)"):
+    with pytest.raises(ConfigError, match=r"steps with a loss from its own loop \(trainkit.session\)"):
         trainkit.train([*RUN, "resume=auto"], run_dir=tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     with session(tmp_path / "run", "resume=auto") as one:
@@ -204,7 +204,7 @@ def with_a_name_of_the_trainer(one: Session) -> None:
 
 
 MISUSED: dict[Callable[[Session], object], str] = {
-    twice: "the step of these batches is made",
+    twice: "the step of these batches is already done",
     without_a_step: "no step was made with the batches of step 0",
     beyond_the_end: "all 6 steps are done",
     half_a_step: "call session.update() next",

@@ -28,13 +28,13 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("class", "must be the name of a Python package"),
         ("../garden", "For example garden."),
         ("größe", "ASCII letters"),
-        ("torch", "is a module that exists already, which this package would hide. Choose another, such as my_torch."),
-        ("trainkit", "is a module that exists already"),
-        ("timm", "is a module that exists already"),
-        ("queue", "is a module that exists already"),
-        ("conf", "is the name of a folder beside the package (conf, tests, outputs). Choose another."),
+        ("torch", "is an existing module, which this package would hide. Choose another, such as my_torch."),
+        ("trainkit", "is an existing module"),
+        ("timm", "is an existing module"),
+        ("queue", "is an existing module"),
+        ("conf", "is the name of a folder next to the package (conf, tests, outputs). Choose another."),
         ("full", "this folder exists and is not empty. Choose another name, or start in another folder."),
-        ("file", "there is a file of this name here. Choose another name, or move the file."),
+        ("file", "a file of this name exists here. Choose another name, or move the file."),
     ],
 )
 def test_a_name_that_cannot_be_a_package_is_refused_and_nothing_is_written(
@@ -90,7 +90,7 @@ def test_every_command_of_its_readme_runs_in_the_folder_itself(cwd: Path) -> Non
         cwd=cwd / "garden", env=os.environ | {"PATH": quick.path()}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "  the same training as that of one_device, as each would be started: yes\n" in done.stdout
+    assert "  the same training as one_device, as a user would start them: yes\n" in done.stdout
     assert "2 passed" in done.stdout
     first = min((cwd / "garden" / "outputs" / "spirals").glob("*/milestones.txt"))
     assert first.read_text().startswith("70% at step ")

@@ -26,7 +26,7 @@ EVERY: Final = (
     ),
 )
 """Stories that are held to every strategy."""
-REFUSED: Final = {("physics", "fsdp"): "lets go of gathered parameters after the first backward pass"}
+REFUSED: Final = {("physics", "fsdp"): "reshards parameters after the first backward pass"}
 """(Story, strategy) -> why the strategy refuses it."""
 EVERYWHERE: Final = {
     "mirrored": "proved and resumed",

@@ -24,9 +24,9 @@ def test_a_strategy_of_other_numbers_is_reported_with_the_command_that_shows_it(
         assert_same_training(SMALL, strategies=[THREADS, MEANS], steps=2, packages=["tests"])
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("strategy=one_device")
-    assert "  the same numbers at one cut, batch.micro_size=24: NO" in lines
+    assert "  the same numbers, both with batch.micro_size=24: NO" in lines
     own = "trainkit prove --allow-package tests recipe=null optimizer=sgd optimizer.lr=0.1 steps=4"
-    assert lines[-1].startswith(f"To see it again: {own}")
+    assert lines[-1].startswith(f"To reproduce it: {own}")
 
 
 def test_a_cut_that_a_model_depends_on_is_another_training_unless_only_the_numbers_are_asked_for() -> None:
@@ -60,7 +60,9 @@ def test_a_model_with_state_that_no_checkpoint_has_is_reported() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_resumes([*SMALL, FORGETFUL], packages=["tests"])
     text = str(caught.value)
-    assert text.startswith("4 steps in one go and 2 + 2 steps with a resume end in other weights: 4 of 4 parameters")
+    assert text.startswith(
+        "4 steps without a stop and 2 + 2 steps with a resume end with different weights: 4 of 4 parameters"
+    )
     assert "Keep a counter of the model in a buffer" in text
 
 

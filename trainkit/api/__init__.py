@@ -133,10 +133,10 @@ def session(
         run_dir: as in `train`.
         model: as in `train`.
         data: as in `train`.
-        objective: as in `train`; it computes evaluations, and the steps that are given no loss.
+        objective: as in `train`; it computes evaluations, and steps without a loss of their own.
         optimizer: as in `train`.
-        loss: a function of model and batch, in the place of an objective: steps and evaluations compute it. It returns
-            the mean over the samples of the batch; see `Session.step`.
+        loss: a function of model and batch, instead of an objective, for steps and evaluations. It returns the mean
+            over the samples of the batch; see `Session.step`.
         terms: names of the parts of a loss, where a function returns a mapping.
         keys: as in `train`.
 
@@ -207,7 +207,7 @@ def generate(
         temperature: divides the scores; 0 chooses the most likely token.
         top_k: draw only from the k most likely tokens; None: from all.
         top_p: draw only from the most likely tokens that have this probability together; None: from all.
-        seed: of the random numbers; a text does not depend on the other prompts.
+        seed: seed of the random numbers; a text does not depend on the other prompts.
         checkpoint: which checkpoint of the run.
         packages: your own packages that the classes of model and data may come from.
 

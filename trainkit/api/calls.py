@@ -32,7 +32,7 @@ def composed(
     *,
     write_source: bool,
 ) -> tuple[Composition, Given]:
-    """Return the composition of a call, and what it was given as objects.
+    """Return the composition of a call, and the objects that it was given.
 
     Args:
         run: arguments, a composition, or a config made by hand.
@@ -58,7 +58,7 @@ def composed(
         run = Composition(values=run.to_dict(), overrides=("recipe=null",))
     if isinstance(run, Composition):
         if arguments:
-            rule = "is given beside a whole config. Give it to trainkit.compose."
+            rule = "is given together with a whole config. Give it to trainkit.compose."
             raise ConfigError([Problem(key=key_of(argument), rule=rule) for argument in arguments])
         composition = run
     else:
@@ -85,7 +85,7 @@ def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -
 
 
 def _given_groups(composition: Composition) -> dict[str, Any]:
-    """Return the groups of parameters that arguments set; those of the replaced choice fit its own keys alone."""
+    """Return the groups of parameters that arguments set; groups of the replaced choice fit only that choice."""
     keys = [key for line in composition.overrides if (key := key_of(line)).startswith(_GROUPS)]
     groups = composition.values["optimizer"].get("groups") or {}
     names = {path_of(key)[2] for key in keys if key != _GROUPS}
@@ -135,7 +135,7 @@ def _beside(given: Given, overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _odd_values(keys: Mapping[str, Any], path: str = "") -> Iterator[Problem]:
-    """Yield the problems of values that no text of a command line stands for."""
+    """Yield the problems of values that the command line cannot express."""
     for key, value in keys.items():
         if isinstance(value, Mapping):
             yield from _odd_values(value, f"{path}{key}.")

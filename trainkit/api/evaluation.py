@@ -1,4 +1,4 @@
-"""Evaluate a trained model, and write what was found into a folder of its own."""
+"""Evaluate a trained model, and write the results into a folder of its own."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ VERSION: Final = 1
 """Version of evaluation.json."""
 FOLDER: Final = "evaluations"
 _DRAFT: Final = ".new_"
-"""Begin of the name of a folder that is being written."""
+"""Prefix of the name of a folder that is being written."""
 _LOCK: Final = ".lock"
 _STALE_S: Final = 60.0
-"""Seconds after which a draft without a lock is one of a killed process."""
+"""Age in seconds after which a draft without a lock is treated as left by a killed process."""
 _LONGEST: Final = 2_000
-"""Characters of a text in the report."""
+"""Largest number of characters of a text in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def evaluate(
 def _draft(root: Path) -> Iterator[Path]:
     """Give a new folder for an evaluation; deleted if it is still there at the end of the block.
 
-    Drafts of evaluations that were killed are deleted before.
+    Drafts that killed evaluations have left are deleted first.
     """
     root.mkdir(exist_ok=True)
     for left in root.glob(f"{_DRAFT}*"):
@@ -159,7 +159,7 @@ def _write(folder: Path, job: Job, content: Mapping[str, Any]) -> None:
 
 
 def _worst_samples(job: Job, content: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """Return the inputs of the samples with the highest loss, by their places."""
+    """Return the inputs of the samples with the highest loss, by their indices."""
     table = content["tables"].get(f"{job.request.split}/{WORST}")
     places = [int(row[0]) for row in table["rows"]] if table else []
     return list(zip(places, inputs_at(job.dataset, places, getattr(job.parts.objective, "input", None)), strict=True))

@@ -35,7 +35,7 @@ from trainkit.objectives.base import Objective
 
 @dataclass(kw_only=True)
 class Given:
-    """What a call of `trainkit.train` gave as Python objects, as nodes of a config."""
+    """The Python objects of a call of `trainkit.train`, as nodes of a config."""
 
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Group -> node."""
@@ -48,11 +48,11 @@ class Given:
     instances: list[str] = field(default_factory=list)
     """Groups given as instances."""
     source: str | None = None
-    """The source of the classes of `unnamed`, once it was asked for."""
+    """The source of the classes of `unnamed`, once requested."""
     module: ModuleType = field(default_factory=lambda: ModuleType(IN_PROCESS))
-    """What holds the objects in this process."""
+    """Module that holds the objects in this process."""
     written: ModuleType | None = None
-    """What the source defines, in this process."""
+    """Module that the written source defines, in this process."""
 
     @property
     def in_process(self) -> bool:
@@ -60,7 +60,7 @@ class Given:
         return bool(self.instances or self.unnamed)
 
     def add(self, group: str, value: object) -> list[Problem]:
-        """Add what was given for a group.
+        """Add the value that was given for a group.
 
         Args:
             group: model, data, objective or optimizer.
@@ -108,7 +108,7 @@ class Given:
 
     @contextmanager
     def kept_in(self, folder: Path) -> Iterator[None]:
-        """Write the source below a run's folder, where the processes that start meanwhile import it."""
+        """Write the source below a run's folder, so that processes started within the block can import it."""
         if self.source is None or self.written is None:
             yield
             return
@@ -309,7 +309,7 @@ def _split(splits: Mapping[str, Any], split: str) -> Any:
 
 
 def _data_target(make: Callable[..., Any], splits: Sequence[str] | Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a target for the group data, with the signature and the splits of what it stands for."""
+    """Return a target for the group data, with the signature and the splits of `make`."""
     takes_split = "split" in signature_of(make).keys
 
     def with_split(split: str) -> Any:

@@ -124,9 +124,9 @@ class Session:
     def batches(self) -> Iterator[list[Any]]:
         """Yield, for each step, the batches of the shards that this rank computes, on its device.
 
-        The loop ends after the last step, and when the run is asked to stop. Each round makes one step; after an
-        overflow of `update`, the next round has the same step. In a short last batch of an epoch, a rank may have no
-        shard, and must make the step with the others all the same.
+        The loop ends after the last step, and when the run is asked to stop. Each iteration is one step; after an
+        overflow in `update`, the next iteration repeats the step. In a short last batch of an epoch, a rank may have no
+        shard; it must still call the step, which is collective.
         """
         return self._opened.batches()
 
@@ -139,7 +139,8 @@ class Session:
                 It may run more than once a shard. None: the loss of the objective.
 
         Returns:
-            The mean loss of this rank, () on its device; None if it had no shard. Nothing waits for it.
+            The mean loss of this rank, () on its device; None if it had no shard. The call does not wait for the
+            device.
 
         Raises:
             ConfigError: the strategy refuses a loss of the loop.
@@ -156,14 +157,14 @@ class Session:
         return self._opened.forward_backward(loss_fn)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Return copies of the mean gradients of the step, by parameter; parts of them where a rank has parts."""
+        """Return copies of the mean gradients of the step, by parameter; for sharded parameters, those of this rank."""
         return self._opened.gradients()
 
     def update(self) -> bool:
         """Clip, and update the parameters by the gradients; collective.
 
         Returns:
-            False if gradients overflowed (fp16): only the loss scale changed, and the step comes again.
+            False if gradients overflowed (fp16): only the loss scale changed, and the step is repeated.
         """
         return self._opened.update()
 
@@ -171,7 +172,7 @@ class Session:
         """Evaluate the validation splits with the objective; a new best model is saved. Collective.
 
         Returns:
-            The metrics, `val/loss` ...; those of the last evaluation if there was no step since.
+            The metrics, `val/loss` ...; the previous ones if there was no step since then.
         """
         return self._opened.evaluate()
 
@@ -182,7 +183,8 @@ class Session:
     def log(self, figures: Mapping[str, float | Tensor] | None = None, /, **more: float | Tensor) -> None:
         """Add figures to the next row of metrics, for metrics.jsonl and every callback that takes rows.
 
-        The newest figure of each name counts, and of several ranks that of rank 0. Nothing waits for a tensor.
+        The newest figure of each name counts, and of several ranks that of rank 0. The call does not wait for the
+        device.
         """
         self._opened.task.logged.add({**(figures or {}), **more})
 
@@ -236,7 +238,7 @@ class Session:
         return str(found or str(self._composition.cfg.strategy[TARGET]).rpartition(".")[2])
 
     def _refuse_here(self) -> None:
-        """Refuse what no plan is needed to see: it comes before anything is started, or met."""
+        """Refuse problems that need no plan, before any process starts or connects."""
         composition, launch = self._composition, self._launch
         if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
             raise ConfigError(problems)
@@ -247,7 +249,7 @@ class Session:
             )
 
     def _check(self, start: ResumePoint, plan: RunPlan) -> None:
-        """Refuse a plan whose tasks are not this process, or not all loops."""
+        """Refuse a plan with tasks other than this process, or with tasks that run no loop."""
         del start
         count, launch = len(plan.tasks), self._launch
         if plan.backend is not None:
@@ -280,7 +282,7 @@ def make_session(
     """Return a session that is not open yet; arguments as in `trainkit.session`."""
     if loss is not None:
         if objects["objective"] is not None:
-            raise ConfigError([Problem(key="objective", rule="is given beside loss. Give one of the two.")])
+            raise ConfigError([Problem(key="objective", rule="is given together with loss. Give one of the two.")])
         objects = {**objects, "objective": FunctionLoss(loss, terms)}
     composition, given = composed(run, objects, keys, write_source=False)
     problems = [

@@ -46,7 +46,7 @@ from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.process_group import LocalCollective
 
 _RECORD: Final = "prediction.json"
-"""What the parts in a folder are of."""
+"""File that describes the prediction whose parts a folder holds."""
 _MAX_MANIFEST: Final = 64 << 20
 _BLOCK: Final = 1 << 20
 _NO_SPACE: Final = "Free space there, or name a file on another file system: --out."
@@ -58,10 +58,10 @@ class Predicted:
 
     files: tuple[Path, ...]
     status: str
-    """`finished`, or why it was stopped."""
+    """`finished`, or the reason why it stopped."""
     num_rows: int
     num_done: int
-    """Rows that are computed; a start with the same command continues."""
+    """Number of computed rows; the same command continues after them."""
     num_nonfinite: int = 0
     """Rows of the file that hold NaN or infinity."""
 
@@ -136,7 +136,7 @@ def _num_nonfinite(rows: NDArray[Any]) -> int:
 
 
 def _computed(job: Job, parts: Parts, todo: Sequence[int], *, log: Callable[[str], None]) -> str:
-    """Compute chunks, and return the status; after an error before the first complete chunk, nothing is left."""
+    """Compute chunks, and return the status; after an error before the first complete chunk, remove the folder."""
     processes = parts.folder / "processes"
     shutil.rmtree(processes, ignore_errors=True)
     processes.mkdir()
@@ -270,7 +270,7 @@ def predict(
         outputs: logits, probabilities, classes, or embedding:LAYER.
         batch_size: samples per forward pass.
         device: where to compute; None: where the model is, and the first GPU for a path.
-        checkpoint: which checkpoint of a run folder.
+        checkpoint: the checkpoint of a run folder to load.
         packages: your own packages that the classes of a path may come from.
 
     Returns:

@@ -63,7 +63,7 @@ class _Collector:
         self._seen: set[str] = set()
 
     def add(self, key: str, item: Definition) -> None:
-        """Add a class or function, and first what its source names."""
+        """Add a class or function, and, before it, the definitions that its source names."""
         name = item.__name__
         if name in self._seen:
             return
@@ -123,5 +123,5 @@ def _functions_of(item: Definition) -> Iterator[FunctionType]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield each name that the source reads, in its order."""
+    """Yield each name that the source reads, in source order."""
     yield from dict.fromkeys(one.id for one in ast.walk(node) if isinstance(one, ast.Name))

@@ -21,7 +21,7 @@ from trainkit.models.sampling import Sampling
 from trainkit.run.folder.model_file import load_model
 
 OnText = Callable[[int, str], None]
-"""Receives the index of a prompt, and the next piece of its text."""
+"""Callback that receives the index of a prompt and the next piece of its text."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Writer:
 
     model: nn.Module
     data: Any
-    """Its dataset, with `encode(text) -> tokens` and `decode(tokens) -> text`."""
+    """The dataset, with `encode(text) -> tokens` and `decode(tokens) -> text`."""
 
     @classmethod
     def of(cls, run: Path, *, checkpoint: Literal["best", "last"], packages: Sequence[str]) -> Writer:
@@ -113,7 +113,7 @@ class Writer:
 
 
 class _GrowingText:
-    """The text of a growing sequence of tokens, decoded where it is asked for."""
+    """The text of a growing sequence of tokens, decoded on demand."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
         self._decode, self._tokens = decode, list(prompt)
@@ -125,7 +125,7 @@ class _GrowingText:
         self._tokens.append(token)
 
     def next_piece(self, *, ended: bool = False) -> str:
-        """Return what is new in the text; empty while its last character is incomplete, unless the text has ended."""
+        """Return the new piece of the text; empty while its last character is incomplete, unless the text has ended."""
         text = self._decode(self._tokens)[self._start :]
         if text.endswith("\ufffd") and not ended:
             return ""

@@ -1,4 +1,4 @@
-"""Find a trained model and compose the config of a job on it: its own values, with changes of the command line."""
+"""Find a trained model and compose the config of a job on it: its own values, with changes from the command line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from trainkit.trainer.manifest import read_manifest
 Which = Literal["best", "last"]
 
 _MODELS: Final = ("config.yaml", "model.yaml")
-"""Files that describe a written model."""
+"""Files that describe an exported model."""
 _WEIGHTS: Final = "model.safetensors"
 _OWN: Final[Mapping[Verb, str]] = {"evaluate": "eval.batch_size", "predict": "predict"}
-"""The keys that only one of the verbs has a use for."""
+"""Keys that only one of the verbs uses."""
 _KEYS: Final = ("data", "objective", "strategy", "precision", "loader", "compile", "cv", "supervisor")
 """The groups and sections that have an effect on a job."""
 
@@ -39,14 +39,14 @@ class Trained:
     """A trained model that the user named."""
 
     folder: Path
-    """Where an evaluation is written: the run, or the folder of a written model that is in none."""
+    """Folder for evaluations: the run, or the folder of an exported model outside of a run."""
     source: Source
     run: Path | None
     """The run whose data and objective the job has by default; None: the command names them."""
     label: str
-    """Name of the weights: `last`, `best`, that of the checkpoint, or the place of the written model in its run."""
+    """Name of the weights: `last`, `best`, the name of the checkpoint, or the path of the exported model in its run."""
     step: int | None = None
-    """Updates of the weights, where they are those of a checkpoint."""
+    """Updates of the weights, if they come from a checkpoint."""
 
 
 def find_trained(path: Path, which: Which) -> Trained:

@@ -1,1 +1,1 @@
-"""The verbs of the command line, `trainkit VERB`, one file each."""
+"""The verbs of the command line, `trainkit VERB`, one module each."""

@@ -36,7 +36,7 @@ EVERY: Final = (
     "tensor_parallel strategy.degree=2",
     "tpu",
 )
-OTHER: Final = "this strategy is another training than that of one_device"
+OTHER: Final = "this strategy is a different training from that of one_device"
 
 
 def main(name: str, *, every: bool) -> None:

@@ -1,1 +1,1 @@
-"""Commands that start nothing: they show what would run and what has run."""
+"""Verbs that start no training: they show planned and past runs."""

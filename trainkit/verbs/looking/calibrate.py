@@ -25,7 +25,7 @@ def run(call: Call) -> int:
     begun = time.perf_counter()
     machine, found = calibrate(_print)
     path = write(machine, found)
-    _print(f"{machine.name}: written to {path} after {time.perf_counter() - begun:.0f} s; hardware=this takes it")
+    _print(f"{machine.name}: written to {path} after {time.perf_counter() - begun:.0f} s; hardware=this uses it")
     return 0
 
 

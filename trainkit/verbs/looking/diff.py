@@ -1,4 +1,4 @@
-"""`trainkit diff A B`: the differences of two runs, first the differences that can change the result."""
+"""`trainkit diff A B`: print the differences of two runs, first those that can change the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 
 
 def run(call: Call) -> int:
-    """Print the differences; 1 where one can change the result."""
+    """Print the differences; return 1 if one can change the result."""
     from trainkit.config.identity import difference  # noqa: PLC0415 - imports the targets
 
     call.check_arity(arguments=2, overrides=False)

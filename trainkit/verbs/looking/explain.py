@@ -1,4 +1,4 @@
-"""`trainkit explain KEY OVERRIDES`: a key's value, where it was set, its type, unit, default, meaning and effect.
+"""`trainkit explain KEY OVERRIDES`: print a key's value, its origin, type, unit, default, meaning and effect.
 
 `trainkit explain errors.SECTION`: cause and remedy of a kind of error.
 """
@@ -22,9 +22,9 @@ USAGE: Final = "KEY OVERRIDES, or errors.SECTION"
 FLAGS: Final[Mapping[str, Flag]] = {"json": JSON_FLAG}
 _MEANINGS: Final = {
     Tag.maths: "maths: changes the result",
-    Tag.placement: "placement: where it runs; the result stays, to rounding",
-    Tag.speed: "speed: how fast it runs; the result stays",
-    Tag.cosmetic: "cosmetic: what is shown or kept; the result stays",
+    Tag.placement: "placement: where it runs; the result is the same, up to rounding",
+    Tag.speed: "speed: how fast it runs; the result is the same",
+    Tag.cosmetic: "cosmetic: output and stored files; the result is the same",
 }
 
 
@@ -61,7 +61,7 @@ def _explain_errors(call: Call) -> int:
 
 
 def _composed(call: Call) -> Composition:
-    """Compose and check; a key without a value is no problem here, since it may be the key to explain.
+    """Compose and check; a key without a value is not an error here, since it may be the key to explain.
 
     Raises:
         ConfigError: every other problem.
@@ -78,7 +78,7 @@ def _composed(call: Call) -> Composition:
 
 
 def explanation(composition: Composition, key: str) -> Explanation:
-    """Return what is known of a key, and of every key below it.
+    """Return the explanation of a key, and of every key below it.
 
     Raises:
         ConfigError: there is no such key, or the composition has problems.

@@ -1,4 +1,4 @@
-"""`trainkit ls [GROUP [CHOICE] | RUNS]`: the available choices and the keys of each, or the runs of a folder."""
+"""`trainkit ls [GROUP [CHOICE] | RUNS]`: list the choices and the keys of each, or the runs of a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 USAGE: Final = "[GROUP [CHOICE] | RUNS] | --model OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "model": Flag(help="the layers of the model: what each returns, parameters, FLOPs; takes key=value"),
+    "model": Flag(help="the layers of the model: output, parameters, FLOPs of each; takes key=value"),
     "json": JSON_FLAG,
 }
 
@@ -96,13 +96,15 @@ def _add(found: dict[str, dict[str, Document]], group: str, name: str, file: Pat
     try:
         choices[name] = read_document(file)
     except ConfigError as error:
-        # One broken file must not keep the others from being listed.
+        # List the others despite one broken file.
         sys.stderr.write(f"{error.problems[0]}\n")
 
 
 def _print_groups(groups: Mapping[str, Mapping[str, Document]]) -> None:
     _print_table([(group, ", ".join(choices)) for group, choices in groups.items()])
-    sys.stdout.write("\nChoose with group=choice. `trainkit ls GROUP` says what each is, `ls GROUP CHOICE` its keys.\n")
+    sys.stdout.write(
+        "\nChoose with group=choice. `trainkit ls GROUP` describes each, `ls GROUP CHOICE` lists its keys.\n"
+    )
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""`trainkit plan OVERRIDES`: the whole run on one screen, before a process is started or a device is used."""
+"""`trainkit plan OVERRIDES`: print the whole run on one screen, without starting a process or using a device."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ USAGE: Final = "OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
     "world": Flag(help="plan for a host with this many GPUs", value="N"),
     "hosts": Flag(help="plan for this many hosts, with --gpus-per-host", value="N"),
-    "gpus-per-host": Flag(help="GPUs of each of --hosts, with a task each", value="N"),
+    "gpus-per-host": Flag(help="GPUs per host of --hosts, with one task per GPU", value="N"),
     **DATA_FLAGS,
     "fail-if-too-big": Flag(help="end with exit code 2 if the run does not fit into the memory of hardware=..."),
     "rate-png": Flag(help="draw the learning rate into this PNG", value="FILE"),
     "json": JSON_FLAG,
 }
 VERSION: Final = 1
-"""The version of what `--json` prints; a larger number has other keys or meanings."""
+"""Version of the output of `--json`; a new version has other keys or meanings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The flags of a call that say what to plan for."""
+    """The flags of a call about the planned hosts."""
 
     num_gpus: int | None
     """GPUs of a host; None: those of this host."""
@@ -54,7 +54,7 @@ class _Asked:
         """Return the flags of a call.
 
         Raises:
-            ConfigError: a number is none, or flags exclude or need each other.
+            ConfigError: an invalid number, or flags that exclude or need each other.
         """
         world = number_flag(call, "world", "GPUs", low=0, high=MOST_PROCESSES)
         hosts = number_flag(call, "hosts", "hosts", low=1, high=MOST_PROCESSES)
@@ -64,7 +64,7 @@ class _Asked:
             given, other = ("--hosts", "--gpus-per-host") if each is None else ("--gpus-per-host", "--hosts")
             rules[given] = f"needs {other}, too."
         elif hosts is not None and world is not None:
-            rules["--world"] = "plans for one host. Leave it out beside --hosts."
+            rules["--world"] = "plans for one host. Leave it out with --hosts."
         elif hosts is not None and each is not None and hosts * each > MOST_PROCESSES:
             rules["--hosts"] = f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer."
         if rules:
@@ -75,7 +75,7 @@ class _Asked:
         )
 
     def launch(self) -> LaunchEnvironment | None:
-        """Return the launch of `--hosts`, which nothing has started; None without it."""
+        """Return the hypothetical launch of `--hosts`; None without it."""
         from trainkit.run.estimates.where import imagined_launch  # noqa: PLC0415 - imports torch
 
         if self.num_hosts is None or self.num_gpus is None:
@@ -85,7 +85,7 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A plan, and what follows from it."""
+    """A plan, with the results computed from it."""
 
     plan: RunPlan
     knows_length: bool
@@ -94,24 +94,24 @@ class _Planned:
     parts: Sequence[StagePart]
     """The parts of a replica that spans several devices."""
     verdict: Verdict | None
-    """Whether it fits; None without `hardware`."""
+    """Whether the run fits; None without `hardware`."""
     remedies: Sequence[Remedy]
-    """What makes it fit, if it does not."""
+    """Changes that make it fit, if it does not."""
     notes: Sequence[str]
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the training; None if they depend on a length that is not known."""
+        """Steps of the training; None if they depend on an unknown length of the data."""
         return self.plan.num_steps if self.knows_length or self.plan.cfg.steps is not None else None
 
 
 def run(call: Call) -> int:
-    """Print the plan; the exit code is 2 where there are problems, as for every verb."""
+    """Print the plan; return 2 if there are problems, like every verb."""
     call.check_arity()
     asked = _Asked.of(call)
     composition = call.compose(may_lack=None if "open-data" in call.flags else "data")
     if "fail-if-too-big" in call.flags and not composition.cfg.hardware:
-        rule = "has nothing to compare with. Name the hardware: hardware=this, hardware=h100_sxm."
+        rule = "needs the memory of a device. Name the hardware: hardware=this, hardware=h100_sxm."
         raise ConfigError([Problem(key="--fail-if-too-big", rule=rule, origin="command line")])
     found = _planned(call, composition, asked)
     if "rate-png" in call.flags:
@@ -128,7 +128,7 @@ def _draw(found: _Planned, name: str) -> None:
     """Draw the learning rate of every step."""
     rule = None if name.endswith(".png") else "must end in .png."
     if found.num_steps is None:
-        rule = "needs the number of steps, and the length of the data is not known: --num-samples N."
+        rule = "needs the number of steps, and the length of the data is unknown: give --num-samples N."
     rule = rule or draw_rates(Path(name).expanduser(), _rates(found.plan), title=found.plan.cfg.name)
     if rule:
         raise ConfigError([Problem(key="--rate-png", value=name, rule=rule, origin="command line")])
@@ -196,12 +196,12 @@ def _show(found: _Planned) -> None:
     if found.parts:
         print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, found.parts))
     if found.remedies:
-        head = "to make it fit" if found.remedies[0].fits else "no change is enough; the closest"
+        head = "to make it fit" if found.remedies[0].fits else "no change suffices; the closest"
         print_rows((head, "needs", "price"), map(_remedy, found.remedies))
 
 
 def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
-    """Return the rows without what follows from the length of the data."""
+    """Return the rows without those that depend on the length of the data."""
     curves = {f"rate {name}".strip() for name in _rates(found.plan)} | {"rate curve"}
     unknown = {"samples", "last batch", *(() if found.plan.cfg.warmup.epochs is None else ("warmup", *curves))}
     if found.num_steps is None:
@@ -215,7 +215,7 @@ def _remedy(one: Remedy) -> tuple[str, ...]:
 
 
 def _document(found: _Planned) -> dict[str, object]:
-    """Return what `--json` prints; what is not known is null."""
+    """Return the output of `--json`; unknown values are null."""
     from trainkit.config.identity import fingerprint  # noqa: PLC0415 - not for --help
     from trainkit.run.estimates.where import ideal_bubble_of  # noqa: PLC0415 - imports torch
 

@@ -1,4 +1,4 @@
-"""`trainkit report RUN ...`: the page of a run, of several beside each other, or of a sweep, for a browser."""
+"""`trainkit report RUN ...`: write the page of one run, of several runs, or of a sweep, for a browser."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _out(call: Call) -> Path | None:
     """Return the file of `--out`.
 
     Raises:
-        ConfigError: its folder does not exist, or it is one.
+        ConfigError: its folder does not exist, or the path is a folder.
     """
     if "out" not in call.flags:
         return None
     path = Path(call.flags["out"]).expanduser()
     if path.is_dir() or not path.parent.is_dir():
-        raise refusal(f"--out {path}", "must be a file in a folder that exists.")
+        raise refusal(f"--out {path}", "must be a file in an existing folder.")
     return path
 
 

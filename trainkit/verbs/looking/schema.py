@@ -1,4 +1,4 @@
-"""`trainkit schema NAME`: the JSON schema of the config, of a JSON output, or of a JSON file of a run."""
+"""`trainkit schema NAME`: print the JSON schema of the config, of a JSON output, or of a JSON file of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainkit.verbs.support.call import Call, Flag
 USAGE: Final = "[config | NAME]"
 FLAGS: Final[Mapping[str, Flag]] = {}
 _CONFIG: Final = "config"
-_ABOUT: Final = "your YAML files: an editor completes and checks them with it"
+_ABOUT: Final = "your YAML files: an editor uses it to complete and check them"
 
 
 def run(call: Call) -> int:
-    """Print a schema, or without a name the list of them."""
+    """Print a schema, or without a name the list of all schemas."""
     call.check_arity(arguments=min(len(call.arguments), 1), overrides=False)
     names = {_CONFIG: _ABOUT, **{name: document.about for name, document in DOCUMENTS.items()}}
     if not call.arguments:
@@ -44,7 +44,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
     Example:
         >>> schema_of("diff")["properties"]["can_change_result"]
-        {'type': 'integer', 'description': 'How many of them can change the result.'}
+        {'type': 'integer', 'description': 'Number of differences that can change the result.'}
     """
     from trainkit.config.described.json_types import document_schema  # noqa: PLC0415 - to print one only
 

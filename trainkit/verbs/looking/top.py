@@ -1,4 +1,6 @@
-"""`trainkit top DIR [--k N]`: the best runs of a sweep, or of any folder; `--then` trains the best config again."""
+"""`trainkit top DIR [--k N]`: list the best runs of a sweep, or of any folder; `--then` trains the best config
+again.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 
 USAGE: Final = "DIR [--then OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "k": Flag(help="how many; all without it", value="N"),
-    "metric": Flag(help="what to go by; eval.metric of the runs without it", value="NAME"),
-    "mode": Flag(help="which end of it is better: min or max", value="MODE"),
-    "then": Flag(help="train the best one's config anew, with the key=value given: --then strategy=mirrored"),
+    "k": Flag(help="number of runs; all without it", value="N"),
+    "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
+    "mode": Flag(help="the better end of it: min or max", value="MODE"),
+    "then": Flag(help="train the config of the best run again, with the given key=value: --then strategy=mirrored"),
     "json": JSON_FLAG,
 }
 
@@ -35,9 +37,9 @@ def run(call: Call) -> int:
     call.check_arity(arguments=1, overrides="then" in call.flags)
     board, count = ranked(call)
     if "then" in call.flags and count not in (None, 1):
-        raise refusal(f"--k {count}", "--then trains the best one. Use --k 1.")
+        raise refusal(f"--k {count}", "--then trains the best run. Use --k 1.")
     if "then" in call.flags and "json" in call.flags:
-        raise refusal("--json", "prints the leaderboard alone. Without --then.")
+        raise refusal("--json", "prints only the leaderboard. Leave out --then.")
     shown = board if count is None else board.top(count)
     if "json" in call.flags:
         print_json(_ranking(shown, len(board.entries)))
@@ -51,7 +53,7 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     """Return the runs below the folder of a call, best first, and the number of runs to show.
 
     Raises:
-        ConfigError: no folder, no run in it, or flags that make no sense.
+        ConfigError: no folder, no run in it, or invalid flags.
     """
     from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - nothing is read to refuse a flag
 
@@ -61,10 +63,10 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
         raise refusal(str(folder), "is not a folder. Give the folder of a sweep, or one that contains runs.")
     board = collect(folder, goal)
     if not board.entries:
-        raise refusal(str(folder), "holds no run: no result.json below it.")
+        raise refusal(str(folder), "contains no run: it has no result.json below it.")
     if goal is not None and all(board.value(entry) is None for entry in board.entries):
         known = sorted({name for entry in board.entries for name in entry.metrics})
-        raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known) or 'none'}.")
+        raise refusal(f"--metric {goal.metric}", f"no run has this metric. There are: {', '.join(known) or 'none'}.")
     return board, count
 
 
@@ -112,7 +114,7 @@ def _train_anew(board: Leaderboard, call: Call) -> int:
 
     best = board.entries[0]
     if board.value(best) is None:
-        raise refusal("--then", f"no run has {board.goal.metric}: there is no best one.")
+        raise refusal("--then", f"no run has {board.goal.metric}: there is no best run.")
     composition = compose_anew(best.folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
     problems = check_names(composition)
     if problems:

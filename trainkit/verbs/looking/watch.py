@@ -1,4 +1,6 @@
-"""`trainkit watch [DIR]`: all runs below a folder, live, in the terminal; `--serve` in a browser of this machine."""
+"""`trainkit watch [DIR]`: show all runs below a folder live in the terminal; with `--serve`, in a browser of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from trainkit.watching.screen import lines_of, show
 USAGE: Final = "[DIR]"
 FLAGS: Final[Mapping[str, Flag]] = {
     "serve": Flag(help="show the runs in a browser of this machine, at an address with a token"),
-    "port": Flag(help="with --serve: the port on 127.0.0.1; a free one without", value="N"),
+    "port": Flag(help="with --serve: the port on 127.0.0.1; a free one without it", value="N"),
     "json": JSON_FLAG,
 }
 
 
 def run(call: Call) -> int:
-    """Show the runs until Ctrl-C; where standard output is piped, print them once. Imports no torch."""
+    """Show the runs until Ctrl-C; if standard output is piped, print them once. Imports no torch."""
     call.check_arity(arguments=min(len(call.arguments), 1), overrides=False)
     root = Path(call.arguments[0] if call.arguments else "outputs").expanduser()
     port = _port(call.flags)
@@ -66,7 +68,7 @@ def _port(flags: Mapping[str, str]) -> int:
     if text is not None and "serve" not in flags:
         problems.append(Problem(key="--port", rule="has no effect without --serve."))
     if "serve" in flags and "json" in flags:
-        problems.append(Problem(key="--json", rule="prints the runs once. Without --serve."))
+        problems.append(Problem(key="--json", rule="prints the runs once. Leave out --serve."))
     if problems:
         raise ConfigError(problems)
     return port or 0

@@ -1,1 +1,1 @@
-"""Verbs that measure trainings, and predict what others would take."""
+"""Verbs that measure trainings, and predict the time and memory of others."""

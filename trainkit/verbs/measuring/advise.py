@@ -1,4 +1,4 @@
-"""`trainkit advise OVERRIDES --devices 8 --hardware h100_sxm`: the best legal way to train, by its plan."""
+"""`trainkit advise OVERRIDES --devices 8 --hardware h100_sxm`: find the best valid way to train, by its plan."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 USAGE: Final = "[OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "devices": Flag(help="the most devices to use; those of this machine without", value="N"),
-    "hardware": Flag(help="a choice of the group hardware; this without", value="CHOICE"),
-    "for": Flag(help="time, the shortest step; cost, the fewest device seconds; memory; time without", value="GOAL"),
+    "devices": Flag(help="the largest number of devices to use; those of this machine without it", value="N"),
+    "hardware": Flag(help="a choice of the group hardware; this without it", value="CHOICE"),
+    "for": Flag(help="time, the shortest step; cost, the fewest device seconds; memory; time without it", value="GOAL"),
     **DATA_FLAGS,
     "json": JSON_FLAG,
 }
 _LONGEST: Final = 110
-"""Characters of a reason in the table; `--json` has all."""
+"""Largest number of characters of a reason in the table; `--json` has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class _Request:
 
     devices: int | None
     hardware: tuple[str, ...]
-    """The override that names the hardware; empty where the config does."""
+    """The override that names the hardware; empty if the config names it."""
     goal: Goal
 
 
 def run(call: Call) -> int:
-    """Print the advice; the exit code is 2 where no way can be chosen."""
+    """Print the advice; return 2 if no way can be chosen."""
     request = _checked(call)
     from trainkit.advising.advice import advise, try_family  # noqa: PLC0415 - not for --help
     from trainkit.advising.planner import Planner  # noqa: PLC0415 - imports torch
@@ -78,7 +78,7 @@ def run(call: Call) -> int:
     for family in families:
         found += try_family(family, attempt, request.goal)
     _progress("")
-    if all(one.figures is None for one in found):  # the config is at fault
+    if all(one.figures is None for one in found):  # the config is invalid
         planner.figures(families[0][0].overrides)
     advice = advise(found, request.goal)
     if "json" in call.flags:
@@ -110,7 +110,7 @@ def _checked(call: Call) -> _Request:
         problems.append(Problem(key="--for", value=flags["for"], rule=rule, origin=COMMAND_LINE))
     chosen = [word for word in call.overrides if word.startswith("hardware=")]
     if chosen and "hardware" in flags:
-        rule = "is given beside --hardware. Give one of the two."
+        rule = "is given together with --hardware. Give one of the two."
         problems.append(Problem(key=chosen[0], rule=rule, origin=COMMAND_LINE))
     if problems or goal is None:
         raise ConfigError(problems)
@@ -126,7 +126,7 @@ def _hardware_of(composition: Composition) -> Hardware:
     except ConfigError as error:
         raise composition.with_origins(error) from error
     if found is None:
-        rule = "names no hardware to plan for. Name it: --hardware this, --hardware h100_sxm."
+        rule = "needs the hardware to plan for. Name it: --hardware this, --hardware h100_sxm."
         raise ConfigError([Problem(key="hardware", value="none", rule=rule, origin=COMMAND_LINE)])
     return found
 
@@ -139,19 +139,21 @@ def _data_of(call: Call, composition: Composition) -> DeclaredData | None:
 
 
 def _devices_here(hardware: Hardware) -> int:
-    """Return the GPUs of this machine; without any its cores, if the hardware is a host without a GPU."""
+    """Return the number of GPUs of this machine; without GPUs that of its cores, if the hardware is a host without
+    GPUs.
+    """
     return count_gpus() or (num_cores() if hardware.whole_host else 1)
 
 
 def _progress(text: str) -> None:
-    """Replace the line of progress, on a terminal."""
+    """Replace the progress line, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
 
 
 def _command(call: Call, request: _Request, tried: Tried, planner: Planner, verb: str) -> str:
-    """Return the command that plans a way, or with an empty verb trains it."""
+    """Return the command that plans a way, or that trains it for an empty verb."""
     words = [*map(redacted_argument, call.overrides), *tried.overrides]
     if verb == "plan":
         words += request.hardware
@@ -179,7 +181,7 @@ def _show(call: Call, request: _Request, advice: Advice, planner: Planner, name:
 
 
 def _shown(advice: Advice) -> list[Tried]:
-    """Return one way for each strategy and precision, the best or else the last one, and the runner-up."""
+    """Return one way per strategy and precision, the best or else the last one, and the second best way."""
     best = {_kind(one): one for one in reversed(advice.ranking)}
     others = {_kind(one): one for one in advice.others}
     runners_up = advice.ranking[:2]
@@ -193,7 +195,7 @@ def _kind(tried: Tried) -> tuple[str, str]:
 
 def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
     figures = tried.figures
-    way = " ".join(tried.overrides) or "as it is"
+    way = " ".join(tried.overrides) or "unchanged"
     reason = shorten(advice.reason(tried), _LONGEST, placeholder=" ...")
     if figures is None:
         return way, "", "", "", reason
@@ -202,7 +204,7 @@ def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
 
 
 def _document(call: Call, request: _Request, advice: Advice, planner: Planner) -> AdviceDocument:
-    """Return what `--json` prints."""
+    """Return the output of `--json`."""
     ranked = advice.ranking
     return {
         "version": 1,

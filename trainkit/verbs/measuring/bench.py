@@ -1,4 +1,4 @@
-"""`trainkit bench strategy=a,b OVERRIDES`: the same training under several choices, measured in turns."""
+"""`trainkit bench strategy=a,b OVERRIDES`: measure the same training with several choices, in turns."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 USAGE: Final = "KEY=A,B[,C...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "rounds": Flag(help="turns of each choice; 3 without, 1 with --until", value="N"),
-    "steps": Flag(help="measured steps of a turn; without, as many as take two seconds", value="N"),
+    "rounds": Flag(help="turns of each choice; 3 without it, 1 with --until", value="N"),
+    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N"),
     "until": Flag(help="measure the time to a result instead: --until val/accuracy=0.9", value="METRIC=VALUE"),
-    "data": Flag(help="is the training bound by its loader or its model, and which loader.num_workers to use"),
+    "data": Flag(help="whether the loader or the model limits the training, and which loader.num_workers to use"),
     "json": JSON_FLAG,
-    "out": Flag(help="folder of the results; without, a new one below outputs/bench", value="FOLDER"),
+    "out": Flag(help="folder of the results; without it, a new one below outputs/bench", value="FOLDER"),
 }
 _MOST_ROUNDS: Final = 1_000
 _DRAWING_S: Final = 60.0
@@ -48,7 +48,7 @@ _print_line: Final = line_printer("bench")
 
 
 def run(call: Call) -> int:
-    """Measure and print; 0 where every choice was measured, 1 where one failed."""
+    """Measure and print; return 0 if every choice was measured, 1 if one failed."""
     call.check_arity()
     problems = [*_flag_problems(call), *launch_problems("bench", "measure every choice")]
     points = _points(call, problems)
@@ -75,7 +75,7 @@ def _measure(call: Call, points: Sequence[Composition]) -> int:
 
 
 def _measure_data(call: Call, point: Composition) -> int:
-    """Measure numbers of data loading processes, and print which to use."""
+    """Measure numbers of data loading processes, and print the one to use."""
     from trainkit.measuring.showing import data_lines, document  # noqa: PLC0415 - imports torch
     from trainkit.measuring.workers import FEWEST_STEPS, search_workers  # noqa: PLC0415 - the same
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
@@ -102,7 +102,7 @@ def _show(call: Call, folder: Path, content: Mapping[str, Any], lines: Iterable[
 
 
 def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:
-    """Compose the choices; None where that adds problems."""
+    """Compose the choices; None if that adds problems."""
     if "until" in call.flags:
         metric = call.flags["until"].partition("=")[0]
         call = replace(call, overrides=replacing(call.overrides, f"eval.metric={metric}"))
@@ -114,11 +114,11 @@ def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:
 
 
 def _distinct(points: Sequence[Composition]) -> list[Composition]:
-    """Return each choice once: a key that a choice does not have is dropped for it, which can make two choices one."""
+    """Return each choice once: a key that a choice does not have is dropped, which can make two choices equal."""
     counts = Counter(_labels(points))
     for label, count in counts.items():
         if count > 1 and len(counts) > 1:
-            _print_line(f"the lists make {label} {count} times; it is measured once")
+            _print_line(f"the lists contain {label} {count} times; it is measured once")
     return list({tuple(point.overrides): point for point in points}.values())
 
 
@@ -127,7 +127,7 @@ def _of_until(one: Problem) -> Problem:
 
 
 def _flag_problems(call: Call) -> Iterator[Problem]:
-    """Yield the problems of the flags alone."""
+    """Yield the problems of the flags."""
     for name, most in (("rounds", _MOST_ROUNDS), ("steps", 100_000)):
         text = call.flags.get(name)
         if text is not None and whole_number(text, low=1, high=most) is None:
@@ -137,7 +137,7 @@ def _flag_problems(call: Call) -> Iterator[Problem]:
         if _number(until) is None:
             yield problem_of("--until", "must be a metric and its value: --until val/accuracy=0.9.", until)
         if "steps" in call.flags:
-            yield problem_of("--steps", "has no effect with --until: a training takes the steps to its result.")
+            yield problem_of("--steps", "has no effect with --until: a training runs until its result.")
     if "data" in call.flags:
         for name in call.flags.keys() & {"steps", "until"}:
             yield problem_of(f"--{name}", "has no effect with --data.")
@@ -154,16 +154,16 @@ def _number(until: str) -> float | None:
 
 
 def _choice_problems(call: Call, points: Sequence[Composition]) -> Iterator[Problem]:
-    """Yield the problems of the choices together, and of each choice that cannot be measured."""
+    """Yield the problems of the choices together, and those of each choice that cannot be measured."""
     if "data" in call.flags:
         if len(points) > 1:
-            rule = f"measures one training, and the lists make {len(points)}. Give each key one value."
+            rule = f"measures one training, and the lists contain {len(points)}. Give each key one value."
             yield problem_of("--data", rule)
         if points[0].origin("loader.num_workers").level is Level.command_line:
-            rule = "has no effect with --data, which finds it. Leave it out."
+            rule = "has no effect with --data, which finds its value. Leave it out."
             yield points[0].problem("loader.num_workers", rule, value=points[0].values["loader"]["num_workers"])
     elif len(points) == 1:
-        rule = "compares choices, and no key has several. Give one a list: strategy=one_device,mirrored."
+        rule = "compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored."
         yield problem_of("bench", rule)
     for point in points:
         yield from _point_problems(call, point)
@@ -181,7 +181,7 @@ def _point_problems(call: Call, point: Composition) -> Iterator[Problem]:
 
 
 def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> list[Candidate]:
-    """Plan every choice; none has begun. `fewest` is the number of steps that each must have.
+    """Plan every choice before the first one starts. Each must have at least `fewest` steps.
 
     Raises:
         ConfigError: the problems of all plans.
@@ -200,7 +200,7 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
 
 
 def _with_workers(point: Composition) -> RunConfig:
-    """Return the config of a choice, with a number in the place of `loader.num_workers=auto`."""
+    """Return the config of a choice, with a number instead of `loader.num_workers=auto`."""
     from trainkit.measuring.workers import workers_of_plan  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - the same
     from trainkit.run.planning.workers import with_workers  # noqa: PLC0415 - the same
@@ -230,7 +230,7 @@ def _target(call: Call, points: Sequence[Composition]) -> Target | None:
 
 
 def _energy_notes(found: Sequence[Choice]) -> Iterator[str]:
-    """Yield why there is no figure of energy."""
+    """Yield the reason why energy is not measured."""
     if not any(one.joules_per_sample for one in found):
         on_gpu = any(turn.figures.get("device") == "cuda" for one in found for turn in one.turns)
         missing = "NVML reports none here: pip install nvidia-ml-py" if on_gpu else "no device here reports it"
@@ -246,7 +246,7 @@ def _write(folder: Path, content: Mapping[str, object]) -> None:
 
 
 def _draw(folder: Path, content: Mapping[str, Any]) -> str:
-    """Draw bench.png; return why there is none, or an empty text."""
+    """Draw bench.png; return the reason if it cannot be drawn, else an empty text."""
     from trainkit.report.drawing import Drawing, bench_request  # noqa: PLC0415 - not for --help
 
     choices = [one for one in content["choices"] if one["samples_per_s"] is not None]

@@ -1,4 +1,4 @@
-"""`trainkit find lr OVERRIDES`, `trainkit find micro_size OVERRIDES`: measure which value of a key to use."""
+"""`trainkit find lr OVERRIDES`, `trainkit find micro_size OVERRIDES`: find the value of a key by measurements."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from trainkit.run.planning.plan import RunPlan
 
 WORDS: Final = ("lr", "micro_size")
-"""The possible values of its argument, for completion."""
+"""Possible values of its argument, for completion."""
 USAGE: Final = f"{{{','.join(WORDS)}}} OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "min-lr": Flag(help="lr: the learning rate of the first step; 1e-7 without", value="RATE"),
-    "max-lr": Flag(help="lr: the largest learning rate; 10 without", value="RATE"),
+    "min-lr": Flag(help="lr: the learning rate of the first step; 1e-7 without it", value="RATE"),
+    "max-lr": Flag(help="lr: the largest learning rate; 10 without it", value="RATE"),
     "steps": Flag(
-        help="lr: steps from one to the other, 100 without; micro_size: measured steps of a turn, about two seconds "
-        "without",
+        help="lr: steps between them, 100 without it; micro_size: measured steps of a turn, about two seconds without "
+        "it",
         value="N",
     ),
-    "rounds": Flag(help="micro_size: turns of each size; 1 without", value="N"),
+    "rounds": Flag(help="micro_size: turns of each size; 1 without it", value="N"),
     "json": JSON_FLAG,
     "out": Flag(help="write the results into this new folder: a JSON file, and the curve of lr as PNG", value="FOLDER"),
 }
@@ -55,7 +55,7 @@ _print_line: Final = line_printer("find")
 
 
 def run(call: Call) -> int:
-    """Find and print; 0 where there is a value to suggest, else 1."""
+    """Find and print; return 0 if a value can be suggested, else 1."""
     what = " ".join(call.arguments)
     if what not in WORDS:
         rule = f"finds one of {', '.join(WORDS)}: trainkit find {WORDS[0]} OVERRIDES."
@@ -114,7 +114,7 @@ def _find_micro_size(call: Call, point: Composition) -> int:
 
 
 def _plan(point: Composition, problems_of: Any) -> RunPlan:
-    """Return the plan of a training that can be tried.
+    """Return the plan of a training that can be measured.
 
     Raises:
         ConfigError: its problems, those of its plan, or a batch that the data cannot fill.
@@ -133,49 +133,51 @@ def _plan(point: Composition, problems_of: Any) -> RunPlan:
 def _batch_problems(plan: RunPlan) -> Iterator[Problem]:
     size, count = plan.batch.global_size, plan.batch.num_samples
     if count < size:
-        rule = f"larger than the {count} training samples: no step has so many. Use {count} or less."
+        rule = f"larger than the {count} training samples: no step has that many. Use {count} or less."
         yield Problem(key="batch.global_size", value=size, rule=rule)
 
 
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
-    """Yield why the learning rate of a training cannot be found by a range test."""
+    """Yield the reasons why a range test cannot find the learning rate of a training."""
     from trainkit.strategies.capabilities import is_asynchronous  # noqa: PLC0415 - imports torch
 
     if plan.optimizers:
         names = ", ".join(one.name for one in plan.optimizers)
-        rule = f"has a learning rate for each of {names}, and the test moves one. Take bench --until for each."
+        rule = f"has a learning rate for each of {names}, and the test changes only one. Use bench --until for each."
         yield Problem(key="optimizers", rule=rule)
     elif plan.rate.peak <= 0:
         yield Problem(key="optimizer.lr", value=plan.rate.base, rule="must be above 0: the test multiplies it.")
     if is_asynchronous(plan.components.strategy):
         rule = (
-            "applies gradients as they come, so that no loss belongs to the learning rate of its step. Find the rate "
+            "applies gradients as they arrive, so no loss belongs to the learning rate of its step. Find the rate "
             "under strategy=one_device, or strategy.mode=sync."
         )
         yield Problem(key="strategy.mode", value="async", rule=rule)
 
 
 def _range_notes(plan: RunPlan, found: RangeResult) -> Iterator[str]:
-    """Yield what the user should know of a range test."""
+    """Yield notes about a range test."""
     left = "the range replaces the schedule"
     yield f"{left} and the warmup of {plan.rate.warmup_steps} steps." if plan.rate.warmup_steps else f"{left}."
     if found.curve.minimum is not None and found.curve.minimum >= 0.9 * found.curve.points[-1].lr:
-        yield "the loss is least at the end of the range: the test has not seen where it rises again."
+        yield "the loss is smallest at the end of the range: the test did not reach its increase."
 
 
 def _size_notes(plan: RunPlan) -> list[str]:
-    """Return whether the size of a shard changes the training, not only its speed."""
+    """Return a note that the size of a shard changes the training, not only its speed; empty if it does not."""
     from trainkit.run.planning.memory import meta_model  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of  # noqa: PLC0415 - the same
 
     found = coupling_of(plan, meta_model(plan))
     if found.depends_on_cut:
-        return [f"{found.text}: another batch.micro_size is another training."]
+        return [f"{found.text}: another batch.micro_size is a different training."]
     return [f"coupling: not probed, {found.not_probed}."] if found.not_probed else []
 
 
 def _host_memory(plan: RunPlan) -> HostMemory | None:
-    """Return the memory against which sizes are planned: on the CPU, where too large a size may end other programs."""
+    """Return the memory limit for sizes on the CPU, since too large a size may end other programs; None on other
+    devices.
+    """
     from trainkit.run.estimates.this_machine import available_bytes  # noqa: PLC0415 - imports torch
     from trainkit.run.estimates.verdict import HostMemory  # noqa: PLC0415 - the same
 
@@ -184,7 +186,7 @@ def _host_memory(plan: RunPlan) -> HostMemory | None:
 
 
 def _point(call: Call, problems: list[Problem]) -> Composition | None:
-    """Compose the training; None where that adds problems."""
+    """Compose the training; None if that adds problems."""
     try:
         point = replace(call, arguments=()).compose()
     except ConfigError as error:
@@ -219,7 +221,7 @@ def _range_problems(call: Call) -> Iterator[Problem]:
 
 
 def _rates(call: Call) -> tuple[float, float]:
-    """Return the ends of the range; NaN for a text that is no number."""
+    """Return the ends of the range; NaN for a text that is not a number."""
     found = []
     for name, default in zip(("min-lr", "max-lr"), _RANGE, strict=True):
         try:
@@ -230,13 +232,13 @@ def _rates(call: Call) -> tuple[float, float]:
 
 
 def _folder(call: Call, stack: ExitStack) -> Path | None:
-    """Return the folder of `--out`, which is created; None without: nothing is written."""
+    """Create and return the folder of `--out`; None without the flag."""
     out = call.flags.get("out")
     return None if out is None else stack.enter_context(result_folder("find", out))
 
 
 def _show(call: Call, folder: Path | None, name: str, content: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Write the results where the user asks for it, and print them."""
+    """Write the results into the folder of `--out`, if given, and print them."""
     if folder is not None:
         from trainkit.files import write_json_atomically  # noqa: PLC0415 - the same
         from trainkit.storage import reporting  # noqa: PLC0415 - imports torch
@@ -252,7 +254,7 @@ def _show(call: Call, folder: Path | None, name: str, content: Mapping[str, Any]
 
 
 def _draw(folder: Path | None, content: Mapping[str, Any]) -> str:
-    """Draw find_lr.png; return why there is none, or an empty text."""
+    """Draw find_lr.png; return the reason if it cannot be drawn, else an empty text."""
     if folder is None:
         return ""
     from trainkit.report.drawing import Drawing, range_request  # noqa: PLC0415 - not for --help

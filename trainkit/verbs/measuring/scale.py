@@ -1,4 +1,5 @@
-"""`trainkit scale OVERRIDES --to-replicas 64`: what more replicas bring, and where they stop to pay.
+"""`trainkit scale OVERRIDES --to-replicas 64`: predict the speedup of more replicas, and from which number on it is too
+small.
 
 It measures a few replicas, fits a model, and predicts the others; with `--simulate` it measures nothing.
 """
@@ -37,11 +38,11 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "to-replicas": Flag(help="the largest number of replicas", value="N"),
     "simulate": Flag(help="measure nothing: spares, staleness and checkpoints by simulation"),
     "assume": Flag(help="inputs that are not measured, such as gbit=100,price_h=2.5", value="NAME=VALUE,..."),
-    "seed": Flag(help="seed of the simulation and of the intervals; 0 without", value="N"),
-    "rounds": Flag(help="turns of each measurement; 2 without", value="N"),
-    "steps": Flag(help="measured steps of a turn; without, as many as take two seconds", value="N"),
+    "seed": Flag(help="seed of the simulation and of the intervals; 0 without it", value="N"),
+    "rounds": Flag(help="turns of each measurement; 2 without it", value="N"),
+    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N"),
     "json": JSON_FLAG,
-    "out": Flag(help="folder of scale.json and scale.png; without, a new one below outputs/scale", value="FOLDER"),
+    "out": Flag(help="folder of scale.json and scale.png; without it, a new one below outputs/scale", value="FOLDER"),
 }
 _MOST: Final = {"to-replicas": 10_000, "seed": 2**32 - 1, "rounds": 1_000, "steps": 100_000}
 _LEAST: Final = {"to-replicas": 1, "seed": 0, "rounds": 1, "steps": 1}
@@ -50,7 +51,7 @@ _print_line: Final = line_printer("scale")
 
 
 def run(call: Call) -> int:
-    """Print what more replicas bring; 1 where a measurement failed."""
+    """Print the predictions for more replicas; return 1 if a measurement failed."""
     if "simulate" in call.flags:
         return _simulate(call)
     return _predict(call)
@@ -106,7 +107,7 @@ def _answers(
     assumed: Mapping[str, float],
     composition: Composition,
 ) -> Scaling:
-    """Fit the model to what was measured, and return its answers."""
+    """Fit the model to the measurements, and return its answers."""
     from trainkit.measuring.replicas import (  # noqa: PLC0415 - imports torch
         computing_error,
         known_counts,
@@ -139,17 +140,17 @@ def _answers(
 
 def _notes(what: Scalable, values: LinkInputs, hardware: Hardware | None, *, points: int) -> Iterator[str]:
     if hardware is not None:
-        yield f"links and price are those of {hardware.name}; the computing was measured on this machine."
+        yield f"links and price are those of {hardware.name}; compute times were measured on this machine."
     if what.on_cpu and not values.per_host:
-        yield f"all replicas share the {what.cores} cores of this host; --assume per_host=1 gives each such a host."
+        yield f"all replicas share the {what.cores} cores of this host; --assume per_host=1 assumes a host each."
     if not points:
-        yield "this machine measures one replica alone: the exchange is assumed, and nothing checks the model."
+        yield "this machine measures only one replica: the exchange is assumed, and the model is not checked."
     if not values.price_h:
         yield "costs are left out: give hardware=NAME, or --assume price_h=2.5."
 
 
 def _known(what: Scalable, hardware: Hardware | None, assumed: Mapping[str, float]) -> KnownInputs[LinkInputs]:
-    """Return links and price: given, else those of the hardware, else assumptions."""
+    """Return links and price: the given ones, else those of the hardware, else assumptions."""
     from trainkit.scaling.inputs import KnownInputs, LinkInputs  # noqa: PLC0415 - imports numpy
 
     known = KnownInputs(values=LinkInputs())
@@ -169,7 +170,8 @@ def _within(what: Scalable, hardware: Hardware | None) -> Link:
     if hardware is not None:
         link = hardware.within_host
         return Link(bandwidth=link.gb_s * 1e9, latency_s=link.latency_us / 1e6)
-    # Before anything is measured: gloo over loopback, or PCIe 3 x 16. The fit moves both within a factor of 13.
+    # The starting values, before any measurement: gloo over loopback, or PCIe 3 x 16. The fit changes both within a
+    # factor of 13.
     return Link(bandwidth=2e9, latency_s=1e-4) if what.on_cpu else Link(bandwidth=1e10, latency_s=1e-5)
 
 
@@ -219,7 +221,7 @@ def _scalable(composition: Composition, target: int) -> Scalable:
 
 
 def _composed(call: Call, problems: list[Problem]) -> Composition | None:
-    """Compose the config; None where that adds problems."""
+    """Compose the config; None if that adds problems."""
     try:
         composition = call.compose()
     except ConfigError as error:
@@ -230,7 +232,7 @@ def _composed(call: Call, problems: list[Problem]) -> Composition | None:
 
 
 def _flag_problems(call: Call) -> Iterator[Problem]:
-    """Yield the problems of the flags alone."""
+    """Yield the problems of the flags."""
     for name, most in _MOST.items():
         text = call.flags.get(name)
         wanted = text is not None or name == "to-replicas"
@@ -243,17 +245,17 @@ def _flag_problems(call: Call) -> Iterator[Problem]:
 
 def _argument_problems(call: Call) -> Iterator[Problem]:
     for word in call.arguments:
-        yield Problem(key=word, rule="is no argument of scale. What sets a key is key=value.", origin=COMMAND_LINE)
+        yield Problem(key=word, rule="is not an argument of scale. Set a key by key=value.", origin=COMMAND_LINE)
 
 
 def _without_meaning(call: Call) -> Iterator[Problem]:
-    """Yield a problem for each word that has no meaning beside --simulate."""
+    """Yield a problem for each argument that has no meaning with --simulate."""
     yield from _argument_problems(call)
     for name in _MEASURING:
         if name in call.flags:
-            yield problem_of(f"--{name}", "has no meaning beside --simulate, which measures nothing.")
+            yield problem_of(f"--{name}", "has no meaning with --simulate, which measures nothing.")
     for word in call.overrides:
-        rule = "has no meaning beside --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs."
+        rule = "has no meaning with --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs."
         yield Problem(key=word, rule=rule, origin=COMMAND_LINE)
 
 

@@ -1,1 +1,1 @@
-"""Commands that train."""
+"""Verbs that train."""

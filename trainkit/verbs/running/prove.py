@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 USAGE: Final = "strategy=A[,B...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
     "steps": Flag(help="optimizer steps to compare; 10 without", value="N"),
-    "same-cut": Flag(help="ask only whether the numbers are the same at one common cut"),
-    "all": Flag(help="a line for every parameter, also where all are equal"),
+    "same-cut": Flag(help="compare only the numbers, with the same batch.micro_size"),
+    "all": Flag(help="a line for every parameter, even if all are equal"),
 }
 _MOST_STEPS: Final = 1_000_000
-_WORDS: Final = {"equal": "equal, every bit", "rounding": "equal to rounding", "different": "DIFFERENT"}
+_WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding", "different": "DIFFERENT"}
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
 
 
 def run(call: Call) -> int:
-    """Print both answers about every strategy; 0 where all are yes, 1 where one is not."""
+    """Print both answers about every strategy; return 0 if all are yes, else 1."""
     call.check_arity()
     steps = _steps(call.flags.get("steps", "10"))
     points = call.compose_points()
@@ -49,10 +49,10 @@ def prove_points(
         call: the command; its flag `same-cut` skips the first answer.
         points: the composed and checked candidates.
         steps: optimizer steps to compare.
-        log: logs which run begins.
+        log: logs the start of each run.
 
     Raises:
-        ConfigError: a candidate cannot run here, or is the reference itself; names the places that set the keys.
+        ConfigError: a candidate cannot run here, or is the reference itself; names the origins of the keys.
         TrainkitError: a candidate failed.
     """
     from trainkit.run.equivalence import prove  # noqa: PLC0415 - imports torch
@@ -93,7 +93,7 @@ def _label(point: Composition, common: Container[str]) -> str:
 
 
 def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:
-    """Yield what is printed about a proof; with `every`, a line for each parameter."""
+    """Yield the printed lines of a proof; with `every`, a line for each parameter."""
     yield f"{proof.label}, {proof.replicas} replica{'' if proof.replicas == 1 else 's'}"
     if proof.sameness is not None:
         yield from _first_answer(proof.sameness)
@@ -102,7 +102,7 @@ def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:
 
 
 def _first_answer(sameness: Sameness) -> Iterator[str]:
-    yield f"  the same training as that of one_device, as each would be started: {_ANSWERS[sameness.verdict]}"
+    yield f"  the same training as one_device, as a user would start them: {_ANSWERS[sameness.verdict]}"
     yield from (f"    {reason}" for reason in sameness.reasons)
     if sameness.remedy is not None:
         yield f"    both are the same training with {sameness.remedy}"
@@ -111,7 +111,7 @@ def _first_answer(sameness: Sameness) -> Iterator[str]:
 def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
     worst = max(numbers.comparisons, key=lambda one: one.error)
     answer = "NO" if numbers.verdict == "different" else f"yes, {_WORDS[numbers.verdict]}"
-    yield f"  the same numbers at one cut, batch.micro_size={numbers.micro_size}: {answer}"
+    yield f"  the same numbers, both with batch.micro_size={numbers.micro_size}: {answer}"
     steps = numbers.steps
     after = "" if len(steps) == max(steps) else f", compared after steps {_listed(steps)}"
     yield f"    {max(steps)} step{'' if max(steps) == 1 else 's'} in {numbers.precision}{after}"
@@ -124,7 +124,7 @@ def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
     yield from _gradients(numbers)
     without = [one.name for one in numbers.comparisons if one.no_gradient]
     if without:
-        yield f"    no gradient but rounding, held to 1e-8 of the summed learning rates: {', '.join(without)}"
+        yield f"    gradients of rounding only, compared within 1e-8 of the summed learning rates: {', '.join(without)}"
     shown = [one for one in (*numbers.comparisons, *numbers.gradients) if every or one.verdict == "different"]
     width = max((len(one.name) for one in shown), default=0)
     for one in shown:
@@ -138,12 +138,12 @@ def _listed(steps: Sequence[int]) -> str:
 
 def _gradients(numbers: Numbers) -> Iterator[str]:
     if not numbers.gradients:
-        yield "    gradients are not compared: another training by design, or several optimizers"
+        yield "        gradients are not compared: a different training by design, or several optimizers"
         return
     worst = max(numbers.gradients, key=lambda one: one.error)
     wrong = sum(one.verdict == "different" for one in numbers.gradients)
-    found = f"{wrong} DIFFERENT" if wrong else "equal to rounding"
-    yield f"    {len(numbers.gradients)} gradients against a plain loop's: {found}"
+    found = f"{wrong} DIFFERENT" if wrong else "equal up to rounding"
+    yield f"    {len(numbers.gradients)} gradients compared with a plain loop: {found}"
     yield f"      largest relative error {worst.error:.2g}, {worst.name}"
 
 

@@ -1,4 +1,4 @@
-"""`trainkit [train] OVERRIDES`: one training, or with -m one for every combination of comma lists."""
+"""`trainkit [train] OVERRIDES`: run one training, or with -m one per combination of comma lists."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _sweep(call: Call) -> int:
 
 
 def _gpus_elsewhere(point: Composition) -> int | None:
-    """Return the GPUs that a job gets on the nodes of its queue; None where jobs run here."""
+    """Return the GPUs of a job on the nodes of its queue; None if jobs run here."""
     if point.launcher != "submitit_slurm":
         return None
     key = "hydra.launcher.gpus_per_node="
@@ -95,18 +95,18 @@ def _gpus_elsewhere(point: Composition) -> int | None:
 
 
 def _refuse_launch() -> None:
-    """Refuse a sweep in an external launch, of which every process would run the whole sweep."""
+    """Refuse a sweep in an external launch, in which every process would run the whole sweep."""
     launch = detect(os.environ)
     if launch is not None and launch.num_ranks > 1:
         rule = (
             f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would run every point. "
-            f"Start the sweep by itself ({VARIABLE}=none), or each point under the launcher."
+            f"Start the sweep without the launcher ({VARIABLE}=none), or each point with it."
         )
         raise ConfigError([Problem(key="-m", rule=rule, origin="command line")])
 
 
 def _refuse_shared_folder(call: Call, count: int) -> None:
-    """Refuse a sweep with one fixed run folder, into which every run would write."""
+    """Refuse a sweep with one fixed run folder, since every run would write into it."""
     fixed = [line for line in call.overrides if line.startswith("hydra.run.dir=")]
     if fixed and count > 1:
         rule = "is one folder for all runs of a sweep. Give hydra.sweep.dir."
@@ -124,7 +124,7 @@ def _check_point(composition: Composition) -> Composition:
 
 
 def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
-    """Run one job of a sweep, under any Hydra launcher, in a process of its own so that no state leaks between jobs."""
+    """Run one job of a sweep, under any Hydra launcher, in a separate process so that no state leaks between jobs."""
     import subprocess  # noqa: PLC0415 - for sweeps only
     from pathlib import Path  # noqa: PLC0415
 
@@ -153,7 +153,7 @@ _LISTING: Final = ("basic", "grid", "random")
 
 
 def expand_folds(call: Call) -> Call:
-    """Return the call with `cv.fold` swept over all folds, where it asks for cross-validation without naming a fold.
+    """Return the call with `cv.fold` swept over all folds, if it requests cross-validation without naming a fold.
 
     Raises:
         ConfigError: a sweep would give its points different folds, or only some of them.
@@ -164,29 +164,29 @@ def expand_folds(call: Call) -> Call:
     parsed, _ = composer.parse(call.overrides)
     swept = {item.key_or_group for item in parsed if item.is_sweep_override()}
     if "cv.folds" in swept:
-        raise refusal("cv.folds", "is one number: a sweep compares points on the same folds.")
+        raise refusal("cv.folds", "must be one number: a sweep compares points on the same folds.")
     single = [item.input_line or "" for item in parsed if not item.is_sweep_override()]
     composition = composer.compose(single, for_others=True)
     cv = composition.values.get("cv") or {}
     folds = cv.get("folds")
-    # The check reports what is wrong with it, together with all other problems.
+    # The check reports its problems, together with all others.
     if not isinstance(folds, int) or folds < 2 or cv.get("fold") is not None or "cv.fold" in swept:
         return call
     if composition.sweeper not in _LISTING:
         rule = (
-            f"{composition.sweeper} learns from one run after another, and a point has one a fold. Use grid or random."
+            f"{composition.sweeper} learns from each single run, and a point has one run per fold. Use grid or random."
         )
         raise refusal("hydra/sweeper", rule)
     return replace(call, overrides=replacing(call.overrides, f"cv.fold=range({folds})"))
 
 
 def refuse_open_folds(points: Iterable[Composition]) -> None:
-    """Refuse points of a sweep that are cross-validations themselves, of several runs each.
+    """Refuse points of a sweep that are cross-validations, with several runs each.
 
     Raises:
         ConfigError: a recipe among several sets cv.folds.
     """
     for point in points:
         if point.asks_for_folds:
-            rule = "only some points of the sweep ask for it. Give it on the command line, or cv.fold too."
+            rule = "only some points of the sweep use it. Give it on the command line, or cv.fold too."
             raise ConfigError([point.problem("cv.folds", rule, value=point.values["cv"]["folds"])])

@@ -1,1 +1,1 @@
-"""Commands that write scripts to start a run elsewhere, or complete a command line."""
+"""Verbs that write scripts to start a run elsewhere, or complete a command line."""

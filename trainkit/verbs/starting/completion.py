@@ -1,4 +1,4 @@
-"""Shell completion: verbs and flags by trainkit, choices and keys by Hydra."""
+"""Complete command lines in a shell: verbs and flags by trainkit, choices and keys by Hydra."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _words_of(line: str) -> list[str]:
 
 
 def _without_config_dirs(words: Sequence[str]) -> tuple[list[str], list[str | None]]:
-    """Return the words without `--config-dir` and its values, and the values; None for one that is being typed."""
+    """Return the words without `--config-dir` and its values, and the values; None for a value that is being typed."""
     rest: list[str] = []
     folders: list[str | None] = []
     left = iter(words)

@@ -1,4 +1,4 @@
-"""`trainkit emit ENGINE OVERRIDES`: the script or manifest that starts the same run on an engine, on stdout."""
+"""`trainkit emit ENGINE OVERRIDES`: print the script or manifest that starts the same run on an engine."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ if TYPE_CHECKING:
 
 USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
 WORDS: Final = tuple(ENGINES)
-"""The possible values of its argument, for completion."""
+"""Possible values of its argument, for completion."""
 FLAGS: Final[Mapping[str, Flag]] = {
-    "hosts": Flag(help="hosts, each alike; 1 where not given", value="N"),
-    "gpus-per-host": Flag(help="processes of a host, a GPU each", value="N"),
-    "processes-per-host": Flag(help="processes of a host without GPUs; 1 where neither is given", value="N"),
-    "setup": Flag(help="torchrun, slurm, skypilot: a line of shell to run first on each host", value="COMMAND"),
+    "hosts": Flag(help="number of equal hosts; 1 without it", value="N"),
+    "gpus-per-host": Flag(help="processes per host, with one GPU each", value="N"),
+    "processes-per-host": Flag(help="processes per host without GPUs; 1 if neither is given", value="N"),
+    "setup": Flag(help="torchrun, slurm, skypilot: a shell command to run first on each host", value="COMMAND"),
     "time": Flag(help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS", value="TIME"),
-    "image": Flag(help="kubernetes, vertex, skypilot: the container that has trainkit", value="IMAGE"),
+    "image": Flag(help="kubernetes, vertex, skypilot: the container image with trainkit", value="IMAGE"),
     "shared": Flag(
-        help="where runs go, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume (skypilot)",
+        help="the storage of runs, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume "
+        "(skypilot)",
         value="PLACE",
     ),
     "names": Flag(help="tf_config, spec, mpirun: the names of the hosts, separated by commas", value="HOST,HOST"),
-    "head": Flag(help="torchrun: the host where the others meet", value="HOST"),
-    "port": Flag(help="torchrun: the port there, 29400; tf_config, spec: the first of each host, 2222", value="N"),
-    "restarts": Flag(help="torchrun: start all again so many times when one fails", value="N"),
-    "min-hosts": Flag(help="torchrun: go on with so many hosts when others are lost", value="N"),
+    "head": Flag(help="torchrun: the host of the rendezvous", value="HOST"),
+    "port": Flag(
+        help="torchrun: the port of the rendezvous, 29400; tf_config, spec: the first port of each host, 2222",
+        value="N",
+    ),
+    "restarts": Flag(help="torchrun: number of restarts of all processes after one fails", value="N"),
+    "min-hosts": Flag(help="torchrun: number of hosts with which to continue after others are lost", value="N"),
     "partition": Flag(help="slurm: the partition", value="NAME"),
     "account": Flag(help="slurm: who pays", value="NAME"),
     "cpus-per-process": Flag(help="slurm: cores of each process", value="N"),
@@ -53,13 +57,13 @@ FLAGS: Final[Mapping[str, Flag]] = {
 }
 _NUMBERS: Final = ("hosts", "gpus-per-host", "processes-per-host", "port", "restarts", "min-hosts", "cpus-per-process")
 _MOST_RANKS: Final = 100_000
-"""Most processes of one launch, over all hosts."""
+"""Largest number of processes of one launch, over all hosts."""
 _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 _WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
 
 
 def run(call: Call) -> int:
-    """Print the script or manifest; refuse here everything that would be refused on the engine's hosts."""
+    """Print the script or manifest; raise here all errors that would arise on the engine's hosts."""
     engine = _engine(call)
     problems = list(_flag_problems(call, engine))
     if problems:
@@ -77,7 +81,7 @@ def _with_remark(text: str, overrides: Sequence[str]) -> str:
     if not hidden:
         return text
     names = ", ".join(f"{variable_of(_runnable(line).partition('=')[2])} ({key_of(line)})" for line in hidden)
-    remark = f"# Secrets are not written here. Set these variables where the run starts: {names}\n"
+    remark = f"# Secrets are not written here. Set these variables on the hosts of the run: {names}\n"
     first, newline, rest = text.partition("\n")
     return f"{first}{newline}{remark}{rest}" if first.startswith("#!") else f"{remark}{text}"
 
@@ -104,20 +108,20 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         rule = _misfit(flag, text, engine)
         if flag not in (*_COMMON, *engine.options):
             takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
-            rule = f"has no effect on {name}: it belongs to {', '.join(takers)}."
+            rule = f"has no effect on {name}: only {', '.join(takers)} use it."
         if rule is not None:
             yield Problem(key=f"--{flag}", value=text, rule=rule, origin="command line")
     if "gpus-per-host" in flags and "processes-per-host" in flags:
-        rule = "a host has processes with or without GPUs: give one of the two."
+        rule = "a host has processes with or without GPUs: give only one of the two."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
     each = flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"
     hosts = flags.get("hosts", "1")
     numbers = [whole_number(text, low=0, high=_MOST_RANKS) or 0 for text in (hosts, each)]
     if numbers[0] * numbers[1] > _MOST_RANKS:
-        rule = f"are {numbers[0] * numbers[1]:,} processes, and {_MOST_RANKS:,} is the most."
+        rule = f"are {numbers[0] * numbers[1]:,} processes; the limit is {_MOST_RANKS:,}."
         yield Problem(key="--hosts", value=f"{hosts} of {each} each", rule=rule, origin="command line")
     if "processes-per-host" in flags and engine.takes_devices:
-        rule = f"has no effect on {name}: it starts one process a host. Give strategy.replicas."
+        rule = f"has no effect on {name}: it starts one process per host. Give strategy.replicas."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
     yield from _missing(call, engine)
     if "names" in flags and "names" in engine.options:
@@ -141,21 +145,19 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         if flag == "shared" and any(line.startswith("hydra.run.dir=") for line in call.overrides):
             continue
         also = (
-            " They write into one run folder; or give hydra.run.dir, a folder that they see."
-            if flag == "shared"
-            else ""
+            " They write into one run folder; or give hydra.run.dir, a folder that all see." if flag == "shared" else ""
         )
         rule = f"is missing: {why}. --{flag} {FLAGS[flag].value}.{also}"
         yield Problem(key=f"--{flag}", rule=rule, origin="command line")
 
 
 def _name_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield problems of the names of the hosts."""
+    """Yield problems of the host names."""
     names = flags["names"].split(",")
     number = whole_number(flags.get("hosts", str(len(names))), low=0, high=_MOST_RANKS)
     double = next((name for name in names if names.count(name) > 1), None)
     if not all(names):
-        yield Problem(key="--names", value=flags["names"], rule="holds an empty name.", origin=COMMAND_LINE)
+        yield Problem(key="--names", value=flags["names"], rule="contains an empty name.", origin=COMMAND_LINE)
     elif double is not None:
         rule = f"names {double} twice. Give each host once."
         yield Problem(key="--names", value=flags["names"], rule=rule, origin=COMMAND_LINE)
@@ -187,7 +189,7 @@ def _host_flag_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
-    """Return what is wrong with a value by itself."""
+    """Return a rule that the value breaks, without regard to other flags; None if it is valid."""
     if flag in _NUMBERS:
         return _misfit_of_number(text, least=0 if flag == "restarts" else 1)
     if flag == "time":
@@ -199,7 +201,7 @@ def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
         if engine.shares_nfs:
             return None if server and path.startswith("/") and _WORD.fullmatch(text) else "must be SERVER:/PATH of NFS."
         return None if not colon and _WORD.fullmatch(text) else "must be the name of a volume."
-    return None if _WORD.fullmatch(text) else "must be a word: letters, digits and . _ : / @ , + - only."
+    return None if _WORD.fullmatch(text) else "must be one word of letters, digits and . _ : / @ , + -."
 
 
 def _misfit_of_number(text: str, *, least: int) -> str | None:
@@ -211,8 +213,8 @@ def _misfit_of_number(text: str, *, least: int) -> str | None:
 
 def _misfit_of_setup(text: str) -> str | None:
     if mask(text) != text:
-        return "holds a password in a URL, which no script may hold. Read it from a file or a variable there."
-    return None if text.isprintable() else "must be one line. Put more into a script of your own."
+        return "contains a password in a URL. Read it from a file or a variable on the host instead."
+    return None if text.isprintable() else "must be one line. Put longer text into a script of your own."
 
 
 def _job(call: Call, composition: Composition, engine: ManifestWriter) -> ManifestJob:
@@ -236,7 +238,7 @@ def _job(call: Call, composition: Composition, engine: ManifestWriter) -> Manife
 
 
 def _roles(composition: Composition) -> dict[str, int]:
-    """Return role -> number of its tasks, where the strategy has other roles than worker; else nothing."""
+    """Return role -> number of its tasks, if the strategy has other roles than worker; else an empty dict."""
     from trainkit.config.targets.build import build  # noqa: PLC0415 - imports torch
     from trainkit.strategies.base import PlanContext  # noqa: PLC0415
 
@@ -245,20 +247,20 @@ def _roles(composition: Composition) -> dict[str, int]:
 
 
 def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield problems of flags beside a strategy whose tasks have roles."""
+    """Yield problems of flags with a strategy whose tasks have roles."""
     flags, name, total = call.flags, call.arguments[0], sum(roles.values())
     shown = ", ".join(f"{number} {role}" for role, number in roles.items())
     if "hosts" in flags and engine.host_for_each:
-        rule = f"has no effect on {name} with parameter servers: each task is a host there ({shown})."
+        rule = f"has no effect on {name} with parameter servers: each task is a separate host ({shown})."
         yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
     if "processes-per-host" in flags:
-        rule = f"has no effect with parameter servers: strategy.workers and strategy.servers say the tasks ({shown})."
+        rule = f"has no effect with parameter servers: strategy.workers and strategy.servers set the tasks ({shown})."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin=COMMAND_LINE)
     if engine.host_for_each and "shared" not in flags and "hydra.run.dir" not in map(key_of, call.overrides):
         rule = f"is missing: {name} needs it for several hosts. --shared {FLAGS['shared'].value}."
         yield Problem(key="--shared", rule=rule, origin=COMMAND_LINE)
     if engine.kind == "TF_CONFIG" and engine.host_for_each and "worker" not in roles:
-        rule = "vertex has a pool of workers between the chief and the servers. Give strategy.workers=2 or more."
+        rule = "vertex needs a pool of workers between the chief and the servers. Give strategy.workers=2 or more."
         yield Problem(key="strategy.workers", value=1, rule=rule)
     if not engine.host_for_each and int(flags.get("hosts", "1")) > total:
         rule = f"are more than the {total} tasks ({shown})."

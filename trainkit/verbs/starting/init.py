@@ -1,4 +1,4 @@
-"""`trainkit init NAME`: write a package of your own that trains, proves and sweeps at once."""
+"""`trainkit init NAME`: write a package of your own that can train, prove and sweep at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.verbs.support.call import Call, Flag
 USAGE: Final = "NAME"
 FLAGS: Final[Mapping[str, Flag]] = {}
 _PLACEHOLDER: Final = "own_package"
-"""The name of the template's package, which NAME replaces in paths and texts."""
+"""Name of the template's package, which NAME replaces in paths and texts."""
 _LONGEST: Final = 100
 
 
@@ -44,14 +44,14 @@ def run(call: Call) -> int:
 
 
 def write_package(folder: Path) -> None:
-    """Write the template into a new folder, whose name the package takes; all of it or nothing.
+    """Write the template into a new folder, whose name becomes that of the package; all files or none.
 
     Raises:
         StorageError: it cannot be written.
     """
     template = shipped_template()
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    with naming(folder, remedy="Start in a folder that you may write to."):
+    with naming(folder, remedy="Start in a writable folder."):
         partial.mkdir()
         try:
             for file in sorted(template.rglob("*")):
@@ -71,7 +71,7 @@ def _renamed(text: str, name: str) -> str:
 
 
 def _name_problem(name: str) -> str | None:
-    """Return why a package cannot have this name; None if it can."""
+    """Return the reason why a package cannot have this name; None if it can."""
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name) or len(name) > _LONGEST:
         near = "".join(letter if letter.isalnum() and letter.isascii() else "_" for letter in Path(name).name)
         hint = f" For example {near}." if near.isidentifier() and not keyword.iskeyword(near) and near != name else ""
@@ -79,15 +79,15 @@ def _name_problem(name: str) -> str | None:
     own_folders = [path.name for path in shipped_template().iterdir() if path.is_dir() and path.name != _PLACEHOLDER]
     if name in (*own_folders, "outputs"):
         return (
-            f"is the name of a folder beside the package ({', '.join(sorted(own_folders))}, outputs). Choose another."
+            f"is the name of a folder next to the package ({', '.join(sorted(own_folders))}, outputs). Choose another."
         )
     if name in ALLOWED_PACKAGES or name in sys.stdlib_module_names or _is_installed(name):
-        return f"is a module that exists already, which this package would hide. Choose another, such as my_{name}."
+        return f"is an existing module, which this package would hide. Choose another, such as my_{name}."
     return None
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a module of this name can be imported from elsewhere than the current folder."""
+    """Return whether a module of this name can be imported from outside of the current folder."""
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -101,7 +101,7 @@ def _is_installed(name: str) -> bool:
 
 def _place_problem(folder: Path) -> str | None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        return "there is a file of this name here. Choose another name, or move the file."
+        return "a file of this name exists here. Choose another name, or move the file."
     if folder.is_dir() and any(folder.iterdir()):
         return "this folder exists and is not empty. Choose another name, or start in another folder."
     return None

@@ -1,4 +1,4 @@
-"""The parsed command line of a verb, and the declarations of its flags."""
+"""Define the parsed command line of a verb, and its flags."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
 VERBS: Final[Mapping[str, str]] = {
-    "train": "train; what no verb means. -m runs every combination of comma lists",
-    "plan": "print the whole run before anything starts: tasks, batch, rates, memory",
+    "train": "train; the default without a verb. -m runs every combination of comma lists",
+    "plan": "print the whole run without starting it: tasks, batch, rates, memory",
     "prove": "compare strategies step by step with one device: prove strategy=mirrored",
-    "bench": "the same training under several choices, measured in turns: bench strategy=one_device,mirrored",
-    "find": "the learning rate, or the shards of a step, to train with: find lr; find micro_size",
+    "bench": "measure the same training with several choices, in turns: bench strategy=one_device,mirrored",
+    "find": "find a learning rate or a shard size by measurements: find lr; find micro_size",
     "resume": "continue a run: resume RUN [strategy=... and other placement]",
-    "explain": "a key's value, where it was set, and what changing it may change: explain KEY",
-    "diff": "which differences of two runs can matter: diff RUN RUN",
-    "report": "the page of a run, of several beside each other, or of a sweep: report RUN",
-    "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
-    "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
+    "explain": "print a key's value, its origin, and the effect of a change: explain KEY",
+    "diff": "print the differences of two runs that can matter: diff RUN RUN",
+    "report": "write the page of one run, of several runs, or of a sweep: report RUN",
+    "top": "list the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best again",
+    "ensemble": "combine the best runs into one model, and score it with its members: ensemble DIR --k 3",
     "evaluate": "score a trained model on a split, each sample once: evaluate RUN --split val",
-    "predict": "the model's outputs for every sample, in order: predict RUN --out FILE.parquet",
+    "predict": "write the model's outputs for every sample, in order: predict RUN --out FILE.parquet",
     "export": "write the trained model into files that need no trainkit: export RUN",
     "generate": "continue a text with a trained language model: generate RUN --prompt TEXT",
-    "quantize": "the trained model in 8 or 4 bits, beside the original: quantize RUN --to int8_static",
-    "scale": "what more replicas bring, and where they stop to pay: scale strategy=mirrored --to-replicas 64",
-    "advise": "the best legal way to train on some devices, by plans: advise --devices 8 --hardware h100_sxm",
+    "quantize": "write the trained model in 8 or 4 bits, and compare it: quantize RUN --to int8_static",
+    "scale": "predict the speedup of more replicas: scale strategy=mirrored --to-replicas 64",
+    "advise": "find the best valid way to train on some devices, by plans: advise --devices 8 --hardware h100_sxm",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
     "calibrate": "measure this machine for plans with hardware=this, in about a minute",
-    "init": "write a package of your own that trains at once: init NAME",
-    "schema": "the JSON schema of your YAML files, for editors, or of a JSON output: schema config",
-    "watch": "all runs below a folder, live: watch [DIR]; --serve in a browser of this machine",
-    "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
+    "init": "write a package of your own that can train at once: init NAME",
+    "schema": "print the JSON schema of your YAML files, for editors, or of a JSON output: schema config",
+    "watch": "show all runs below a folder, live: watch [DIR]; --serve in a browser of this machine",
+    "ls": "list groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
 }
-"""Verb -> what it does, in the order of the help."""
+"""Verb -> its description, in the order of the help."""
 MODULES: Final[Mapping[str, str]] = {
     verb: f"trainkit.verbs.{room}.{verb}"
     for room, verbs in {
@@ -50,7 +50,7 @@ MODULES: Final[Mapping[str, str]] = {
     }.items()
     for verb in verbs
 }
-"""Verb -> its module, imported where it is called."""
+"""Verb -> its module, imported when the verb is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +58,13 @@ class Flag:
     """An option of one verb, `--name` or `--name VALUE`."""
 
     help: str
-    """One line."""
+    """Description in one line."""
     value: str | None = None
-    """The name of its value in the help; None for a flag without a value."""
+    """Name of its value in the help; None for a flag without a value."""
 
 
 JSON_FLAG: Final = Flag(help="print one JSON document, whose schema trainkit schema prints")
-"""The flag `--json` of the verbs that have it."""
+"""The flag `--json`, for the verbs that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,8 @@ class Call:
         """
         if len(self.arguments) != arguments:
             given = ", ".join(self.arguments) or "none"
-            rule = f"takes {arguments} argument{'' if arguments == 1 else 's'}, and was given {given}."
-            hint = " What sets a key is key=value." if self.arguments else f" See trainkit {self.verb} --help."
+            rule = f"takes {arguments} argument{'' if arguments == 1 else 's'}, and got {given}."
+            hint = " Set a key by key=value." if self.arguments else f" See trainkit {self.verb} --help."
             raise ConfigError([Problem(key=self.verb, rule=rule + hint, origin="command line")])
         if self.overrides and not overrides:
             rule = "takes no key=value."

@@ -1,4 +1,4 @@
-"""What the verbs that measure trainings share: refusals, the folder of the results, lines of progress."""
+"""Functions shared by the verbs that measure trainings: refusals, the folder of the results, progress lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problem_of(key: str, rule: str, value: str | None = None) -> Problem:
 
 
 def out_problems(call: Call) -> Iterator[Problem]:
-    """Yield the problem of `--out`: a path that cannot be, a file, or a folder that holds files."""
+    """Yield the problem of `--out`: an invalid path, a file, or a folder with files."""
     out = call.flags.get("out")
     if out is not None and (rule := path_rule(out) or _occupied(Path(out).expanduser())):
         yield problem_of("--out", rule, out)
@@ -40,17 +40,17 @@ def out_problems(call: Call) -> Iterator[Problem]:
 
 def _occupied(path: Path) -> str | None:
     if path.is_dir() and any(path.iterdir()):
-        return "is a folder that holds files. Give a new one."
+        return "is a folder with files. Give a new one."
     return "is a file. Give a folder." if path.exists() and not path.is_dir() else None
 
 
 def launch_problems(verb: str, what: str) -> Iterator[Problem]:
-    """Yield a problem if a launcher has started this process among others, each of which would measure `what`."""
+    """Yield a problem if a launcher has started several processes like this one: each would measure `what`."""
     launch = detect(os.environ)
     if launch is not None and launch.num_ranks > 1:
         rule = (
             f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would {what}. "
-            f"Start {verb} by itself ({VARIABLE}=none)."
+            f"Start {verb} without the launcher ({VARIABLE}=none)."
         )
         yield problem_of(verb, rule)
 
@@ -61,20 +61,19 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
         value = composition.values["cv"]["folds"]
         yield composition.problem("cv.folds", "is several trainings. Give cv.fold too.", value=value)
     if composition.submits_single_runs:
-        rule = f"hands runs to another system, and {verb} measures this machine. Leave it out."
+        rule = f"passes runs to another system, and {verb} measures this machine. Leave it out."
         yield problem_of("cluster", rule)
     if (resumed := composition.values["resume"]) is not None:
-        rule = f"has no effect: {verb} trains from the start. Leave it out, or give weights with init_from=CHECKPOINT."
+        rule = f"has no effect: {verb} trains from the start. Leave it out, or load weights with init_from=CHECKPOINT."
         yield composition.problem("resume", rule, value=resumed)
 
 
 @contextmanager
 def result_folder(verb: str, out: str | None) -> Iterator[Path]:
-    """Create the folder of the results; if it is still empty at the end of the block, remove it, unless it was there.
+    """Create the folder of the results; if it is empty at the end of the block, remove it, unless it existed before.
 
     Raises:
-        StorageError: it cannot be created.
-        TerminatedError, HangupError: a stop signal has come.
+        StorageError: it cannot be created. TerminatedError, HangupError: a stop signal was received.
     """
     from datetime import datetime  # noqa: PLC0415 - not for --help
 
@@ -96,11 +95,11 @@ def result_folder(verb: str, out: str | None) -> Iterator[Path]:
     finally:
         if not was_there:
             with suppress(OSError):
-                folder.rmdir()  # not if it holds anything
+                folder.rmdir()  # not if it contains any file
 
 
 def line_printer(verb: str) -> Callable[[str], None]:
-    """Return what prints a line of progress of a verb to the standard error."""
+    """Return a function that prints a progress line of a verb to standard error."""
 
     def print_line(message: str) -> None:
         sys.stderr.write(f"{verb}: {message}\n")

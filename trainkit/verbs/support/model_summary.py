@@ -1,4 +1,4 @@
-"""`trainkit ls --model OVERRIDES`: the layers of the model."""
+"""`trainkit ls --model OVERRIDES`: list the layers of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def list_layers(call: Call, *, as_json: bool) -> int:
-    """Print the layers of the model that a command line describes; return the exit code.
+    """Print the layers of the model of a command line; return the exit code.
 
     Raises:
         ConfigError: the config has problems.

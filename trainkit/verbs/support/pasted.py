@@ -1,4 +1,4 @@
-"""Commands that a verb prints for the user to paste."""
+"""Build the commands that a verb prints for the user to paste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags about data of the verbs that plan a run without opening its data, and flags that are numbers."""
+"""Read the data flags of the verbs that plan a run without opening its data, and flags that are numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from trainkit.data.declared import DeclaredData
 
 DATA_FLAGS: Final[Mapping[str, Flag]] = {
-    "num-samples": Flag(help="length of the training data, where its class does not declare it", value="N"),
-    "open-data": Flag(help="read the data, where its class does not declare its samples"),
+    "num-samples": Flag(help="length of the training data, if its class does not declare it", value="N"),
+    "open-data": Flag(help="read the data, if its class does not declare its samples"),
 }
 _MOST_SAMPLES: Final = 10**15
 
 
 def declared_for(call: Call, cfg: RunConfig) -> DeclaredData | None:
-    """Return the splits that the class of the data declares; None where `--open-data` is given.
+    """Return the splits that the class of the data declares; None with `--open-data`.
 
     Raises:
-        ConfigError: `--num-samples` is no number, or the class declares another one.
+        ConfigError: `--num-samples` is not a number, or the class declares another one.
     """
     from trainkit.data.declared import declared_data  # noqa: PLC0415 - imports torch
 
@@ -41,7 +41,7 @@ def number_flag(call: Call, flag: str, what: str, *, low: int, high: int) -> int
     """Return the whole number of a flag; None without it.
 
     Raises:
-        ConfigError: it is none between the bounds.
+        ConfigError: it is not a whole number between the bounds.
 
     Example:
         >>> number_flag(Call(flags={"world": "8"}), "world", "GPUs", low=0, high=64)

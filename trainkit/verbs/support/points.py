@@ -1,4 +1,4 @@
-"""The points of a sweep or comparison, all composed and checked before the first is run."""
+"""Compose and check all points of a sweep or comparison before the first one runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packag
 
 
 def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
-    """Compose and check the points of a sweep: all points, or for a search a few points that hold every value.
+    """Compose and check the points of a sweep: all points, or for a search a few points that contain every value.
 
-    Empty for a sweeper that is not trainkit's own: its points cannot be known in advance.
+    Empty for a sweeper of another package: its points cannot be known in advance.
     """
     from trainkit.sweeps.spaces.request import read_request  # noqa: PLC0415 - for sweeps only
 
@@ -36,7 +36,7 @@ def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages
 
 
 def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
-    """Refuse several values of a key about the sweep as a whole."""
+    """Refuse several values for a key about the sweep as a whole."""
     rule = "is about the sweep as a whole: give it one value."
     swept = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
     problems = [
@@ -53,7 +53,7 @@ def _refuse_swept_secrets(composer: Composer, overrides: Sequence[str], points: 
     """Refuse sweeps over secrets: folders, leaderboards and searches would show them in the names of jobs. With checked
     points, the secrets that their classes mark are known too.
     """
-    rule = "is a secret, which no sweep tries several of: give it one value, in quotes where it holds a comma."
+    rule = "is a secret, which cannot be swept: give it one value, in quotes if it contains a comma."
     marked = {path for point in points for path in secret_keys(point.values)}
     paths = [tuple(item.key_or_group.split(".")) for item in composer.parse(overrides)[0] if item.is_sweep_override()]
     problems = [
@@ -84,7 +84,7 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
 
 
 def keys_no_choice_has(compositions: Sequence[Composition], foreign: Sequence[set[str]]) -> list[Problem]:
-    """Return problems of keys of a group that none of the points' choices has."""
+    """Return problems of keys of a group that no choice of the points has."""
     nowhere = set.intersection(*foreign) if foreign else set()
     if not nowhere:
         return []

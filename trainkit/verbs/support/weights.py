@@ -1,4 +1,4 @@
-"""The flag `--checkpoint` of the verbs that use a trained model."""
+"""Read the flag `--checkpoint` of the verbs that use a trained model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainkit.config.grammar import refusal
 
 
 def checkpoint_flag(flags: Mapping[str, str]) -> Literal["best", "last"]:
-    """Return which checkpoint the flag names; the last one without it.
+    """Return the checkpoint that the flag names; the last one without it.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is neither best nor last.
 
     Example:
         >>> checkpoint_flag({}), checkpoint_flag({"checkpoint": "best"})

@@ -1,1 +1,1 @@
-"""Commands that use trained models."""
+"""Verbs that use trained models."""

@@ -1,4 +1,6 @@
-"""`trainkit ensemble DIR --k N`: the best runs of a sweep as one model, scored beside its members and written."""
+"""`trainkit ensemble DIR --k N`: combine the best runs of a sweep into one model, score it with its members, and write
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ if TYPE_CHECKING:
 
 USAGE: Final = "DIR"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "k": Flag(help="how many of the best are members; 3 without", value="N"),
-    "metric": Flag(help="what best goes by; eval.metric of the runs without it", value="NAME"),
-    "mode": Flag(help="which end of it is better: min or max", value="MODE"),
-    "checkpoint": Flag(help="which of each run's: last, or best; last without", value="WHICH"),
-    "out": Flag(help="where the model is written; DIR/ensemble without", value="FOLDER"),
+    "k": Flag(help="number of the best runs to combine; 3 without it", value="N"),
+    "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
+    "mode": Flag(help="the better end of it: min or max", value="MODE"),
+    "checkpoint": Flag(help="the checkpoint of each run: last, or best; last without it", value="WHICH"),
+    "out": Flag(help="the folder for the model; DIR/ensemble without it", value="FOLDER"),
 }
 
 
 def run(call: Call) -> int:
-    """Print members and ensemble side by side, and write the ensemble."""
+    """Print members and ensemble in one table, and write the ensemble."""
     call.check_arity(arguments=1, overrides=False)
     checkpoint, out = checkpoint_flag(call.flags), call.flags.get("out")
     board, count = ranked(call)

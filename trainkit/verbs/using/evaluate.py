@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 USAGE: Final = "RUN|FOLDER|FILE [data=... strategy=... and other keys]"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "split": Flag(help="the split to evaluate; val without", value="NAME"),
-    "checkpoint": Flag(help="which weights of a run: last, or best; last without", value="WHICH"),
+    "split": Flag(help="the split to evaluate; val without it", value="NAME"),
+    "checkpoint": Flag(help="the checkpoint of a run: last, or best; last without it", value="WHICH"),
     "json": Flag(help="print evaluation.json instead of tables"),
 }
 _MOST_ROWS: Final = 20
-"""Rows and columns up to which a table is printed."""
+"""Largest number of rows and columns of a printed table."""
 
 
 def run(call: Call) -> int:

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 USAGE: Final = "RUN"
 FLAGS: Final[Mapping[str, Flag]] = {
     "to": Flag(
-        help="safetensors, without it; torch_export, onnx, huggingface: into RUN/exports/FORMAT", value="FORMAT"
+        help="the format: safetensors without it; torch_export, onnx, huggingface: into RUN/exports/FORMAT",
+        value="FORMAT",
     ),
-    "checkpoint": Flag(help="which weights: last, or best; last without. safetensors writes both", value="WHICH"),
+    "checkpoint": Flag(help="the checkpoint: last, or best; last without it. safetensors writes both", value="WHICH"),
 }
 
 
 def run(call: Call) -> int:
-    """Write the model, and print where it is."""
+    """Write the model, and print its path."""
     call.check_arity(arguments=1, overrides=False)
     which = call.flags.get("checkpoint")
     if which not in (None, "best", "last"):

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 USAGE: Final = "RUN --prompt TEXT"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "prompt": Flag(help="the beginning of the text; a newline without", value="TEXT"),
+    "prompt": Flag(help="the beginning of the text; a newline without it", value="TEXT"),
     "prompts": Flag(help="a file with a prompt on each line, computed as one batch", value="FILE"),
-    "max-tokens": Flag(help="tokens to add; 200 without", value="N"),
-    "temperature": Flag(help="divides the scores; 0, the most likely token, without", value="X"),
+    "max-tokens": Flag(help="tokens to add; 200 without it", value="N"),
+    "temperature": Flag(help="divides the scores; 0, the most likely token, without it", value="X"),
     "top-k": Flag(help="draw from the N most likely tokens", value="N"),
     "top-p": Flag(help="draw from the most likely tokens that have this probability together", value="X"),
-    "seed": Flag(help="of the random numbers; 0 without", value="N"),
-    "checkpoint": Flag(help="last, or best; last without", value="WHICH"),
+    "seed": Flag(help="seed of the random numbers; 0 without it", value="N"),
+    "checkpoint": Flag(help="the checkpoint: last, or best; last without it", value="WHICH"),
     "json": Flag(help="print prompts and texts as JSON"),
 }
 N = TypeVar("N", int, float)
 
 
 def run(call: Call) -> int:
-    """Print the texts, one prompt's as it is generated."""
+    """Print the texts; print that of a single prompt while it is generated."""
     call.check_arity(arguments=1, overrides=False)
     settings = _Settings(call)
     from trainkit.api.texts import Writer  # noqa: PLC0415 - nothing is imported to refuse an argument
@@ -91,7 +91,7 @@ class _Settings:
             raise ConfigError(self._problems)
 
     def sampling(self) -> Sampling:
-        """Return how tokens are chosen."""
+        """Return the rule by which tokens are chosen."""
         from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
@@ -119,14 +119,14 @@ class _Settings:
         if "prompts" not in self._flags:
             return [self._flags.get("prompt", "\n")]
         if "prompt" in self._flags:
-            self._refuse("prompts", "is given beside --prompt. Give one of the two.")
+            self._refuse("prompts", "is given together with --prompt. Give one of the two.")
         file = Path(self._flags["prompts"]).expanduser()
         if not file.is_file():
-            self._refuse("prompts", "is no file.")
+            self._refuse("prompts", "is not a file.")
             return []
         prompts = [line for line in read_text(file, follow=True).splitlines() if line]
         if not prompts:
-            self._refuse("prompts", "has no prompt.")
+            self._refuse("prompts", "contains no prompt.")
         return prompts
 
     def _refuse(self, name: str, rule: str) -> None:

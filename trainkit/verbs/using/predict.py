@@ -1,4 +1,4 @@
-"""`trainkit predict RUN --out FILE`: the outputs of a trained model for every sample, in order, exactly once."""
+"""`trainkit predict RUN --out FILE`: write the outputs of a trained model for every sample, in order, exactly once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainkit.verbs.support.weights import checkpoint_flag
 
 USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "out": Flag(help="the file: .parquet, .npy (ids beside it in FILE.ids.npy) or .jsonl", value="FILE"),
-    "split": Flag(help="the split to predict; val without, or the only one", value="NAME"),
-    "checkpoint": Flag(help="which weights of a run: last, or best; last without", value="WHICH"),
+    "out": Flag(help="the file: .parquet, .npy (with ids in FILE.ids.npy) or .jsonl", value="FILE"),
+    "split": Flag(help="the split to predict; val, or the only one, without it", value="NAME"),
+    "checkpoint": Flag(help="the checkpoint of a run: last, or best; last without it", value="WHICH"),
     "overwrite": Flag(help="replace an existing file, and drop the parts of another prediction"),
 }
 
@@ -51,7 +51,7 @@ def run(call: Call) -> int:
     files, seconds = " and ".join(map(str, found.files)), time.perf_counter() - begun
     sys.stdout.write(f"{found.num_rows:,} rows in {duration(seconds)}: {files}\n")
     if found.num_nonfinite:
-        _print_line(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows hold NaN or infinity.")
+        _print_line(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows contain NaN or infinity.")
     return 0
 
 

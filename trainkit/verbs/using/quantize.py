@@ -1,4 +1,4 @@
-"""`trainkit quantize RUN --to FORMAT`: write the trained model of a run in fewer bits, and compare it."""
+"""`trainkit quantize RUN --to FORMAT`: write the trained model of a run with fewer bits, and compare it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 USAGE: Final = "RUN"
 FLAGS: Final[Mapping[str, Flag]] = {
     "to": Flag(help="the format: int8_weight, int8_dynamic, int4_weight or int8_static", value="FORMAT"),
-    "calibrate": Flag(help="int8_static: training samples whose activations are observed; 512 without", value="N"),
-    "checkpoint": Flag(help="which weights: last, or best; last without", value="WHICH"),
+    "calibrate": Flag(
+        help="int8_static: number of training samples whose activations are observed; 512 without it", value="N"
+    ),
+    "checkpoint": Flag(help="the checkpoint: last, or best; last without it", value="WHICH"),
 }
 
 
 def run(call: Call) -> int:
-    """Write the quantized model, and print it beside the original."""
+    """Write the quantized model, and print its scores next to those of the original."""
     call.check_arity(arguments=1, overrides=False)
     which, calibrate = call.flags.get("checkpoint", "last"), call.flags.get("calibrate")
     if which not in ("best", "last"):
