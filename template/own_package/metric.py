@@ -1,4 +1,4 @@
-"""The metric: it counts batch by batch, and adds up the counts of all processes once, at the end."""
+"""The metric: it counts per batch, and adds up the counts of all processes once, at the end."""
 
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 

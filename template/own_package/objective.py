@@ -17,7 +17,7 @@ class Logistic(Supervised):
     draws_nothing: ClassVar[bool] = True  # no random number is drawn here
 
     margin: float = 0.0
-    """What a score should exceed on its own side of zero."""
+    """Margin that a score should exceed on its own side of zero."""
 
     def score(self, outputs: Tensor, targets: Tensor) -> Loss:
         """Sum the loss of (n,) scores against (n,) classes 0 and 1. A sum, not a mean: trainkit divides once."""

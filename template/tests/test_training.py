@@ -1,4 +1,4 @@
-"""The contract of trainkit, held with this package's model, data and objective."""
+"""Test the contract of trainkit with the model, data and objective of this package."""
 
 from pathlib import Path
 
