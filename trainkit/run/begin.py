@@ -26,7 +26,7 @@ from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError,
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.redaction import mask, redacted_argument
 from trainkit.report.train_log import TrainLog, recorded_output
-from trainkit.run.folder.first_command import first_command
+from trainkit.run.folder.commands import first_command
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import StatusFile, read_status
 from trainkit.run.page import PageWriter

@@ -29,8 +29,8 @@ from trainkit.run.begin import (
     refuse_own_loss,
 )
 from trainkit.run.callbacks import ended_hooks
+from trainkit.run.folder.commands import record_settings
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.settings_record import record_settings
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits

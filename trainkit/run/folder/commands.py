@@ -1,7 +1,8 @@
-"""`settings.json`: the keys of a run that differ from its recipe, and the origin of each.
+"""Record the commands of a run: the first in `environment.json`, the settings of all of them in `settings.json`.
 
-It is written when a run begins. A command that continues the run adds the keys that it sets, and the step of the
-checkpoint that it continues from.
+`settings.json` holds the keys of a run that differ from its recipe, and the origin of each. It is written when a run
+begins. A command that continues the run adds the keys that it sets, and the step of the checkpoint that it continues
+from.
 """
 
 from __future__ import annotations
@@ -17,8 +18,19 @@ from trainkit.trainer.manifest import list_complete
 
 FILE: Final = "settings.json"
 _LIMIT: Final = 1 << 20
+_KEPT: Final = ("argv", "notes")
 _MOST: Final = 1000
 """Commands that are recorded, the latest ones."""
+
+
+def first_command(environment: Path) -> dict[str, Any]:
+    """Return `begun` for the `environment.json` that replaces this one; an empty dict if no command has begun."""
+    try:
+        before = read_map(environment, {"argv": list, "notes": list}, optional={"begun": dict}, limit=_LIMIT)
+    except UnreadableError:
+        return {}
+    begun = before.get("begun") or {name: before[name] for name in _KEPT}
+    return {"begun": {name: [one for one in begun.get(name) or () if isinstance(one, str)] for name in _KEPT}}
 
 
 def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
