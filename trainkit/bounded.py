@@ -59,7 +59,7 @@ def parse_json(text: str | bytes | bytearray, *, depth: int = _MAX_DEPTH) -> Any
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start + 1})") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"its JSON is nested deeper than {depth}") from None
     _refuse_deep(content, depth)
@@ -164,7 +164,7 @@ def whole_numbers(content: Any) -> list[int]:
     if not isinstance(content, list | tuple):
         raise ValueError(f"it is {_kind_of(content)}, and a list of whole numbers was expected")  # noqa: TRY004 - of a text
     if any(type(number) is not int or number < 0 for number in content):
-        raise ValueError("it holds something else than whole numbers from 0 on")
+        raise ValueError("it holds a value that is not a whole number of at least 0")
     return list(content)
 
 
@@ -212,7 +212,9 @@ class SafeLoader(_Base):  # type: ignore[misc]
             return super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
             reason = "an integer has too many digits" if "digits" in str(error) else str(error)
-            raise UnreadableYAMLError(problem=f"holds no value: {reason}", problem_mark=node.start_mark) from None
+            raise UnreadableYAMLError(
+                problem=f"holds a scalar that cannot be read: {reason}", problem_mark=node.start_mark
+            ) from None
 
 
 def parse_yaml(text: str) -> Any:
@@ -226,7 +228,7 @@ def parse_yaml(text: str) -> Any:
         {'step': 3}
         >>> parse_yaml("a: !!set {b}")
         Traceback (most recent call last):
-        ValueError: line 1 of it holds the tag !!set; a config holds plain values alone
+        ValueError: line 1 of it holds the tag !!set; a config holds plain values only
     """
     try:
         check_bounds(text)
@@ -242,7 +244,7 @@ def check_bounds(text: str) -> None:
     """Refuse YAML that exceeds a limit, before anything is built from it.
 
     Raises:
-        UnreadableYAMLError: the text is nested too deep, has too many values, contains an alias inside of its own
+        UnreadableYAMLError: the text is nested too deep, has too many values, contains an alias inside its own
             anchor, or a tag of another type than plain values.
         yaml.YAMLError: the text is not YAML.
     """
@@ -317,7 +319,7 @@ def _aliased(event: Any, anchors: dict[str, _Extent], open_: list[_Extent]) -> _
     if extent is None:
         raise _broken(event, f"holds the alias *{event.anchor}, and no anchor &{event.anchor} before it")
     if any(extent is one for one in open_):
-        raise _broken(event, f"holds the alias *{event.anchor} inside of its own anchor")
+        raise _broken(event, f"holds the alias *{event.anchor} inside its own anchor")
     return extent
 
 
@@ -326,7 +328,7 @@ def _refuse_tag(event: Any) -> None:
     if tag in (None, "!") or tag in _TAGS:
         return
     shown = f"!!{tag.removeprefix(_PREFIX)}" if tag.startswith(_PREFIX) else tag
-    raise _broken(event, f"holds the tag {shown}; a config holds plain values alone")
+    raise _broken(event, f"holds the tag {shown}; a config holds plain values only")
 
 
 def _broken(event: Any, problem: str) -> UnreadableYAMLError:

@@ -27,7 +27,7 @@ _GLOBAL: Final[Mapping[str, Flag]] = {
     "help": Flag(help="show this, or the help of the verb"),
     "version": Flag(help="show the version"),
     "multirun": Flag(help="train: run every combination of comma lists, a=1,2 b=x,y"),
-    "config-dir": Flag(help="a folder of your own YAMLs, GROUP/CHOICE.yaml; it comes first", value="DIR"),
+    "config-dir": Flag(help="a folder of your own YAML files, GROUP/CHOICE.yaml; it is searched first", value="DIR"),
     "allow-package": Flag(help="trust this package: _target_ may name its classes and functions", value="PKG"),
     "cfg": Flag(help="print the composed config and stop: job, hydra or all", value="WHICH"),
     "shell-completion": Flag(help='install completion: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
@@ -37,13 +37,13 @@ _SHORT: Final = {
     "-V": "--version",
 }  # fmt: skip
 _REFUSED: Final = {
-    "config-name": "there is one primary config. A recipe is a whole training: recipe=NAME.",
+    "config-name": "there is only one primary config. A recipe describes a whole training: recipe=NAME.",
     "config-path": "your own folder of YAMLs comes first on the search path: --config-dir DIR.",
-    "run": "running is what trainkit does without a flag.",
+    "run": "without a flag, trainkit runs.",
     "info": "trainkit explain KEY shows the origin of a value; trainkit ls lists the choices.",
     "hydra-help": "Hydra's own settings are keys, hydra.run.dir=DIR; --cfg hydra shows them.",
     "package": "trainkit explain KEY shows a part of the config.",
-    "resolve": "--cfg shows the config resolved already.",
+    "resolve": "--cfg already shows the resolved config.",
     "experimental-rerun": "trainkit resume RUN continues a run.",
 }
 _REPEATABLE: Final = ("config-dir", "allow-package")
@@ -292,12 +292,12 @@ def _help() -> str:
         [
             "usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES",
             "",
-            "One config, the same training anywhere. Without a verb it trains; without anything, the digits.",
+            "One config, the same training anywhere. Without a verb it trains; without arguments, on the digits.",
             "",
             "  trainkit                                       train an MLP on digits",
             "  trainkit strategy=mirrored                     the same training on every device",
             "  trainkit recipe=null model=mlp epochs=3 optimizer.lr=0.003",
-            "  trainkit -m optimizer.lr=0.01,0.003            both, and a leaderboard",
+            "  trainkit -m optimizer.lr=0.01,0.003            train with both, and rank the runs",
             "",
             "verbs:",
             *verbs,
@@ -305,8 +305,8 @@ def _help() -> str:
             "flags:",
             *_flag_lines(_GLOBAL),
             "",
-            "overrides: group=choice picks a YAML (trainkit ls), key=value sets a value (trainkit explain KEY),",
-            "~key takes one away. Quote what holds spaces or special characters: 'data.path=\"~/my data\"'.",
+            "overrides: group=choice selects a YAML file (trainkit ls), key=value sets a value (trainkit explain KEY),",
+            "~key removes a key. Quote a value with spaces or special characters: 'data.path=\"~/my data\"'.",
             "",
         ]
     )

@@ -97,7 +97,7 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
 
 def _refuse_irregular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for matches, name in _KINDS if matches(mode)), "no regular file")
+        kind = next((name for matches, name in _KINDS if matches(mode)), "not a regular file")
         raise UnreadableError(path, f"it is {kind}")
 
 

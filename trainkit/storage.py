@@ -310,7 +310,7 @@ class Presence:
         except (FileNotFoundError, NotADirectoryError):
             raise StorageError(
                 f"the run folder {self._folder} is gone: it was removed, renamed or unmounted while the run used it. "
-                "Nothing more can be saved there. Restore it and resume it, or start again."
+                "Nothing can be saved there. Restore it and resume it, or start again."
             ) from None
         except OSError:
             return

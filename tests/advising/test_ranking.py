@@ -46,11 +46,11 @@ def test_each_way_has_a_reason() -> None:
     found = advise([ONE, ALL, SHARDED, tried("one_device", 1, 1.0, needs=2**30), refused, unknown], "time")
     assert [found.reason(one) for one in (*found.ranking, *found.others)] == [
         "the shortest step",
-        "as fast within 10%, and a harder strategy",
+        "as fast within 10%, and a more complex strategy",
         "6.7 times the time",
         "does not fit: needs 1 GiB, has 16 B",
         "refused: strategy.stages=8: is more than the 4 blocks.",
-        "not known: its activations, and so its memory and time",
+        "not known: its activations, and therefore its memory and time",
     ]
 
 

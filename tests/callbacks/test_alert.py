@@ -68,7 +68,7 @@ def server() -> Iterator[tuple[str, list[Any]]]:
 
 
 def test_without_a_channel_nothing_starts() -> None:
-    with pytest.raises(ConfigError, match=r"callbacks\.alert: has nothing to call"):
+    with pytest.raises(ConfigError, match=r"callbacks\.alert: has neither a URL nor a command"):
         Alert()
 
 

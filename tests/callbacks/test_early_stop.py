@@ -82,5 +82,5 @@ def test_a_metric_that_the_evaluation_does_not_give_is_a_problem(tmp_path: Path)
         EarlyStop().eval_end(run, {"step": 1.0, "val/loss": 1.0, "val/accuracy": 0.5})
     assert str(caught.value) == (
         "1 problem in the config\n"
-        "  eval.metric=val/f1: early_stop goes by it, and the evaluation gives val/loss, val/accuracy."
+        "  eval.metric=val/f1: early_stop compares this metric, and the evaluation returns val/loss, val/accuracy."
     )

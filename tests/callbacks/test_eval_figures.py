@@ -79,10 +79,10 @@ def test_no_weight_changes_and_another_fingerprint_is_not_made(run: Path, tmp_pa
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["recipe=friedman", "callbacks=[confusion]"], "callbacks.confusion: needs classes, and Regression counts"),
+        (["recipe=friedman", "callbacks=[confusion]"], "callbacks.confusion: needs classes, and Regression has"),
         (
             ["recipe=friedman", "callbacks=[sample_pictures]"],
-            "callbacks.sample_pictures: needs the loss of each sample, and Regression gives none.",
+            "callbacks.sample_pictures: needs the loss of each sample, and Regression returns none.",
         ),
         (
             ["recipe=shakespeare", "callbacks=[sample_pictures]", "data=python_source"],

@@ -214,8 +214,8 @@ def test_the_output_layer_of_a_language_model_has_no_hook() -> None:
     ("overrides", "text"),
     [
         (["strategy=local_sgd"], "under one_device, device_map, mirrored and fsdp, not under LocalSgd."),
-        (["compile.mode=default"], "callbacks.histograms: sees no gradient of a compiled step (compile.mode=default)."),
-        (["callbacks.histograms.kinds=[]"], "callbacks.histograms.kinds=[]: names nothing to show."),
+        (["compile.mode=default"], "callbacks.histograms: records no gradient with compile.mode=default."),
+        (["callbacks.histograms.kinds=[]"], "callbacks.histograms.kinds=[]: is empty."),
     ],
 )  # fmt: skip
 def test_where_nothing_can_be_shown_the_run_is_refused_before_it_starts(

@@ -10,7 +10,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import LAUNCHERS, Local, detect
 from trainkit.cluster.spec import Spec
 
-REMEDY = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+REMEDY = "Correct it, or ignore the launch: TRAINKIT_LAUNCHER=none."
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -57,7 +57,7 @@ def test_torchrun_says_everything() -> None:
     assert (launch.kind, facts(launch)) == ("torchrun", (3, 4, 1, 2, 2))
     assert (launch.store, launch.hosts_store, launch.attempt, launch.name) == (("10.0.0.1", 29400), False, 1, "job7")
     assert launch.line() == (
-        "launch by torchrun: rank 3 of 4 on 2 hosts, meeting at 10.0.0.1:29400 (TRAINKIT_LAUNCHER=none ignores it)"
+        "launch by torchrun: rank 3 of 4 on 2 hosts, rendezvous at 10.0.0.1:29400 (TRAINKIT_LAUNCHER=none ignores it)"
     )
 
 
@@ -86,7 +86,7 @@ def test_torchrun_with_one_process_is_a_launch_only_while_it_may_restart() -> No
 
 def test_half_of_torchruns_variables_are_refused_by_name() -> None:
     half = {"TORCHELASTIC_RUN_ID": "x", "RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "one", "LOCAL_WORLD_SIZE": "2"}
-    hint = "is not set, though TORCHELASTIC_RUN_ID is. Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+    hint = "is not set, though TORCHELASTIC_RUN_ID is. Set it, or ignore the launch: TRAINKIT_LAUNCHER=none."
     assert refused(lambda: detect(half)) == [
         f"RANK=4: must be less than WORLD_SIZE=4. {REMEDY} (environment)",
         f"LOCAL_RANK=one: must be a whole number, 0 or more. {REMEDY} (environment)",
@@ -110,7 +110,7 @@ def test_ranks_that_meet_at_a_loopback_address_share_a_host() -> None:
 
 
 def test_half_of_the_four_is_refused_by_name() -> None:
-    hint = "is not set, though RANK is. Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none. (environment)"
+    hint = "is not set, though RANK is. Set it, or ignore the launch: TRAINKIT_LAUNCHER=none. (environment)"
     assert refused(lambda: detect({"RANK": "1", "MASTER_PORT": "99999"})) == [
         f"WORLD_SIZE: {hint}",
         f"MASTER_ADDR: {hint}",
@@ -198,7 +198,7 @@ def test_bad_variables_of_a_step_are_named() -> None:
         "SLURM_STEP_TASKS_PER_NODE: is not a list of tasks per node: x. (environment)",
         (
             "SLURM_JOB_ID: is not set, though SLURM_STEP_ID is. "
-            "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none. (environment)"
+            "Set it, or ignore the launch: TRAINKIT_LAUNCHER=none. (environment)"
         ),
     ]
 
@@ -235,7 +235,7 @@ def test_mpi_over_hosts_without_a_meeting_place_asks_for_one(environ: dict[str, 
     assert refused(lambda: detect(environ | {local: "0"})) == [
         (
             f"MASTER_ADDR: is not set, though {mark} is. "
-            "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none. (environment)"
+            "Set it, or ignore the launch: TRAINKIT_LAUNCHER=none. (environment)"
         )
     ]
 
@@ -273,7 +273,7 @@ def test_what_only_torchruns_agents_can_do_is_refused() -> None:
 
 
 def test_half_of_the_pet_variables_are_refused_by_name() -> None:
-    hint = "is not set, though PET_NNODES is. Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none. (environment)"
+    hint = "is not set, though PET_NNODES is. Set it, or ignore the launch: TRAINKIT_LAUNCHER=none. (environment)"
     assert refused(lambda: detect({"PET_NNODES": "2"})) == [f"PET_NODE_RANK: {hint}", f"PET_MASTER_ADDR: {hint}"]
 
 

@@ -68,7 +68,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored: str) -> None:
     script = trainkit("emit", "torchrun", *PAIR, *SAME, cwd=cwd)
-    assert "launch by torchrun: rank 0 of 2 on one host, meeting at " in run("bash", "-c", script, cwd=cwd)
+    assert "launch by torchrun: rank 0 of 2 on one host, rendezvous at " in run("bash", "-c", script, cwd=cwd)
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 
@@ -76,7 +76,7 @@ def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrore
     (cwd / "train.sbatch").write_text(trainkit("emit", "slurm", *PAIR, "--time", "00:05:00", *SAME, cwd=cwd))
     with slurm() as environ:
         run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
-    assert "launch by SLURM: rank 0 of 2 on one host, meeting at " in (cwd / "out").read_text()
+    assert "launch by SLURM: rank 0 of 2 on one host, rendezvous at " in (cwd / "out").read_text()
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 
@@ -86,7 +86,7 @@ def test_the_batch_script_of_parameter_servers_trains_to_the_same_bits(cwd: Path
     with slurm() as environ:
         assert run("sbatch", "--test-only", "train.sbatch", cwd=cwd, **environ).partition("sbatch: Job")[0] == ""
         run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
-    assert "launch by TF_CONFIG: rank 0 (chief:0) of 2 on one host, meeting at " in (cwd / "out").read_text()
+    assert "launch by TF_CONFIG: rank 0 (chief:0) of 2 on one host, rendezvous at " in (cwd / "out").read_text()
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 
@@ -101,7 +101,7 @@ def test_the_lines_of_tf_config_train_to_the_same_bits(cwd: Path, mirrored: str)
 def test_the_script_of_mpirun_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored: str) -> None:
     script = trainkit("emit", "mpirun", *PAIR, *SAME, cwd=cwd)
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    assert "launch by Open MPI: rank 0 of 2 on one host, meeting at " in run("bash", "-c", script, cwd=cwd, **root)
+    assert "launch by Open MPI: rank 0 of 2 on one host, rendezvous at " in run("bash", "-c", script, cwd=cwd, **root)
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 

@@ -7,7 +7,7 @@ import pytest
 from trainkit.cluster.local import detect
 from trainkit.errors import ConfigError
 
-REMEDY = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+REMEDY = "Correct it, or ignore the launch: TRAINKIT_LAUNCHER=none."
 HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 STEP = {
     "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1",
@@ -59,7 +59,7 @@ def test_a_malformed_variable_is_refused(launch: dict[str, str], changed: dict[s
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_is_absent_is_named(name: str) -> None:
     environ = {key: value for key, value in HAND.items() if key != name}
-    hint = "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+    hint = "Set it, or ignore the launch: TRAINKIT_LAUNCHER=none."
     assert told(environ) == [f"{name}: is not set, though RANK is. {hint}"]
 
 

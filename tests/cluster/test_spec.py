@@ -34,12 +34,12 @@ def test_without_a_chief_worker_0_has_rank_0_and_opens_the_store() -> None:
 def test_an_ipv6_cluster_keeps_its_brackets_in_what_a_person_reads() -> None:
     launch = present(Spec(worker=("[fd00::1]:2222", "[fd00::2]:2222"), task="worker:1").launch({}))
     assert launch.store == ("fd00::1", 2222)
-    assert launch.line() == "launch by cluster=spec: rank 1 of 2 on 2 hosts, meeting at [fd00::1]:2222"
+    assert launch.line() == "launch by cluster=spec: rank 1 of 2 on 2 hosts, rendezvous at [fd00::1]:2222"
 
 
 def test_the_line_names_the_task_where_its_index_is_not_its_rank() -> None:
     line = present(Spec(**FOUR, task="worker:1").launch({})).line()
-    assert line == "launch by cluster=spec: rank 2 (worker:1) of 4 on 3 hosts, meeting at a:1"
+    assert line == "launch by cluster=spec: rank 2 (worker:1) of 4 on 3 hosts, rendezvous at a:1"
 
 
 def test_a_cluster_of_one_task_is_no_launch() -> None:
@@ -77,29 +77,32 @@ def test_tf_config_is_not_read_where_launchers_are_ignored() -> None:
 
 def test_a_missing_task_lists_those_there_are() -> None:
     assert refused(lambda: Spec(worker=("a:1", "b:1")).launch({})) == [
-        "cluster.task: is missing: which task this process is. Give cluster.task=ROLE:INDEX, of worker:0, worker:1."
+        (
+            "cluster.task: is missing: it names the task of this process. "
+            "Give cluster.task=ROLE:INDEX, of worker:0, worker:1."
+        )
     ]
 
 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({}, "cluster: names no task. It needs a worker at least: worker=[HOST:PORT,...]."),
+        ({}, "cluster: names no task. It needs at least one worker: worker=[HOST:PORT,...]."),
         (
             {"ps": ("a:1",)},
             "cluster: has neither chief nor worker, so no task would train. Add worker=[HOST:PORT,...].",
         ),
         (
             {"worker": ("a:1", "A:1")},
-            "cluster.worker=A:1: is the address of worker:0 too. Every task needs its own.",
+            "cluster.worker=A:1: is also the address of worker:0. Every task needs its own.",
         ),
         (
             {"chief": ("a:1", "b:1")},
-            "cluster.chief=[a:1, b:1]: a cluster has one chief, and here are 2. List the others under worker.",
+            "cluster.chief=[a:1, b:1]: a cluster has one chief, and 2 are given. List the others under worker.",
         ),
         (
             {"chief": "a:1", "evaluator": ("b:1", "c:1")},
-            "cluster.evaluator=[b:1, c:1]: a cluster has one evaluator, and here are 2.",
+            "cluster.evaluator=[b:1, c:1]: a cluster has one evaluator, and 2 are given.",
         ),
         ({"worker": ("a:70000",)}, "cluster.worker=a:70000: its port must be a number from 1 to 65535."),
         (

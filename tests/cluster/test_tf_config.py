@@ -21,7 +21,7 @@ def environ(content: object, variable: str = "TF_CONFIG") -> dict[str, str]:
 def test_tf_config_is_a_launch() -> None:
     launch = present(detect(environ({"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "task": SECOND})))
     assert launch.line() == (
-        "launch by TF_CONFIG: rank 2 (worker:1) of 3 on 3 hosts, meeting at a:1 (TRAINKIT_LAUNCHER=none ignores it)"
+        "launch by TF_CONFIG: rank 2 (worker:1) of 3 on 3 hosts, rendezvous at a:1 (TRAINKIT_LAUNCHER=none ignores it)"
     )
 
 
@@ -64,7 +64,7 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
             "{",
             [
                 (
-                    "TF_CONFIG: cannot be read: it is no JSON: Expecting property name enclosed in double quotes: "
+                    "TF_CONFIG: cannot be read: it is not JSON: Expecting property name enclosed in double quotes: "
                     f"line 1 column 2 (char 1). {REMEDY}"
                 )
             ],
@@ -78,14 +78,14 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
             "{}",
             [
                 'TF_CONFIG.cluster: is missing: {"worker": ["HOST:PORT", ...]}.',
-                'TF_CONFIG.task: is missing: which task this process is, {"type": "worker", "index": 0}.',
+                'TF_CONFIG.task: is missing: it names the task of this process, {"type": "worker", "index": 0}.',
             ],
         ),
         ({"cluster": ["a:1"], "task": SECOND}, ["TF_CONFIG.cluster: must be an object: role to addresses."]),
         ({"cluster": {"worker": [1]}, "task": SECOND}, ["TF_CONFIG.cluster.worker: must be a list of HOST:PORT."]),
         (
             {"cluster": {}, "task": SECOND},
-            ["TF_CONFIG.cluster: names no task. It needs a worker at least: worker=[HOST:PORT,...]."],
+            ["TF_CONFIG.cluster: names no task. It needs at least one worker: worker=[HOST:PORT,...]."],
         ),
         (
             {"cluster": {"worker": ["a:1"], "master": ["b:1"]}, "task": SECOND | {"index": 0}},
@@ -94,7 +94,7 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
         (
             {"cluster": {"worker": ["a:1", "a:1", "b:99999"]}, "task": {"type": "worker"}},
             [
-                "TF_CONFIG.cluster.worker=a:1: is the address of worker:0 too. Every task needs its own.",
+                "TF_CONFIG.cluster.worker=a:1: is also the address of worker:0. Every task needs its own.",
                 "TF_CONFIG.cluster.worker=b:99999: its port must be a number from 1 to 65535.",
                 "TF_CONFIG.task.index: is missing: a whole number, 0 or more.",
             ],
@@ -103,7 +103,7 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
             {"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "boss", "index": True}},
             [
                 (
-                    "TF_CONFIG.cluster.chief=[a:1, b:1]: a cluster has one chief, and here are 2. "
+                    "TF_CONFIG.cluster.chief=[a:1, b:1]: a cluster has one chief, and 2 are given. "
                     "List the others under worker."
                 ),
                 "TF_CONFIG.task.type=boss: no such role. There are: chief, worker, ps, evaluator.",

@@ -83,7 +83,7 @@ def test_there_are_thirty_attempts_and_more() -> None:
         (
             "trainkit.trainer.metrics_accumulator.MetricsAccumulator",
             None,
-            f"is of no kind that a config may name. {OWN}",
+            f"is not of a kind that a config may name. {OWN}",
         ),
         ("trainkit.models.mlp.Tensor", None, "is defined in torch, not in trainkit. Name it where it is defined."),
         ("torch.optim.SGD", "model", "is no torch.nn.Module, which model needs."),
@@ -265,12 +265,12 @@ def test_packages_are_allowed_while_a_block_is_open_and_not_longer() -> None:
     ("name", "rule"),
     [
         ("absent_package", "there is no such package. Install it, or start trainkit in the folder that holds it."),
-        ("my.models", "must be the first word of the module's name alone: --allow-package my."),
+        ("my.models", "must be only the first part of the module's name: --allow-package my."),
         ("my-models", "must be the name of a package: letters, digits and _ only."),
         (
             "torch",
             (
-                "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use one of its "
+                "needs no flag for its classes of known kinds, and no flag allows the rest of it. To use one of its "
                 "functions, call it in a class or function of your own, and allow your package."
             ),
         ),

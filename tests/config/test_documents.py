@@ -86,7 +86,7 @@ def test_an_empty_file_is_an_empty_choice(tmp_path: Path) -> None:
         (b"- a\n", "must hold keys and values."),
         (
             b"a: !!python/object:os.system {}\n",
-            "holds the tag !!python/object:os.system; a config holds plain values alone",
+            "holds the tag !!python/object:os.system; a config holds plain values only",
         ),
     ],
 )

@@ -26,7 +26,7 @@ REPLICAS = ", ".join(
             "strategy.replicas=2",
             f"strategy.replicas: no such key in one_device. It belongs to {REPLICAS}: add strategy=ONE OF THEM. (command line)",  # noqa: E501
         ),
-        ("optimizer.params=[1]", "optimizer.params: is given by trainkit: no key of the config. (command line)"),
+        ("optimizer.params=[1]", "optimizer.params: is set by trainkit: it is not a key of the config. (command line)"),
         ("callbacks.foo.x=1", "callbacks.foo: no such choice in callbacks. It needs a _target_. (command line)"),
         (
             "callbacks.early_stop.patience=3",
@@ -72,7 +72,7 @@ REPLICAS = ", ".join(
             "name=a/b",
             ("name=a/b: may hold letters, digits, . _ and - only, 200 at most, and not dots alone. (command line)"),
         ),
-        ("clip=3", "clip=3: has keys of its own: clip.max_norm. (command line)"),
+        ("clip=3", "clip=3: has its own keys: clip.max_norm. (command line)"),
         ("clip.max_norm=0", "clip.max_norm=0: must be more than 0. (command line)"),
         (
             "optimizer.lr=null",
@@ -235,7 +235,7 @@ def test_a_bad_argument_is_refused_in_these_words(
         ),
         (
             ("resume=runs/1", "init_from=x"),
-            ["init_from=x: has no effect with resume: the checkpoint brings its weights. (command line)"],
+            ["init_from=x: has no effect with resume: the weights are those of the checkpoint. (command line)"],
         ),
         (
             ("model.hidden=abc", "model.dropout='0.1'", "optimizer.lr=x"),
@@ -312,8 +312,8 @@ def test_bad_arguments_are_refused_all_at_once(
         (
             ("--config-name", "x"),
             (
-                "--config-name: is Hydra's, and not needed here: there is one primary config. "
-                "A recipe is a whole training: recipe=NAME. (command line)"
+                "--config-name: is Hydra's, and not needed here: there is only one primary "
+                "config. A recipe describes a whole training: recipe=NAME. (command line)"
             ),
         ),
         (("--multirun=3",), "--multirun=3: --multirun takes no value. (command line)"),

@@ -58,5 +58,5 @@ def test_bad_folds_are_problems_before_anything_runs() -> None:
 
 
 def test_python_trains_one_fold_at_a_time() -> None:
-    rule = "is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
+    rule = "starts a run per fold, which only `trainkit cv.folds=...` does. For one fold, give cv.fold=0."
     assert refused(trainkit.train, trainkit.compose(["cv.folds=3"])) == [f"cv.folds=3: {rule} (command line)"]

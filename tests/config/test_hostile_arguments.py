@@ -9,7 +9,7 @@ from trainkit.cli import main
 from trainkit.errors import Problem
 
 BRACKETS = f"model.hidden={'[' * 3000}{']' * 3000}"
-NESTED = "model.hidden: nests brackets 3000 deep; 50 is the most. (command line)"
+NESTED = "model.hidden: nests brackets 3000 deep; 50 is the limit. (command line)"
 NAME = "may hold letters, digits, . _ and - only, 200 at most, and not dots alone."
 DRAW = "Draw some of them: hydra/sweeper=random sweep.trials=100, with interval(LOW,HIGH)."
 TO_FILE = "Put it into a YAML file of your own: --config-dir."
@@ -52,13 +52,13 @@ def test_a_run_takes_no_such_argument_either(
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("seed=" + "int(" * 60 + "1" + ")" * 60, "seed: nests brackets 60 deep; 50 is the most."),
-        ("name=" + "x" * 20_000, f"name: has 20,005 characters; 10,000 is the most. {TO_FILE}"),
-        ("model.hidden=[" + "1," * 1000 + "1]", f"model.hidden: lists 1,001 values; 1,000 is the most. {TO_FILE}"),
+        ("seed=" + "int(" * 60 + "1" + ")" * 60, "seed: nests brackets 60 deep; 50 is the limit."),
+        ("name=" + "x" * 20_000, f"name: has 20,005 characters; 10,000 is the limit. {TO_FILE}"),
+        ("model.hidden=[" + "1," * 1000 + "1]", f"model.hidden: lists 1,001 values; 1,000 is the limit. {TO_FILE}"),
         ("seed=" + "9" * 5000, "seed: holds a number of more than 500 digits."),
         ("name='a\x1b[31m'", "name: holds the character \\x1b, which no argument may hold. Remove it."),
         ("name=a\udcff", "name: holds the character \\udcff, which no argument may hold. Remove it."),
-        ("name=" + "'${" * 1 + "${" * 20 + "a" + "}" * 21 + "'", "name: nests references 21 deep; 10 is the most."),
+        ("name=" + "'${" * 1 + "${" * 20 + "a" + "}" * 21 + "'", "name: nests references 21 deep; 10 is the limit."),
         ("name=..", f"name=..: {NAME}"),
         ("name=.", f"name=.: {NAME}"),
         ("name=a/b", f"name=a/b: {NAME}"),
@@ -84,7 +84,7 @@ def test_an_argument_that_no_run_takes_is_refused(
 
 @pytest.mark.parametrize("key", ["x" * 300, ".".join(["x"] * 200)])
 def test_a_key_longer_than_any_is_refused(refused: Callable[..., list[str]], key: str) -> None:
-    problem = Problem(key=key, rule=f"is a key of {len(key)} characters; 200 is the most.", origin="command line")
+    problem = Problem(key=key, rule=f"is a key of {len(key)} characters; 200 is the limit.", origin="command line")
     assert refused("explain", "seed", f"{key}=1") == [str(problem)]
 
 
@@ -171,11 +171,11 @@ def test_a_flag_or_path_out_of_range_is_refused(
     ("arguments", "told"),
     [
         (("seed=range(1000000000)",),
-         "seed=range(1000000000): lists about 1,000,000,000 values, and 10,000 is the most."),
+         "seed=range(1000000000): lists about 1,000,000,000 values, and 10,000 is the limit."),
         (("seed=range(0,1,0.000000001)",),
-         "seed=range(0,1,0.000000001): lists about 1,000,000,000 values, and 10,000 is the most."),
+         "seed=range(0,1,0.000000001): lists about 1,000,000,000 values, and 10,000 is the limit."),
         (("seed=range(5000)", "epochs=range(1,5001)"),
-         "-m: makes 25,000,000 points of all keys together, and 10,000 is the most."),
+         "-m: makes 25,000,000 points of all keys together, and 10,000 is the limit."),
     ],
 )  # fmt: skip
 def test_jobs_without_number_are_refused_before_they_are_counted_out(
@@ -212,7 +212,7 @@ def test_the_folder_of_a_job_lies_in_that_of_its_sweep(
 def test_a_model_that_no_memory_holds_is_refused(refused: Callable[..., list[str]]) -> None:
     (told,) = refused("plan", "model.hidden=[4000000000000,4000000000000]")
     assert told.startswith(
-        "model: has a parameter that no memory holds: Storage size calculation overflowed with sizes"
+        "model: has a parameter that is larger than any memory: Storage size calculation overflowed with sizes"
     )
 
 

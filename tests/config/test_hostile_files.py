@@ -12,7 +12,7 @@ from trainkit.cli import main
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
 )
-PLAIN = "a config holds plain values alone"
+PLAIN = "a config holds plain values only"
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def write(tmp_path: Path, files: Mapping[str, str | bytes]) -> None:
     ("text", "rule"),
     [
         (BOMB, f"holds more than {MAX_VALUES:,} values, aliases expanded. (conf/model/bad.yaml:6)"),
-        ("a: &a\n  b: *a\n", "holds the alias *a inside of its own anchor. (conf/model/bad.yaml:3)"),
+        ("a: &a\n  b: *a\n", "holds the alias *a inside its own anchor. (conf/model/bad.yaml:3)"),
         (f"a: {'[' * 5000}", "nests mappings and lists more than 50 deep. (conf/model/bad.yaml:2)"),
         ("a: *b\n", "holds the alias *b, and no anchor &b before it. (conf/model/bad.yaml:2)"),
         ("a: !!python/name:os.system x\n", f"holds the tag !!python/name:os.system; {PLAIN}. (conf/model/bad.yaml:2)"),
@@ -54,7 +54,10 @@ def write(tmp_path: Path, files: Mapping[str, str | bytes]) -> None:
         ("a:\n\tb: 1\n", "is not YAML: found character that cannot start any token. (conf/model/bad.yaml:3)"),
         ("b: 1\nb: 2\n", "is not YAML: key b is here twice, first in line 2. (conf/model/bad.yaml:3)"),
         ("? [a]\n: 1\n", "holds a key that is not text. (conf/model/bad.yaml:2)"),
-        (f"a: {'9' * 5000}\n", "holds no value: an integer has too many digits. (conf/model/bad.yaml:2)"),
+        (
+            f"a: {'9' * 5000}\n",
+            "holds a scalar that cannot be read: an integer has too many digits. (conf/model/bad.yaml:2)",
+        ),
     ],
 )
 def test_yaml_that_breaks_a_bound_is_refused_with_its_line(
@@ -98,7 +101,7 @@ def test_what_is_no_regular_file_is_no_choice_and_stops_no_listing(
     assert "mlp" in out.out
 
 
-ENDLESS = "Remove the entry that leads back."
+ENDLESS = "Remove the entry that closes the cycle."
 OUTSIDE = "names a file outside of the folders of the config. Give the name of a choice: GROUP: CHOICE."
 ITEM = "each item must be GROUP: CHOICE, or CHOICE."
 
@@ -106,14 +109,14 @@ ITEM = "each item must be GROUP: CHOICE, or CHOICE."
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"x": "defaults:\n - x\n"}, f"more than 200 files follow from one another (recipe/x, 198 times). {ENDLESS}"),
+        ({"x": "defaults:\n - x\n"}, f"more than 200 files include one another (recipe/x, 198 times). {ENDLESS}"),
         (
             {"x": "defaults:\n - /recipe/y\n", "y": "defaults:\n - x\n"},
-            f"more than 200 files follow from one another (recipe/x, recipe/y, 100 times). {ENDLESS}",
+            f"more than 200 files include one another (recipe/x, recipe/y, 100 times). {ENDLESS}",
         ),
         (
             {"x": "defaults:\n - /recipe: digits\n"},
-            f"more than 200 files follow from one another (recipe/x, 198 times). {ENDLESS}",
+            f"more than 200 files include one another (recipe/x, 198 times). {ENDLESS}",
         ),
     ],
 )
@@ -163,10 +166,10 @@ CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(300))
         (CHAIN, "a0=${a1}: leads through more than 50 references, each to the next. Write the value itself."),
         (
             "name: '${a'\n",
-            "name=${a: holds a reference that cannot be read. It is ${KEY} or ${oc.env:VARIABLE}; as plain text, \\${.",
+            "name=${a: holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${.",
         ),
-        (f"name: '{'${' * 30}a{'}' * 30}'\n", "nests references 30 deep; 10 is the most."),
-        (f"name: '{'${seed}' * 101}'\n", "holds 101 references; 100 is the most."),
+        (f"name: '{'${' * 30}a{'}' * 30}'\n", "nests references 30 deep; 10 is the limit."),
+        (f"name: '{'${seed}' * 101}'\n", "holds 101 references; 100 is the limit."),
         ("name: ${oc.env:NOWHERE_AT_ALL}\n", "Environment variable 'NOWHERE_AT_ALL' not found"),
         ("hydra:\n  run:\n    dir: ${hydra.run.dir}\n", "hydra.run.dir=${hydra.run.dir}: refers to "),
         ("hydra:\n  job:\n    name: ${hydra.job.name}\n", "refers to itself. Write the value itself."),

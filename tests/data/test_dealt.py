@@ -114,7 +114,7 @@ def test_a_run_resumes_in_the_middle_on_another_number_of_ranks() -> None:
     for rank in range(4):
         loader = loader_of(Numbered(7, 9), rank=rank, num_ranks=4, micro_size=1)
         assert loader.load_state(first.state()) == (
-            "the files of the stream are dealt as before; each part continues inside its file"
+            "each shard reads the same files of the stream as before; each part continues inside its file"
         )
         for step in (2, 3):
             found += numbers(loader, step, (rank,))

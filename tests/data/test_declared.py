@@ -77,8 +77,8 @@ def test_data_that_declares_nothing_is_not_opened_either(plan: Callable[..., tup
         "to the end, are left out. --num-samples N gives it."
     ) in lines
     assert (
-        "note: data: Opens does not declare its samples, and no data is opened: activations and what fits together are "
-        "left out. --open-data reads the data."
+        "note: data: Opens does not declare its samples, and no data is opened: activations, and the check that model "
+        "and data fit, are left out. --open-data reads the data."
     ) in lines
     assert not [line for line in lines if line.startswith(("samples", "steps", "rate curve"))]
     assert json.loads(plan(*OWN, "--json", "--num-samples", "640")[0])["steps"] == 10

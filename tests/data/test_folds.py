@@ -107,5 +107,5 @@ def test_what_has_no_folds_is_refused() -> None:
         refused(Read(4), CvConfig(folds=5, fold=0)) == "cv.folds=5: more than the 4 samples of train. Use 4 or fewer."
     )
     assert refused(Stream(source=[1, 2], num_samples=2), CvConfig(folds=2)) == (
-        "cv.folds=2: Stream is read from front to back: a fold needs samples by their index. Use a map-style dataset."
+        "cv.folds=2: Stream is read sequentially: a fold needs samples by their index. Use a map-style dataset."
     )

@@ -138,7 +138,7 @@ def test_random_samples_cannot_be_cached() -> None:
 
 
 def test_pinning_without_cuda_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"loader.pin_memory=true: pinned memory serves copies to a CUDA device"):
+    with pytest.raises(ConfigError, match=r"loader.pin_memory=true: pinned memory is for copies to a CUDA device"):
         make_loader(Squares(9), pin_memory=True)
 
 

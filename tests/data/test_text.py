@@ -92,7 +92,9 @@ def test_a_download_is_kept_only_if_it_is_the_expected_file(
 
 def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(DataError, match=r"^cannot download file:///nowhere: .*Fetch it by hand and give its place as"):
+    with pytest.raises(
+        DataError, match=r"^cannot download file:///nowhere: .*Download it yourself and give its path as"
+    ):
         TextFile(split="train", download=True, url="file:///nowhere")
 
 
@@ -136,7 +138,7 @@ def test_tokens_are_read_from_a_memory_map(tmp_path: Path, dtype: Literal["uint1
 
 def test_a_damaged_or_short_token_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"train.bin: its 3 bytes are no whole number of uint16 tokens\.$"):
+    with pytest.raises(DataError, match=r"train.bin: its 3 bytes are not a whole number of uint16 tokens\.$"):
         TokenMemmap(path=tmp_path, split="train")
     (tmp_path / "train.bin").write_bytes(b"abcd")
     with pytest.raises(DataError, match=r"train.bin has 2 tokens, fewer than a sample of 1024 and one more\.$"):

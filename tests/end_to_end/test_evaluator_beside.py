@@ -59,7 +59,7 @@ def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(place
     [
         (
             (*PLACES["parameter_server"], "strategy.evaluator=true"),
-            "eval.beside=true: the strategy has an evaluator of its own. Leave one of them out.",
+            "eval.beside=true: the strategy has its own evaluator. Leave one of them out.",
         ),
         (
             (*PLACES["mirrored"], "elastic.min_replicas=1"),

@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_ends_the_command_with_exit_code_4_and_leaves_nothin
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("--to", "onnxx"), 2, "--to onnxx: is no format. Did you mean onnx?"),
+        (("--to", "onnxx"), 2, "--to onnxx: is not a format. Did you mean onnx?"),
         (("--to", "huggingface"), 4, "transformers has no class for Mlp: huggingface takes models of transformers"),
     ],
 )
@@ -250,7 +250,7 @@ def test_folders_that_are_no_whole_runs_are_refused(
         (tmp_path / "resolved.yaml").write_text((run / "resolved.yaml").read_text())
     assert cli.main(["export", str(tmp_path), "--to", form]) == code
     told = capsys.readouterr().err
-    assert ("is no folder of a run" if code == 2 else "has no checkpoint named last") in told
+    assert ("is not a run folder" if code == 2 else "has no checkpoint named last") in told
 
 
 def test_absent_packages_of_onnx_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,8 +218,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert result["model"] is None
     assert not (tmp_path / "run/model").exists()
     told = {
-        f"{tmp_path}/none": (f"{tmp_path}/none: is no folder of a run: it holds no resolved.yaml.", []),
-        f"{tmp_path}/run": ("--to safetensor: is no format. Did you mean safetensors?", ["--to", "safetensor"]),
+        f"{tmp_path}/none": (f"{tmp_path}/none: is not a run folder: it has no resolved.yaml.", []),
+        f"{tmp_path}/run": ("--to safetensor: is not a format. Did you mean safetensors?", ["--to", "safetensor"]),
     }
     for path, (text, flags) in told.items():
         assert cli.main(["export", path, *flags]) == 2

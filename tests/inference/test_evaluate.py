@@ -195,8 +195,7 @@ def test_a_written_model_without_its_run_needs_data(
     for name in ("config.yaml", "model.safetensors"):
         (folder / name).write_bytes((run / "model" / name).read_bytes())
     assert refused(folder) == (
-        f"data: {folder} is of no run that is here. Give its data and objective: data=... objective=..., or "
-        "recipe=NAME."
+        f"data: the run of {folder} is not known. Give its data and objective: data=... objective=..., or recipe=NAME."
     )
     found = metrics(folder, capsys, "data=digits", "objective=classification")["metrics"]["val/loss"]
     assert found == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)

@@ -163,5 +163,5 @@ def test_a_run_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     trainkit.train(trainkit.compose(["steps=1", "callbacks=[]", "logger=[]", "quiet=true"]), run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="data=Digits: has no encode and no decode"):
         trainkit.generate(tmp_path / "run", ["a"])
-    with pytest.raises(ConfigError, match=r"is no run folder: it has no resolved\.yaml"):
+    with pytest.raises(ConfigError, match=r"is not a run folder: it has no resolved\.yaml"):
         trainkit.generate(tmp_path, ["a"])

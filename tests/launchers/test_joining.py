@@ -41,7 +41,7 @@ def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     (result, _, said), (other, _, own) = start()
-    assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, meeting at 127.0.0.1:" + said[-42:]
+    assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, rendezvous at 127.0.0.1:" + said[-42:]
     assert own.endswith("\nworker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n")
     assert (other["status"], other["folder"]) == ("finished", str(tmp_path / "run"))
     assert folders(tmp_path) == ["run"]
@@ -74,7 +74,7 @@ def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     _, error, said = start("supervisor.join_timeout_s=0.4", function="train_alone", num_ranks=1)[0]
-    assert error == ("HangError", 5, "waited 0.4 s (supervisor.join_timeout_s) in vain for worker:1.")
+    assert error == ("HangError", 5, "waited 0.4 s (supervisor.join_timeout_s) for worker:1.")
     assert said.splitlines()[1] == "waiting for worker:1"
     assert list(tmp_path.iterdir()) == []
 
@@ -88,7 +88,7 @@ def test_settings_that_concern_nobody_are_refused(start: Callable[..., list[Any]
     with pytest.raises(ConfigError) as caught:
         api.train(api.compose(["recipe=null", "strategy=mirrored", "supervisor.join_timeout_s=3"]))
     assert str(caught.value).splitlines()[1] == (
-        "  supervisor.join_timeout_s=3: has no effect: no other process was started that could join. (command line)"
+        "  supervisor.join_timeout_s=3: has no effect: no other process was started. (command line)"
     )
     assert list(cwd.iterdir()) == []
 

@@ -49,7 +49,7 @@ def ended(*processes: subprocess.Popen[str]) -> list[str]:
 def detected(text: str) -> str:
     """The line that says what was found, without what differs from run to run."""
     (line,) = [line for line in text.splitlines() if line.startswith("launch by")]
-    return line.partition(", meeting at")[0]
+    return line.partition(", rendezvous at")[0]
 
 
 def sha256(folder: str | Path) -> str:

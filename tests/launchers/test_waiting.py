@@ -43,7 +43,7 @@ def test_who_is_missing_is_told_now_and_then_and_the_wait_ends() -> None:
         f"waiting for {who}, 21 s",
         f"waiting for {who}, 45 s",
     ]
-    assert str(caught.value) == f"waited 60 s (supervisor.join_timeout_s) in vain for {who}."
+    assert str(caught.value) == f"waited 60 s (supervisor.join_timeout_s) for {who}."
 
 
 def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_choice_without_a_measured_step_is_no_measurement() -> None:
                 "eval.every_epochs=null", "--until", "val/loss=0.1",
             ],
             [
-                "cv.folds=3: is several trainings. Give cv.fold too. (command line)",
+                "cv.folds=3: starts several trainings. Give cv.fold too. (command line)",
                 (
                     "resume=auto: has no effect: bench trains from the start. Leave it out, or load weights with "
                     "init_from=CHECKPOINT. (command line)"

@@ -50,7 +50,7 @@ def test_the_bottleneck_is_named_with_its_key_and_the_trace(
     assert found["bottleneck"] == kind
     line = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bottleneck")][-1]
     assert line.startswith(f"bottleneck: {kind}, ")
-    assert line.endswith(f" % of a step. What may move it: {key}. Trace: {run}/profile/trace.json")
+    assert line.endswith(f" % of a step. What may reduce it: {key}. Trace: {run}/profile/trace.json")
 
 
 @pytest.mark.long
@@ -111,4 +111,4 @@ def test_each_verdict_names_a_key_that_is_not_used_yet() -> None:
         breakdown([StepTimes(steps=(2.0,), inputs=(1.5,), exchanges=(0.0,))], KernelTimes(compute_s=9.0)),
         plain, device="cpu", is_stream=False,
     )  # fmt: skip
-    assert text == "bottleneck: input, 75 % of a step. What may move it: loader.num_workers=auto"
+    assert text == "bottleneck: input, 75 % of a step. What may reduce it: loader.num_workers=auto"

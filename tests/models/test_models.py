@@ -117,7 +117,10 @@ def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_see
         (lambda: ConvNet(widths=[]), "model.widths=[]: needs one width or more, each >= 1."),
         (
             lambda: ConvNet(widths=[2, 2, 2, 2], image_size=8),
-            "model.widths=[2, 2, 2, 2]: halves images of model.image_size=8 4 times, to nothing. Use fewer widths.",
+            (
+                "model.widths=[2, 2, 2, 2]: halves images of model.image_size=8 4 times, to less than a pixel. "
+                "Use fewer widths."
+            ),
         ),
     ],
 )

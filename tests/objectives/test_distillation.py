@@ -85,7 +85,7 @@ def test_the_planned_memory_holds_the_teacher(tmp_path: Path) -> None:
 
 
 def test_a_teacher_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"objective\.teacher=\S+nowhere: is no folder of a run"):
+    with pytest.raises(ConfigError, match=r"objective\.teacher=\S+nowhere: is not a run folder"):
         run(tmp_path / "run", *SAME, "objective=distillation", f"objective.teacher={tmp_path / 'nowhere'}")
     assert not (tmp_path / "run").exists()
 

@@ -101,7 +101,7 @@ def test_what_a_metric_gives_is_a_number_or_a_table() -> None:
 
 
 def test_what_is_neither_is_named() -> None:
-    with pytest.raises(TrainingError, match=r"^the metric val/f1 gives a list, and must give a number, a t"):
+    with pytest.raises(TrainingError, match=r"^the metric val/f1 returns a list, and must return a number, a t"):
         results_of("val/f1", [1.0])
 
 

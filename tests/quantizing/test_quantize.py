@@ -168,7 +168,7 @@ def test_a_changed_file_and_a_description_of_another_model_are_refused(conv: Pat
     for old, new, reason in [
         ("- 32\n  - 64", "- 32\n  - 32", "is torch"),
         ("quantize_per_tensor_default:", "other:", "quantize_per_tensor_default"),
-        ("      - 8\n      - 8\n", "      - 8\n      - 80000000000\n", "no list of lengths"),
+        ("      - 8\n      - 8\n", "      - 8\n      - 80000000000\n", "not a list of lengths"),
         ("to: int8_static", "to: int8_other", "which is none of"),
     ]:
         assert old in text
@@ -180,7 +180,7 @@ def test_a_changed_file_and_a_description_of_another_model_are_refused(conv: Pat
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("--to", "int8_weights"), 2, "--to int8_weights: is no format. Did you mean int8_weight?"),
+        (("--to", "int8_weights"), 2, "--to int8_weights: is not a format. Did you mean int8_weight?"),
         ((), 2, "--to: is missing: the format: int8_weight, int8_dynamic, int4_weight or int8_static."),
         (
             ("--to", "int8_static", "--calibrate", "0"),
@@ -201,7 +201,7 @@ def test_flags_that_mean_nothing_are_refused(
 @pytest.mark.parametrize(
     ("kind", "to", "code", "text"),
     [
-        ("missing", "int8_weight", 2, "is no folder of a run: it holds no resolved.yaml."),
+        ("missing", "int8_weight", 2, "is not a run folder: it has no resolved.yaml."),
         ("half-written", "int8_weight", 4, "has no checkpoint named last."),
         ("foreign", "int8_weight", 2, "stranger is not among the packages that models may come from"),
         ("whole", "int8_weight --calibrate 8", 2, "has no effect: int8_weight observes no activations. Leave it out."),

@@ -92,7 +92,7 @@ Change = Callable[[Any], Any] | bytes
 DEEP: Final = b'{"a":' * 100_000
 CRAFTED: Final[dict[str, tuple[str, Change, str]]] = {
     "an empty manifest": ("manifest.json", b"", "it is empty"),
-    "half a manifest": ("manifest.json", b'{"format": 1, "st', "it is no JSON: Unterminated string"),
+    "half a manifest": ("manifest.json", b'{"format": 1, "st', "it is not JSON: Unterminated string"),
     "a manifest in latin-1": ("manifest.json", '{"é": 1}'.encode("latin-1"), "it is not UTF-8 text (byte 3)"),
     "a deep manifest": ("manifest.json", DEEP, "its JSON is nested deeper than 64"),
     "a deep position": (

@@ -103,7 +103,7 @@ JSON = {
     "nothing": (b" \n", "it is empty"),
     "no UTF-8": (b'{"a": "\xff"}', "it is not UTF-8 text (byte 8)"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "it is not UTF-8 text (byte 1)"),
-    "half": (b'{"a": ', "it is no JSON: Expecting value: line 1 column 7 (char 6)"),
+    "half": (b'{"a": ', "it is not JSON: Expecting value: line 1 column 7 (char 6)"),
     "nested lists": (b"[" * 100_000, "its JSON is nested deeper than 64"),
     "nested lists that end": (b"[" * 66 + b"]" * 66, "its JSON is nested deeper than 64"),
     "nested maps": (b'{"a":' * 100_000, "its JSON is nested deeper than 64"),

@@ -48,7 +48,7 @@ def test_a_launch_gives_up_a_store_that_accepts_and_never_answers(
     silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(boards, "_ANSWER_S", 0.5)  # how long torch tries again, once the socket is closed
-    with ExitStack() as stack, pytest.raises(HangError, match=r"waited 1 s \(supervisor.join_timeout_s\) in vain"):
+    with ExitStack() as stack, pytest.raises(HangError, match=r"waited 1 s \(supervisor.join_timeout_s\) for"):
         StoreClient(launch_at(silent)).open(stack, WaitReporter(lambda: "rank 0", timeout_s=1, log=lambda _: None))
 
 
@@ -68,7 +68,7 @@ def test_a_store_that_falls_silent_is_given_up(board: StoreClient, monkeypatch: 
 
 
 MESSAGES: dict[str, tuple[str, str]] = {
-    "no JSON": ("nonsense", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
+    "no JSON": ("nonsense", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
     "nothing": ("", "it is empty"),
     "nested": ("[" * 100_000, "its JSON is nested deeper than 64"),
     "a list": ("[]", "it is a list, and a map with the keys failed, result was expected"),

@@ -196,11 +196,11 @@ def test_goodput_of_a_restarted_run_counts_all_its_starts(tmp_path: Path) -> Non
     ("files", "config", "why"),
     [
         ({}, {}, "The goodput is known at the end of a run."),
-        ({"result": {**RESULT, "restarts": [RESTART]}}, {}, "how long all starts of the run took is not kept"),
+        ({"result": {**RESULT, "restarts": [RESTART]}}, {}, "the time of all its starts was not recorded"),
         ({"result": RESULT, "settings": {"settings": [], "continued_at": [4]}}, {}, "the command that began it"),
         ({"result": RESULT, "environment": {"begun": {"argv": ["a"]}}}, {}, "the command that began it"),
         ({"result": RESULT}, {"resume": "other/checkpoints"}, "the run began at a checkpoint of another run"),
-        ({"result": {**RESULT, "seconds": 50.0}}, {}, "how long all starts of the run took is not kept"),
+        ({"result": {**RESULT, "seconds": 50.0}}, {}, "the time of all its starts was not recorded"),
     ],
 )
 def test_a_page_says_why_the_goodput_is_not_known(

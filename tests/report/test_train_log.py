@@ -79,7 +79,7 @@ def test_only_a_regular_file_is_written_to(log: Path, kind: str, capsys: pytest.
     with recorded_output(log, separated=True):
         print("line")
     assert victim.read_text() == "mine\n"
-    assert capsys.readouterr().err == f"{log} is no regular file, and this run writes no log.\n"
+    assert capsys.readouterr().err == f"{log} is not a regular file, and this run writes no log.\n"
 
 
 def test_a_terminal_that_was_closed_ends_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def counting(model: Changed, outputs: Tensor) -> Tensor:
         (Changed(lambda _, y: y + y.view(-1, 2, 3).flip(1).view(-1, 3)), f"the model {COUPLES}"),
         (Changed(lambda model, y: y - model.gate * y.mean(0)), f"the model {COUPLES}"),
         (Changed(lambda _, y: y * random.random()), f"the model {DRAWS}"),
-        (Changed(counting), "the model or the objective gives other numbers when it runs again"),
+        (Changed(counting), "the model or the objective returns different numbers when it runs again"),
         (Changed(keeping(lambda y: y.mean(0))), ""),
         (Changed(keeping(lambda y: y.sum(0))), "the model keeps statistics of a shard in its buffers"),
     ],

@@ -37,7 +37,10 @@ def refused(*overrides: str, launch: LaunchEnvironment | None = None) -> list[st
         ),
         (
             (*MIRRORED, "elastic.retry_s=5"),
-            "elastic.retry_s=5: has no effect without elastic.min_replicas: no replica is given up. (command line)",
+            (
+                "elastic.retry_s=5: has no effect without elastic.min_replicas: the run needs all its replicas. "
+                "(command line)"
+            ),
         ),
         (
             (*MIRRORED, "elastic.min_replicas=1", "supervisor.max_restarts=0"),

@@ -128,7 +128,7 @@ def test_an_objective_that_reads_numbers_leaves_the_activations_unknown(monkeypa
     assert (found.peak, found.activations) == (None, None)
     assert found.notes() == [
         (
-            "activations are not known: the model or the objective reads the numbers of a tensor (.item(), float(), "
+            "activations are not known: the model or the objective reads the values of a tensor (.item(), float(), "
             "if, a mask)."
         )
     ]

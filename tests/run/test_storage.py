@@ -103,7 +103,7 @@ def test_a_folder_that_is_gone_is_noticed_and_one_that_does_not_answer_is_not_go
         presence.check()
     assert str(caught.value) == (
         f"the run folder {run} is gone: it was removed, renamed or unmounted while the run used it. "
-        "Nothing more can be saved there. Restore it and resume it, or start again."
+        "Nothing can be saved there. Restore it and resume it, or start again."
     )
 
 
@@ -206,7 +206,7 @@ def test_a_download_that_does_not_fit_is_about_storage_and_leaves_nothing(
         fetch("https://example.org/data.gz", tmp_path / "data.gz", accept=lambda _: None)
     assert str(caught.value) == (
         f"{tmp_path}/data.gz cannot be written: No space left on device (3 MiB are needed; 1 MiB are free on its file "
-        "system). Make room there, or fetch the file by hand and give its place as data.path."
+        "system). Free space there, or download the file yourself and give its path as data.path."
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -166,7 +166,7 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
     with pytest.raises(ConfigError) as caught, locked(tmp_path / ".lock"):
         pass
     assert str(caught.value).splitlines()[1] == (
-        f"  run folder={tmp_path}: has a .lock that is not a lock file of trainkit: it is no JSON: Expecting value: "
+        f"  run folder={tmp_path}: has a .lock that is not a lock file of trainkit: it is not JSON: Expecting value: "
         "line 1 column 1 (char 0). Rename it, or choose another folder."
     )
     assert (tmp_path / ".lock").read_text() == "mine"

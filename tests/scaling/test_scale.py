@@ -46,7 +46,7 @@ def test_a_simulation_prints_its_inputs_and_its_answers(capsys: pytest.CaptureFi
         "  spread       0.1         assumed  standard deviation of these times by their mean (lognormal)\n" in printed
     )
     assert "cost of a million samples" in printed
-    assert "  spares do not pay: the slowest replica costs less than a spare\n" in printed
+    assert "  spares gain nothing: the slowest replica costs less than a spare\n" in printed
     assert "  write one every 7:12:41: checkpoint.every_s=25961\n" in printed
 
 

@@ -153,7 +153,7 @@ def test_folds_are_no_members(tmp_path: Path) -> None:
 
 
 def test_load_says_where_there_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no model: it is no run, no checkpoint, and no folder"):
+    with pytest.raises(ConfigError, match=r"holds no model: it is not a run, not a checkpoint, and not a folder"):
         trainkit.load(tmp_path)
 
 

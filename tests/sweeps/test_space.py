@@ -63,7 +63,10 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
         (
             ("seed=tag(zip,choice(1,2))", "steps=tag(zip,choice(1,2,3))"),
             [
-                "steps=tag(zip,choice(1,2,3)): has 3 values, and seed, which it moves with, has 2. Give both as many.",
+                (
+                    "steps=tag(zip,choice(1,2,3)): has 3 values, and seed, which varies with it, has 2. Give both "
+                    "equally many."
+                ),
             ],
         ),
         (
@@ -97,7 +100,7 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
                 "There are: basic, grid, halving, optuna, random."
             ],
         ),
-        (("sweep.name=a,b",), ["sweep.name=a,b: is about the sweep itself, and has one value in it."]),
+        (("sweep.name=a,b",), ["sweep.name=a,b: is a key of the sweep itself, and takes one value."]),
         (
             ("hydra/sweeper=random",),
             [

@@ -31,7 +31,7 @@ class Figures:
     """Seconds of a step, the middle of the plan's band; None if unknown."""
     devices: int
     """Number of devices that train."""
-    unknown: str = "its activations, and so its memory and time"
+    unknown: str = "its activations, and therefore its memory and time"
     """The quantities that the plan cannot estimate, if `fits` or `step_s` is None."""
     cost_usd: float | None = None
     """US dollars to the end of the training; None without a price."""
@@ -102,7 +102,7 @@ _OF: Final[Mapping[Goal, str]] = {"time": "the time", "cost": "the device second
 def _harder(way: Way, best: Way) -> str:
     if way.devices != best.devices:
         return f"on {way.devices} devices"
-    return "a harder strategy" if way.strategy != best.strategy else "in another precision"
+    return "a more complex strategy" if way.strategy != best.strategy else "in another precision"
 
 
 def metric(tried: Tried, goal: Goal) -> float:

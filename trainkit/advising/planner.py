@@ -74,7 +74,7 @@ class Planner:
             cost_usd=outlook.cost_usd,
         )
         if outlook.traffic is None:
-            return replace(found, step_s=None, unknown="what its ranks exchange, and so its time")
+            return replace(found, step_s=None, unknown="the exchange between its ranks, and therefore its time")
         return found
 
     def _planned(self, overrides: Sequence[str]) -> RunPlan:

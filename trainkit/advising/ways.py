@@ -11,8 +11,8 @@ from typing import Final
 from trainkit.strategies.shipped import SpreadsOver, shipped_strategies
 
 NOT_TRIED: Final = (
-    "central_storage, parameter_server, local_sgd and device_map are not tried: they serve servers, slow links and "
-    "models that one process cuts (docs/which-strategy.md)."
+    "central_storage, parameter_server, local_sgd and device_map are not tried: they are for parameter servers, slow "
+    "links and models that one process splits over devices (docs/which-strategy.md)."
 )
 """Why other strategies are absent."""
 

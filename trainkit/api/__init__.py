@@ -233,8 +233,8 @@ def generate(
 def _several(composition: Composition) -> Problem:
     """Return the problem of a composition that `train` cannot run in-process: a sweep, or one for a Hydra launcher."""
     if composition.asks_for_folds:
-        rule = "is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
+        rule = "starts a run per fold, which only `trainkit cv.folds=...` does. For one fold, give cv.fold=0."
         return composition.problem("cv.folds", rule, value=composition.values["cv"]["folds"])
     launcher = composition.hydra_choices.get("hydra/launcher")
-    rule = f"hands runs to the launcher {launcher}: `trainkit` on the command line does. To train here: hydra.mode=RUN."
+    rule = f"hands runs to the launcher {launcher}, which only the command line does. Here, give hydra.mode=RUN."
     return Problem(key="cluster", value=composition.choices.get("cluster"), rule=rule)

@@ -75,7 +75,7 @@ class Session:
         """
         if self._was_open or _OPEN:
             which = "this session has ended" if self._was_open else "another session is open in this process"
-            raise TrainingError(f"{which}. Each run has a session of its own, one after the other.")
+            raise TrainingError(f"{which}. Each run has its own session, one after the other.")
         self._was_open = True
         composition, cfg = self._composition, self._composition.cfg
         with ExitStack() as stack:
@@ -256,7 +256,7 @@ class Session:
             rule = "starts the processes itself, and a loop runs in each. Use torchrun, SLURM or MPI."
             raise ConfigError([Problem(key="cluster", value=plan.backend.name.lower(), rule=rule)])
         if plan.cfg.eval.beside:
-            rule = "starts a process beside those whose loop is the script's own. Use false: the session evaluates."
+            rule = "starts a process that does not run the loop of the script. Use false: the session evaluates."
             raise ConfigError([Problem(key="eval.beside", value=True, rule=rule)])
         if plan.auxiliary_ranks:
             role = str(plan.tasks[plan.auxiliary_ranks[0]])
@@ -291,7 +291,7 @@ def make_session(
         if key_of(item) != "hydra.run.dir"
     ]
     if composition.is_sweep:
-        problems.append(Problem(key="cv.folds", rule="is a run for each fold. For one of them: cv.fold=0."))
+        problems.append(Problem(key="cv.folds", rule="starts a run per fold. For one fold, give cv.fold=0."))
     if problems:
         raise ConfigError(problems)
     with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):

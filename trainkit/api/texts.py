@@ -42,7 +42,7 @@ class Writer:
             DataError: the data is missing.
         """
         if not (run / "resolved.yaml").is_file():
-            rule = "is no run folder: it has no resolved.yaml. A model's vocabulary is that of its run's data."
+            rule = "is not a run folder: it has no resolved.yaml. The vocabulary comes from the data of the run."
             raise ConfigError([Problem(key=str(run), rule=rule)])
         cfg = with_own_secrets(load_resolved(run / "resolved.yaml"), ("model", "data"))
         with allow_packages(packages):

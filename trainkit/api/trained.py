@@ -170,7 +170,7 @@ def _refuse_without_effect(trained: Trained, overrides: Sequence[str], verb: Ver
     ]
     if trained.run is None and not {"data", "recipe"} & {key.partition(".")[0] for key in keys.values()}:
         rule = (
-            f"{trained.source.path} is of no run that is here. Give its data and objective: data=... objective=..., or "
+            f"the run of {trained.source.path} is not known. Give its data and objective: data=... objective=..., or "
             "recipe=NAME."
         )
         problems.append(Problem(key="data", rule=rule))

@@ -159,4 +159,4 @@ def verdict(found: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -
     kind = found.bottleneck
     where = f" (rank {found.slowest})" if kind == "straggler" else ""
     key = remedy(kind, cfg, device=device, is_stream=is_stream)
-    return f"bottleneck: {kind}{where}, {share(found.shares[kind])} of a step. What may move it: {key}"
+    return f"bottleneck: {kind}{where}, {share(found.shares[kind])} of a step. What may reduce it: {key}"

@@ -44,7 +44,7 @@ class EarlyStop(Callback):
         if not figures:
             return  # the evaluation of another split
         if name not in metrics:
-            rule = f"early_stop goes by it, and the evaluation gives {', '.join(figures)}."
+            rule = f"early_stop compares this metric, and the evaluation returns {', '.join(figures)}."
             raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
         if self._improves(metrics[name], watched.sign):
             self._seen.best, self._seen.waited = metrics[name], 0

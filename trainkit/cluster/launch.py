@@ -23,7 +23,7 @@ class LaunchEnvironment:
         >>> launch.num_ranks, str(launch.task)
         (4, 'worker:3')
         >>> print(launch.line())
-        launch by torchrun: rank 3 of 4 on 2 hosts, meeting at 10.0.0.1:29400 (TRAINKIT_LAUNCHER=none ignores it)
+        launch by torchrun: rank 3 of 4 on 2 hosts, rendezvous at 10.0.0.1:29400 (TRAINKIT_LAUNCHER=none ignores it)
     """
 
     kind: str
@@ -85,7 +85,7 @@ class LaunchEnvironment:
         hosts = "one host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
         hint = f" ({self.ignore} ignores it)" if self.ignore else ""
         place = f"rank {self.rank}{own} of {self.num_ranks} on {hosts}"
-        return f"launch by {self.kind}: {place}, meeting at {Address(*self.store)}{hint}"
+        return f"launch by {self.kind}: {place}, rendezvous at {Address(*self.store)}{hint}"
 
 
 def workers(count: int) -> tuple[Task, ...]:

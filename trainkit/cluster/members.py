@@ -30,7 +30,7 @@ def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator
             continue
         if role in _SINGLE and len(texts) > 1:
             other = " List the others under worker." if role == "chief" else ""
-            rule = f"a cluster has one {role}, and here are {len(texts)}.{other}"
+            rule = f"a cluster has one {role}, and {len(texts)} are given.{other}"
             yield Problem(key=inner, value=_listed(texts), rule=rule, origin=origin)
         for index, text in enumerate(texts):
             try:
@@ -39,7 +39,7 @@ def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator
                 yield Problem(key=inner, value=text, rule=str(error), origin=origin)
                 continue
             if address in seen:
-                rule = f"is the address of {seen[address]} too. Every task needs its own."
+                rule = f"is also the address of {seen[address]}. Every task needs its own."
                 yield Problem(key=inner, value=text, rule=rule, origin=origin)
             seen.setdefault(address, f"{role}:{index}")
     yield from _cluster_problems(members, seen, key, origin)
@@ -47,7 +47,7 @@ def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator
 
 def _cluster_problems(members: Members, seen: Mapping[Address, str], key: str, origin: str) -> Iterator[Problem]:
     if not any(members.values()):
-        rule = "names no task. It needs a worker at least: worker=[HOST:PORT,...]."
+        rule = "names no task. It needs at least one worker: worker=[HOST:PORT,...]."
         yield Problem(key=key, rule=rule, origin=origin)
     elif not members.get("chief") and not members.get("worker") and all(role in ROLES for role in members):
         rule = "has neither chief nor worker, so no task would train. Add worker=[HOST:PORT,...]."

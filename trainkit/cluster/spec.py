@@ -21,7 +21,7 @@ class Spec(Cluster):
     Example:
         >>> spec = Spec(worker=("10.0.0.1:2222", "10.0.0.2:2222"), task="worker:1")
         >>> spec.launch({}).line()
-        'launch by cluster=spec: rank 1 of 2 on 2 hosts, meeting at 10.0.0.1:2222'
+        'launch by cluster=spec: rank 1 of 2 on 2 hosts, rendezvous at 10.0.0.1:2222'
     """
 
     chief: Annotated[str | tuple[str, ...] | None, placement] = None
@@ -62,7 +62,7 @@ class Spec(Cluster):
         task = tf_config.task if tf_config is not None and self.task is None else self.task and parse_task(self.task)
         if not task and not problems and sum(map(len, self.members.values())) > 1:
             names = ", ".join(f"{role}:{index}" for role, texts in self.members.items() for index in range(len(texts)))
-            rule = f"is missing: which task this process is. Give cluster.task=ROLE:INDEX, of {names}."
+            rule = f"is missing: it names the task of this process. Give cluster.task=ROLE:INDEX, of {names}."
             problems.append(Problem(key="cluster.task", rule=rule))
         if problems:
             raise ConfigError(problems)

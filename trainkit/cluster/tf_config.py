@@ -99,7 +99,7 @@ def _shape_problems(variable: str, content: Mapping[str, Any]) -> Iterator[Probl
 def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
     key = f"{variable}.task"
     if not isinstance(task, dict):
-        rule = 'is missing: which task this process is, {"type": "worker", "index": 0}.'
+        rule = 'is missing: it names the task of this process, {"type": "worker", "index": 0}.'
         yield Problem(key=key, rule=rule, origin="environment")
         return
     role, index = task.get("type"), task.get("index")

@@ -11,7 +11,7 @@ from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 _MOST_RANKS: Final = 100_000
-_REMEDY: Final = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+_REMEDY: Final = "Correct it, or ignore the launch: TRAINKIT_LAUNCHER=none."
 _HOST: Final = re.compile(r"[\w.:%\[\]-]{1,253}")
 
 
@@ -42,7 +42,7 @@ class Variables:
         """Return a variable that must be set."""
         value = self._environ.get(name, "")
         if not value:
-            hint = "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+            hint = "Set it, or ignore the launch: TRAINKIT_LAUNCHER=none."
             self.report(name, f"is not set, though {self._because} is. {hint}")
         return value
 

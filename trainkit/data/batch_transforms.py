@@ -112,7 +112,7 @@ class CropAndFlip:
         name = chosen_fields(batch, self.input, None)[0]
         images: Tensor = named_fields(batch)[name]
         if images.dim() < 3:
-            raise DataError(f"CropAndFlip moves images (samples, ..., height, width), not {tuple(images.shape)}.")
+            raise DataError(f"CropAndFlip crops images (samples, ..., height, width), not {tuple(images.shape)}.")
         flat = images.flatten(1, -3) if images.dim() > 3 else images.unsqueeze(1)
         padded = functional.pad(flat, [self.padding] * 4)
         rows, columns = (self._starts(len(images)) + torch.arange(size) for size in images.shape[-2:])

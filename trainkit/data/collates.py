@@ -210,7 +210,7 @@ def _padded(tensors: Sequence[Tensor], shape: Sequence[int], value: float) -> Te
 
 def _mask_of(sample: Any, mask: Tensor | None, batch: Mapping[Any, Any]) -> Tensor:
     if isinstance(sample, tuple | list) or None in batch:
-        raise DataError("data.collate.mask names a field, and the samples are no dicts. Give dicts, or leave it out.")
+        raise DataError("data.collate.mask names a field, and the samples are not dicts. Give dicts, or leave it out.")
     if mask is None:
         raise DataError("data.collate.mask needs a sequence, and a sample has none.")
     return mask

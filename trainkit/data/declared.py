@@ -100,8 +100,8 @@ def declared_data(
         )
     if train.draw is None:
         notes.append(
-            f"data: {name} does not declare its samples, and no data is opened: activations and what fits together are "
-            "left out. --open-data reads the data."
+            f"data: {name} does not declare its samples, and no data is opened: activations, and the check that model "
+            "and data fit, are left out. --open-data reads the data."
         )
     splits: dict[str, Any] = {}
     for split, one in declared.items():

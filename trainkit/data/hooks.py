@@ -248,7 +248,7 @@ class DataHooks:
         if self.sampler is None:
             return
         if isinstance(dataset, Stream):
-            rule = "an iterable dataset has an order of its own. Use a map-style dataset, or leave it out."
+            rule = "an iterable dataset has its own order. Use a map-style dataset, or leave it out."
             raise ConfigError([Problem(key="data.sampler", value=self.sampler.name, rule=rule)])
         if not getattr(dataset, "is_declared", False):  # made-up samples have no weights
             self.sampler.cumulative(dataset)

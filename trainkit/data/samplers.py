@@ -36,8 +36,8 @@ class BalancedClasses:
         labels = labels_of(dataset)
         if labels is None:
             raise DataError(
-                f"data.sampler: BalancedClasses needs the class of each sample, and {type(dataset).__name__} gives "
-                "none. Give it an attribute labels, an integer a sample."
+                f"data.sampler: BalancedClasses needs the class of each sample, and {type(dataset).__name__} has "
+                "none. Give it an attribute labels, with an integer per sample."
             )
         _, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
         weights: NDArray[np.float64] = counts.astype(np.float64)[place] ** -self.power
@@ -56,5 +56,5 @@ class WeightsOf:
         found = getattr(dataset, self.attribute, None)
         if found is None:
             rule = f"{type(dataset).__name__} has no attribute {self.attribute}"
-            raise DataError(f"data.sampler.attribute: {rule}. Give it one, a number a sample.")
+            raise DataError(f"data.sampler.attribute: {rule}. Add it, with a number per sample.")
         return found() if callable(found) else found

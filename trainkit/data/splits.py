@@ -158,7 +158,7 @@ def size_of(dataset: Any) -> int:
     try:
         return len(dataset)
     except (TypeError, ValueError) as error:
-        text = f"the length of {name} is no number of samples: {named_first_line(error)}."
+        text = f"the length of {name} is not a number of samples: {named_first_line(error)}."
         raise DataError(with_frames(text, error)) from error
 
 
@@ -233,7 +233,7 @@ def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
 def _refuse(train: Any, folds: int) -> None:
     name = type(train).__name__
     if isinstance(train, Stream) or not hasattr(train, "__getitem__"):
-        rule = f"{name} is read from front to back: a fold needs samples by their index. Use a map-style dataset."
+        rule = f"{name} is read sequentially: a fold needs samples by their index. Use a map-style dataset."
     elif folds > size_of(train):
         rule = f"more than the {size_of(train)} samples of train. Use {size_of(train)} or fewer."
     else:

@@ -129,7 +129,7 @@ def _refuse_fixed_length(model: nn.Module, inputs: Inputs) -> None:
     try:
         _outputs(model, inputs)
     except Exception as error:
-        raise NotExportableError(f"the model itself takes no other: {named_first_line(error)}.") from error
+        raise NotExportableError(f"the model itself accepts no other: {named_first_line(error)}.") from error
 
 
 def _first_layer(check: Check, model: nn.Module, exact_model: nn.Module | None, inputs: Inputs, folder: Path) -> str:
@@ -142,7 +142,7 @@ def _first_layer(check: Check, model: nn.Module, exact_model: nn.Module | None, 
             continue
         if (found := _difference(value, other, exact.get(name, value), check.exact)) is not None:
             return f"The first layer that differs is {name} ({found})."
-    return "No layer alone differs: the difference arises between them, or after the last."
+    return "No single layer differs: the difference arises between layers, or after the last one."
 
 
 def _difference(own: Tensor, other: Tensor, exact: Tensor, same_bits: bool) -> str | None:

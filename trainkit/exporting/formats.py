@@ -57,5 +57,5 @@ def format_named(name: str) -> Format:
     if name not in FORMATS:
         near = closest(name, FORMATS)
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
-        raise refusal(f"--to {name}", f"is no format. {hint}")
+        raise refusal(f"--to {name}", f"is not a format. {hint}")
     return cast("Format", import_module(FORMATS[name]))

@@ -134,7 +134,7 @@ def _next_scores(model: nn.Module) -> Callable[[Tensor], Tensor]:
         if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != seen.shape:
             got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise TrainingError(
-                f"{type(model).__name__} gives {got} for {tuple(seen.shape)} tokens, and a language model gives "
+                f"{type(model).__name__} gives {got} for {tuple(seen.shape)} tokens, and a language model returns "
                 "(samples, length, tokens) scores."
             )
         return outputs[:, -1]

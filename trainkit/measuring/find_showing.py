@@ -22,7 +22,7 @@ _ENDS: Final = {
     "not_finite": "the loss is no longer finite after {lr}",
     "range": "the loss has not diverged up to {lr}: try a larger --max-lr",
 }
-NO_FALL: Final = "the loss does not fall in this range, beyond its noise: there is no rate to suggest"
+NO_FALL: Final = "the loss does not fall in this range by more than its noise: no rate is suggested"
 
 
 def rate_document(

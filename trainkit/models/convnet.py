@@ -46,7 +46,8 @@ class ConvNet(nn.Module):
             raise ConfigError([Problem(key="model.widths", value=widths, rule="needs one width or more, each >= 1.")])
         last_size = image_size >> len(widths)
         if not last_size:
-            rule = f"halves images of model.image_size={image_size} {len(widths)} times, to nothing. Use fewer widths."
+            halved = f"halves images of model.image_size={image_size} {len(widths)} times"
+            rule = f"{halved}, to less than a pixel. Use fewer widths."
             raise ConfigError([Problem(key="model.widths", value=widths, rule=rule)])
         self.blocks = nn.ModuleList(_Block(fan_in, fan_out) for fan_in, fan_out in pairwise([in_channels, *widths]))
         self.head = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(widths[-1] * last_size**2, num_classes))

@@ -140,7 +140,7 @@ class ModelComputesLoss(Objective):
             return [f"the loss is computed from all scores: {why}."]
         if self.shifted or getattr(model, "loss_type", None) != "ForCausalLM":
             return []
-        why = f"{type(model).__name__} predicts each next label, and the first of a row is no target"
+        why = f"{type(model).__name__} predicts each next label, and the first label of a row is not a target"
         return [f"{why}: with padding, only objective.shifted=true counts the targets exactly."]
 
     def metrics(self) -> dict[str, Metric]:

@@ -106,7 +106,7 @@ def results_of(name: str, value: Result | object) -> tuple[dict[str, float], dic
         return ({name: float(value)}, {}) if value.numel() == 1 else ({}, {name: Table.of(value)})
     if not isinstance(value, Mapping):
         rule = "a number, a tensor, a Table, or a mapping of names to these"
-        raise TrainingError(f"the metric {name} gives a {type(value).__name__}, and must give {rule}.")
+        raise TrainingError(f"the metric {name} returns a {type(value).__name__}, and must return {rule}.")
     figures: dict[str, float] = {}
     tables: dict[str, Table] = {}
     for key, part in value.items():

@@ -109,7 +109,7 @@ def format_named(name: str) -> Format:
     if name not in FORMATS:
         near = closest(name, FORMATS)
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
-        raise refusal(f"--to {name}", f"is no format. {hint}")
+        raise refusal(f"--to {name}", f"is not a format. {hint}")
     with quiet():
         try:
             import_module("torchao")

@@ -168,12 +168,12 @@ def _quantized_layers(graph: fx.GraphModule) -> Iterator[str]:
 def _lengths(shape: Any) -> list[int]:
     sound = isinstance(shape, list) and all(isinstance(one, int) and one > 0 for one in shape)
     if not sound or math.prod(shape) > _MAX_SAMPLE:
-        raise ValueError("the shape of an input is no list of lengths")
+        raise ValueError("the shape of an input is not a list of lengths")
     return list(shape)
 
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+        raise TypeError(f"{name} is not a dtype")
     return found

@@ -85,7 +85,7 @@ class TrainLog:
                 self._descriptor = None
 
     def _open(self) -> bool:
-        """Return whether the file is open; a path that is no regular file, such as a link, is never opened.
+        """Return whether the file is open; a path that is not a regular file, such as a link, is never opened.
 
         Raises:
             OSError: the folder or the disk refuses it.
@@ -114,7 +114,7 @@ class TrainLog:
 
     def _refuse(self) -> None:
         self._is_closed = True
-        unrecorded(sys.stderr).write(f"{self._path} is no regular file, and this run writes no log.\n")
+        unrecorded(sys.stderr).write(f"{self._path} is not a regular file, and this run writes no log.\n")
 
     def _append(self, content: bytes) -> None:
         assert self._descriptor is not None

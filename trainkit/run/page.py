@@ -169,7 +169,7 @@ def write_page(path: Path, page: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.lstat()
         if not _begins_with(path, MARK):
-            set_aside(path, "is no page that trainkit wrote")
+            set_aside(path, "is not a page that trainkit wrote")
     write_atomically(path, page, sync=False)
     _remove_drafts(path, MARK)
 

@@ -32,9 +32,9 @@ class Inputs:
     latency_us: float = _input(50, "us", "a message on that link")
     overlap: float = _input(0.5, "", "share of the computing time behind which an all-reduce is hidden")
     server_gbit: float = _input(10, "Gbit/s", "the link of a parameter server, in each direction", above=True)
-    mtbf_h: float = _input(50_000, "h", "between two failures of one replica, in the mean", above=True)
-    write_s: float = _input(30, "s", "for which a checkpoint stops the training")
-    restart_s: float = _input(300, "s", "from a failure to the next step")
+    mtbf_h: float = _input(50_000, "h", "mean time between two failures of one replica", above=True)
+    write_s: float = _input(30, "s", "time for which a checkpoint stops the training")
+    restart_s: float = _input(300, "s", "time from a failure to the next step")
     price_h: float = _input(0, "", "price of a replica an hour, in any currency; 0: costs are left out")
 
     @property

@@ -62,7 +62,7 @@ def _spares_lines(study: Study) -> Iterator[str]:
     if best.spares:
         yield f"  most samples a second: {best.spares:,} spares, {best.gain:.2f} times those without"
     else:
-        yield "  spares do not pay: the slowest replica costs less than a spare"
+        yield "  spares gain nothing: the slowest replica costs less than a spare"
 
 
 def _server_lines(study: Study) -> Iterator[str]:

@@ -60,7 +60,7 @@ class Courier:
         self._warned = True
         why = self._reason or f"no answer for {self._warn_s:g} s"
         _log.warning(
-            "%s is not reached (%s). The training continues; its rows are in the run folder, and are sent when it "
+            "%s cannot be reached (%s). The training continues; its rows are in the run folder, and are sent when it "
             "answers.",
             self._tracker,
             why,

@@ -107,7 +107,7 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
         try:
             found.append(Command(words=tuple(shlex.split(text))))
         except ValueError as error:
-            problems.append(Problem(key=COMMAND, rule=f"is no command with arguments: {error}."))
+            problems.append(Problem(key=COMMAND, rule=f"is not a command with arguments: {error}."))
     if url := environ.get(WEBHOOK):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.netloc and url.isprintable() and " " not in url:
@@ -117,7 +117,7 @@ def channels_from(environ: Mapping[str, str]) -> tuple[Channel, ...]:
             problems.append(Problem(key=WEBHOOK, rule="must be a URL that begins with https:// or http://."))
     if not found and not problems:
         rule = (
-            f"has nothing to call. Set {WEBHOOK}=https://... or "
+            f"has neither a URL nor a command to call. Set {WEBHOOK}=https://... or "
             f"{COMMAND}='PROGRAM ARGUMENTS', or leave the callback alert out."
         )
         problems.append(Problem(key="callbacks.alert", rule=rule))

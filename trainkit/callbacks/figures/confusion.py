@@ -53,7 +53,7 @@ class Confusion(Callback):
         """Return problems: an objective without classes, and too many of them for a table."""
         dataset = planned.datasets["train"]
         if TABLE not in planned.objective.details(dataset, batch_size=1).metrics and not _has_own(planned):
-            rule = f"needs classes, and {type(planned.objective).__name__} counts none. Leave it out."
+            rule = f"needs classes, and {type(planned.objective).__name__} has none. Leave it out."
             return [Problem(key=planned.key, rule=rule)]
         names = getattr(dataset, "classes", None)
         count = len(names) if isinstance(names, list | tuple) else 0

@@ -212,18 +212,16 @@ class Histograms(Callback):
         strategy, compiled = planned.cfg.strategy["_target_"].rpartition(".")[2], planned.cfg.compile.mode
         found = []
         if not planned.traits.shows_gradients:
-            rule = f"sees gradients under one_device, device_map, mirrored and fsdp, not under {strategy}. "
+            rule = f"records gradients under one_device, device_map, mirrored and fsdp, not under {strategy}. "
             found.append(Problem(key=planned.key, rule=f"{rule}Leave it out."))
         elif compiled != "off" and planned.traits.compiles_step:
-            rule = (
-                f"sees no gradient of a compiled step (compile.mode={compiled}). Leave it out, or use compile.mode=off."
-            )
+            rule = f"records no gradient with compile.mode={compiled}. Leave it out, or use compile.mode=off."
             found.append(Problem(key=planned.key, rule=rule))
         elif compiled != "off" and set(self.kinds) == {"activations"}:
             rule = f"shows nothing with compile.mode={compiled}: compiled layers have no hooks. Use compile.mode=off."
             found.append(Problem(key=f"{planned.key}.kinds", value=list(self.kinds), rule=rule))
         if not self.kinds:
-            rule = f"names nothing to show. Name some of {', '.join(KINDS)}, or leave the callback out."
+            rule = f"is empty. Name some of {', '.join(KINDS)}, or leave the callback out."
             found.append(Problem(key=f"{planned.key}.kinds", value=[], rule=rule))
         return found
 

@@ -55,7 +55,7 @@ class SamplePictures(Callback):
         """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
         objective, dataset = planned.objective, planned.datasets["train"]
         if WORST not in objective.details(dataset, batch_size=1).metrics:
-            rule = f"needs the loss of each sample, and {type(objective).__name__} gives none. Leave it out."
+            rule = f"needs the loss of each sample, and {type(objective).__name__} returns none. Leave it out."
             return [Problem(key=planned.key, rule=rule)]
         indexed = [split for split, one in planned.datasets.items() if not hasattr(one, "__getitem__")]
         if planned.sample is None or indexed:

@@ -158,7 +158,7 @@ def _run_level(composition: Composition, kind: Any, values: Mapping[str, Any], p
                 yield from _run_level(composition, hint, value, inner)
             else:
                 keys = ", ".join(f"{name}.{key}" for key in hints_of(hint))  # type: ignore[arg-type]
-                yield composition.problem(inner, f"has keys of its own: {keys}.", value=value)
+                yield composition.problem(inner, f"has its own keys: {keys}.", value=value)
             continue
         if name in GROUPS and not path:
             continue
@@ -244,7 +244,9 @@ def _keys_of_shipped(
     known = tuple(dict.fromkeys((*file.document.values, *GROUP_KEYS.get(path[0], ()))))
     for name in node:
         if name in INJECTED.get(path[0], ()):
-            yield composition.problem((*path, name), "is given by trainkit: no key of the config.", show_value=False)
+            yield composition.problem(
+                (*path, name), "is set by trainkit: it is not a key of the config.", show_value=False
+            )
         elif name not in known and not alternatives.takes_more(file):
             yield alternatives.unknown(path, name, file.name, known)
 

@@ -29,7 +29,7 @@ def named_optimizer_problems(composition: Composition) -> Iterator[Problem]:
         yield from _entry_problems(composition, path, entry, base)
     without = [str(name) for name, entry in entries.items() if isinstance(entry, Mapping) and not entry.get("match")]
     if len(without) > 1:
-        rule = f"takes the parameters that no other takes, and so does {without[0]}. Give one of them match."
+        rule = f"takes all remaining parameters, and so does {without[0]}. Give one of them match."
         yield composition.problem(("optimizers", without[1]), rule, show_value=False)
 
 

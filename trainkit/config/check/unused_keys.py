@@ -68,7 +68,7 @@ _OF_EVERY_TASK: Final = frozenset({"supervisor.join_timeout_s", "supervisor.eval
 
 def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
     """Return problems for supervisor keys that have no effect because an external launcher owns the processes."""
-    rules = {"supervisor.join_timeout_s": "has no effect: no other process was started that could join."}
+    rules = {"supervisor.join_timeout_s": "has no effect: no other process was started."}
     if launcher is not None:
         rule = f"has no effect: {launcher} started the processes and supervises them."
         keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
@@ -90,9 +90,9 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     if values["steps"] is not None and (values["stop_at_step"] or 0) >= values["steps"]:
         yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
     if values["resume"] not in (None, "auto") and values["init_from"] is not None:
-        yield "init_from", "has no effect with resume: the checkpoint brings its weights."
+        yield "init_from", "has no effect with resume: the weights are those of the checkpoint."
     if values["elastic"]["min_replicas"] is None:
-        yield "elastic.retry_s", "has no effect without elastic.min_replicas: no replica is given up."
+        yield "elastic.retry_s", "has no effect without elastic.min_replicas: the run needs all its replicas."
     elif values["supervisor"]["max_restarts"] == 0:
         yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
     if values["cv"]["folds"] is None:

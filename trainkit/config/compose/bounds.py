@@ -60,22 +60,22 @@ def argument_problem(argument: str) -> Problem | None:
 
     Example:
         >>> print(argument_problem("model.hidden=" + "[" * 60))
-        model.hidden: nests brackets 60 deep; 50 is the most. (command line)
+        model.hidden: nests brackets 60 deep; 50 is the limit. (command line)
     """
     key, _, value = argument.partition("=")
     rule = None
     if len(key) > _MAX_KEY:
-        rule = f"is a key of {len(key):,} characters; {_MAX_KEY} is the most."
+        rule = f"is a key of {len(key):,} characters; {_MAX_KEY} is the limit."
     elif found := _CONTROL.search(argument):
         rule = f"holds the character {ascii(found[0])[1:-1]}, which no argument may hold. Remove it."
     elif len(argument) > MAX_ARGUMENT:
-        rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the most. {_TO_FILE}"
+        rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the limit. {_TO_FILE}"
     elif (depth := _nesting(argument)) > MAX_DEPTH:
-        rule = f"nests brackets {depth} deep; {MAX_DEPTH} is the most."
+        rule = f"nests brackets {depth} deep; {MAX_DEPTH} is the limit."
     elif _DIGITS.search(value):
         rule = f"holds a number of more than {_MAX_DIGITS} digits."
     elif (commas := value.count(",")) >= _MAX_ITEMS:
-        rule = f"lists {commas + 1:,} values; {_MAX_ITEMS:,} is the most. {_TO_FILE}"
+        rule = f"lists {commas + 1:,} values; {_MAX_ITEMS:,} is the limit. {_TO_FILE}"
     elif "${" in value:
         rule = _rule_of_references(value)
     return None if rule is None else Problem(key=key, rule=rule, origin=COMMAND_LINE)
@@ -96,13 +96,13 @@ def _nesting(text: str) -> int:
 def _rule_of_references(text: str) -> str | None:
     number = text.count("${")
     if number > _MAX_IN_TEXT:
-        return f"holds {number:,} references; {_MAX_IN_TEXT} is the most."
+        return f"holds {number:,} references; {_MAX_IN_TEXT} is the limit."
     depth = deepest = 0
     for part in re.findall(r"\$\{|\}", text):
         depth = depth + 1 if part == "${" else max(0, depth - 1)
         deepest = max(deepest, depth)
     if deepest > _MAX_NESTED:
-        return f"nests references {deepest} deep; {_MAX_NESTED} is the most."
+        return f"nests references {deepest} deep; {_MAX_NESTED} is the limit."
     return None
 
 
@@ -111,7 +111,7 @@ def reference_problem(value: Any) -> str | None:
 
     Example:
         >>> reference_problem("${a}"), reference_problem("${a")
-        (None, 'holds a reference that cannot be read. It is ${KEY} or ${oc.env:VARIABLE}; as plain text, \\${.')
+        (None, 'holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${.')
     """
     if isinstance(value, dict | list):
         items = value.values() if isinstance(value, dict) else value
@@ -122,15 +122,15 @@ def reference_problem(value: Any) -> str | None:
 @lru_cache(maxsize=512)
 def _rule_of_text(value: str) -> str | None:
     if len(value) > MAX_ARGUMENT:
-        return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the most."
+        return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the limit."
     if (depth := _nesting(value)) > MAX_DEPTH:
-        return f"nests brackets {depth} deep next to a reference; {MAX_DEPTH} is the most."
+        return f"nests brackets {depth} deep next to a reference; {MAX_DEPTH} is the limit."
     if rule := _rule_of_references(value):
         return rule
     try:
         parse(value)
     except GrammarParseError:
-        return "holds a reference that cannot be read. It is ${KEY} or ${oc.env:VARIABLE}; as plain text, \\${."
+        return "holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${."
     return None
 
 

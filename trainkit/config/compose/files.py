@@ -118,7 +118,7 @@ class Repository(CachingConfigRepository):
         times = self._asked.most_common(1)[0][1]
         names = [name for name, count in self._asked.items() if times > 1 and count > times // 2 and name != CONFIG]
         many = f"{', '.join(names[:3])}, {times} times" if names else f"{len(self._asked)} of them"
-        rule = f"more than {_MAX_FILES} files follow from one another ({many}). Remove the entry that leads back."
+        rule = f"more than {_MAX_FILES} files include one another ({many}). Remove the entry that closes the cycle."
         document = self.documents.get(names[0]) if names else None
         where = f"{document.file}:{document.defaults_lines[0]}" if document and document.defaults_lines else ""
         return Problem(key="defaults", rule=rule, origin=where)

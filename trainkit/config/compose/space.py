@@ -89,7 +89,7 @@ class Space:
             raise ConfigError([_problem(axis.key, f"interval({axis.low:g},{axis.high:g})", rule) for axis in endless])
         listed = [axis for axis in self.axes if isinstance(axis, Choices)]
         if (number := math.prod(len(axis.rows) for axis in listed)) > MOST_JOBS:
-            rule = f"makes {number:,} points of all keys together, and {MOST_JOBS:,} is the most. {_SEARCH}"
+            rule = f"makes {number:,} points of all keys together, and {MOST_JOBS:,} is the limit. {_SEARCH}"
             raise ConfigError([Problem(key="-m", rule=rule, origin=COMMAND_LINE)])
         rows = itertools.product(*(axis.rows for axis in listed))
         return [self.point(_by_key(listed, chosen)) for chosen in rows]
@@ -151,7 +151,7 @@ def _misuse(override: Override) -> Iterator[Problem]:
     sweep: Any = override.value()
     tags = set(getattr(sweep, "tags", ()))
     if override.key_or_group.startswith(("sweep.", "hydra.", "hydra/")):
-        yield _problem_of(override, "is about the sweep itself, and has one value in it.")
+        yield _problem_of(override, "is a key of the sweep itself, and takes one value.")
     for tag in sorted(tags - set(_TAGS)):
         near = closest(tag, _TAGS)
         hint = f"Did you mean {near}? " if near else ""
@@ -171,7 +171,7 @@ def _misuse_of_range(override: Override, sweep: RangeSweep) -> Iterator[Problem]
     elif step == 0:
         yield _problem_of(override, "a range needs a step other than 0.")
     elif (number := (stop - start) / step) > MOST_JOBS:
-        rule = f"lists about {number:,.0f} values, and {MOST_JOBS:,} is the most. {_SEARCH}"
+        rule = f"lists about {number:,.0f} values, and {MOST_JOBS:,} is the limit. {_SEARCH}"
         yield _problem_of(override, rule)
 
 
@@ -216,7 +216,7 @@ def _mismatched_zips(swept: Mapping[str, Override], zipped: Mapping[str, Sequenc
     for key, values in zipped.items():
         if len(values) != len(zipped[first]):
             count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
-            rule = f"has {count}, and {first}, which it moves with, has {len(zipped[first])}. Give both as many."
+            rule = f"has {count}, and {first}, which varies with it, has {len(zipped[first])}. Give both equally many."
             yield _problem_of(swept[key], rule)
 
 

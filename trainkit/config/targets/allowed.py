@@ -111,12 +111,12 @@ def refuse_packages(packages: Sequence[str]) -> None:
 def _package_problem(name: str) -> str | None:
     if name in ALLOWED_PACKAGES:
         return (
-            "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use one of its "
+            "needs no flag for its classes of known kinds, and no flag allows the rest of it. To use one of its "
             "functions, call it in a class or function of your own, and allow your package."
         )
     root = root_of(name)
     if root != name and root.isidentifier():
-        return f"must be the first word of the module's name alone: --allow-package {root}."
+        return f"must be only the first part of the module's name: --allow-package {root}."
     if not name.isidentifier():
         return "must be the name of a package: letters, digits and _ only."
     if not _is_there(name):

@@ -98,7 +98,7 @@ def _against_signature(
         if name in known:
             yield from _value_problems(composition, (*path, name), value, known[name])
         elif name in injected:
-            rule = "is given by trainkit: no key of the config."
+            rule = "is set by trainkit: it is not a key of the config."
             yield composition.problem((*path, name), rule, show_value=False)
         elif not signature.takes_more:
             yield alternatives.unknown(

@@ -181,7 +181,7 @@ def _unfit(expected: Expected) -> str:
         return f"is no {' or '.join(kind.__name__ for kind in expected.classes)}, which this key takes."
     if expected.place:
         return f"is no {expected.kinds[0].name}, which {expected.place} needs. {expected.remedy}".rstrip()
-    return f"is of no kind that a config may name. {OWN_CODE}"
+    return f"is not of a kind that a config may name. {OWN_CODE}"
 
 
 def _made_by(path: str, target: Any) -> Kind | type | None:

@@ -139,11 +139,11 @@ class DealtReader:
             old = state.get("cut")
             shards = old[2] if isinstance(old, list) and len(old) == 3 else "another number of"
             rule = (
-                f"cuts a step into {cut[2]} shards, and the epoch was begun with {shards}, and files are dealt to "
-                f"shards: samples would be read twice or never. Give batch.micro_size={self._micro_size_of(old)}."
+                f"cuts a step into {cut[2]} shards, and the epoch began with {shards}. Each file belongs to a "
+                f"shard: samples would be read twice or never. Give batch.micro_size={self._micro_size_of(old)}."
             )
             raise ConfigError([Problem(key="batch.micro_size", value=self._plan.micro_size, rule=rule)])
-        return "the files of the stream are dealt as before; each part continues inside its file"
+        return "each shard reads the same files of the stream as before; each part continues inside its file"
 
     def close(self) -> None:
         """Release the files."""

@@ -17,7 +17,7 @@ from trainkit.storage import Free, naming, storage_error
 
 _TIMEOUT_S: Final = 60
 _CHUNK: Final = 1 << 20
-_REMEDY: Final = "Make room there, or fetch the file by hand and give its place as data.path."
+_REMEDY: Final = "Free space there, or download the file yourself and give its path as data.path."
 
 
 def existing(path: Path, *, key: str = "data.path", remedy: str = "") -> Path:
@@ -73,7 +73,7 @@ def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310
                 _copy(answer, part, to)
         except (OSError, HTTPException) as error:
-            remedy = "Fetch it by hand and give its place as data.path."
+            remedy = "Download it yourself and give its path as data.path."
             raise DataError(f"cannot download {url}: {error}. {remedy}") from error
         accept(part)
         with naming(to, remedy=_REMEDY):

@@ -236,7 +236,7 @@ class Loader:
         if size_of(dataset) == 0:
             raise DataError(f"{type(dataset).__name__} is empty: it has no samples to train on.")
         if reading.settings.pin_memory is True and reading.device.type != "cuda":
-            rule = f"pinned memory serves copies to a CUDA device, and this run is on {reading.device.type}. Use auto."
+            rule = f"pinned memory is for copies to a CUDA device, and this run is on {reading.device.type}. Use auto."
             raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
         self._source = _choose(dataset, plan, reading, shards_at=shards_at, num_steps=num_steps)
         self._plan, self._reading = plan, reading
@@ -341,6 +341,6 @@ def _in_memory(
     widened = None if stored is None else stored.widened
     source = Memory(arrays, positions, device=reading.device, move=move, widened=widened)
     if source.is_on_device and settings.pin_memory is True:
-        rule = "has no effect: the dataset lies on the device, and no batch is copied there. Use auto."
+        rule = "has no effect: the dataset is on the device, and no batch is copied to it. Use auto."
         raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
     return source

@@ -46,7 +46,7 @@ class Images:
             MissingExtraError: Pillow is not installed.
         """
         if image_size > resize:
-            rule = f"larger than data.resize={resize}, out of which it is cut."
+            rule = f"larger than data.resize={resize}, from which it is cropped."
             raise ConfigError([Problem(key="data.image_size", value=image_size, rule=rule)])
         return cls(decode=pillow().open)
 

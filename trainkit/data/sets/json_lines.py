@@ -61,7 +61,7 @@ class JsonLines:
         patterns = [self.path] if isinstance(self.path, str) else list(self.path)
         found = tuple(name for pattern in patterns for name in _matching(pattern))
         if len(found) > _MOST_FILES:
-            rule = f"names {len(found):,} files; {_MOST_FILES:,} is the most."
+            rule = f"names {len(found):,} files; {_MOST_FILES:,} is the limit."
             raise ConfigError([Problem(key="data.source.path", value=self.path, rule=rule)])
         return found
 

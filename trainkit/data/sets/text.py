@@ -189,7 +189,7 @@ def _library_bytes(max_bytes: int | None) -> NDArray[np.uint8]:
         inner[:] = [name for name in inner if name not in {"site-packages", "dist-packages", "__pycache__"}]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(f"there are no .py files in {root}: this Python ships its library in another form.")
+        raise DataError(f"there are no .py files in {root}: this Python has its library in another form.")
     pieces, total = [], 0
     # Sort by the name relative to the root, which is the same on every machine.
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):

@@ -51,7 +51,7 @@ class TokenMemmap:
     def __post_init__(self) -> None:
         file = existing(existing(self.path) / f"{self.split}.bin")
         if file.stat().st_size % np.dtype(self.dtype).itemsize or not file.stat().st_size:
-            raise DataError(f"{file}: its {file.stat().st_size} bytes are no whole number of {self.dtype} tokens.")
+            raise DataError(f"{file}: its {file.stat().st_size} bytes are not a whole number of {self.dtype} tokens.")
         tokens: Any = np.memmap(file, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
         if len(tokens) <= self.context:
             raise DataError(f"{file} has {len(tokens)} tokens, fewer than a sample of {self.context} and one more.")

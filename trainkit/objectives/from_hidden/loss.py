@@ -76,5 +76,5 @@ class Loss:
             part = term if factor is None else term * factor
             total = part if total is None else total + part
         if total is None:
-            raise TrainingError("a loss of no terms was given.")
+            raise TrainingError("a loss without terms was given.")
         return cls(total, weight, None, outputs, targets, terms)

@@ -269,13 +269,13 @@ def _whole_time(facts: RunFacts, trained: float, exported: float) -> float | str
     if not files.result:
         return "The goodput is known at the end of a run."
     if files.continued_at or files.environment.get("begun"):
-        return "The goodput of this run is not known: how long the command that began it took is not kept."
+        return "The goodput of this run is not known: the time of the command that began it was not recorded."
     if facts.cfg is not None and facts.cfg.resume not in (None, "auto"):
         return "The goodput is not known: the run began at a checkpoint of another run."
     if total is None or any(map(_is_of_all, files.restarts)):  # `seconds_total` is that of the last start of rank 0
         total = None if facts.lasted is None else facts.lasted - exported
     if total is None or total < trained:
-        return "The goodput is not known: how long all starts of the run took is not kept."
+        return "The goodput is not known: the time of all its starts was not recorded."
     return total + exported
 
 

@@ -57,7 +57,7 @@ def _reproducible(files: RunFiles, cfg: RunConfig | None) -> tuple[str, str, boo
         for note in _notes(files.environment):
             if words in note:
                 return value, f"{note}{more}", None
-    detail = "numerics.reproducible=false: another number of processes, threads or devices rounds otherwise"
+    detail = "numerics.reproducible=false: another number of processes, threads or devices rounds differently"
     return "to rounding", detail, None
 
 
@@ -65,9 +65,9 @@ def _timing(strategy: Mapping[str, Any]) -> str | None:
     """Return the reason why the updates of a run depend on the speed of processes or threads; None if they do not."""
     alone = strategy.get("workers") == 1 or len(strategy.get("compute_devices") or "ab") == 1
     if strategy.get("mode") == "async" and strategy.get("replay") is None and not alone:
-        return "strategy.mode=async applies gradients as they come"
+        return "strategy.mode=async applies gradients as they arrive"
     if strategy.get("spare_mode") == "replace" and strategy.get("spare_replicas"):
-        return "strategy.spare_mode=replace makes a step of the first shards that come"
+        return "strategy.spare_mode=replace makes a step of the first shards that arrive"
     return None
 
 

@@ -51,7 +51,7 @@ def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None
     if (last is None or not last.is_permanent) and relaunch.refusal is None:
         if number:
             with _open_rank_0_log(folder) as file:
-                what = last.headline if last else "The processes are gone."
+                what = last.headline if last else "The processes have ended."
                 file.write(f"{what} {payload['kind']} starts all again.\n")
         folder.begin()
         folder.open_live()

@@ -37,7 +37,7 @@ class Band:
 
     def __post_init__(self) -> None:
         if self.low > self.high:
-            rule = f"is above high={self.high:g}. Exchange the two."
+            rule = f"is above high={self.high:g}. Swap the two."
             raise ConfigError([Problem(key="low", value=self.low, rule=rule)])
 
     def times(self, factor: float) -> Band:

@@ -158,7 +158,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, NoSampleError):
         return f"{error}."
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return "the model or the objective reads the numbers of a tensor (.item(), float(), if, a mask)."
+        return "the model or the objective reads the values of a tensor (.item(), float(), if, a mask)."
     return f"the model or the objective cannot run without data ({named_first_line(error)})."
 
 

@@ -108,7 +108,7 @@ def trained_run(path: Path, groups: Sequence[str]) -> tuple[RunFolder, RunConfig
         ConfigError: it is not a run, a secret is missing, or the package of its model is not allowed.
     """
     if not (path / "resolved.yaml").is_file():
-        raise ConfigError([Problem(key=str(path), rule="is no folder of a run: it holds no resolved.yaml.")])
+        raise ConfigError([Problem(key=str(path), rule="is not a run folder: it has no resolved.yaml.")])
     cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), groups)
     refuse_foreign(cfg.model)
     return RunFolder(path), cfg

@@ -65,7 +65,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
             return load_run(folder, checkpoint=checkpoint)
         if (folder / MANIFEST).is_file() and (folder.parent.parent / "resolved.yaml").is_file():
             return _load_trained(folder.parent.parent, load(folder))
-    rule = "holds no model: it is no run, no checkpoint, and no folder with a config.yaml or model.yaml."
+    rule = "holds no model: it is not a run, not a checkpoint, and not a folder with a config.yaml or model.yaml."
     raise ConfigError([Problem(key=str(path), rule=rule)])
 
 

@@ -323,7 +323,7 @@ def _bind_frozen_models(objective: Objective, precision: Precision) -> None:
     for name, frozen in frozen_models(objective):
         key = f"objective.{name.lstrip('_')}"
         if isinstance(frozen.source, str) and not (_run_folder(frozen.source) / "resolved.yaml").is_file():
-            rule = "is no folder of a run: it holds no resolved.yaml. Name the folder that the teacher's run printed."
+            rule = "is not a run folder: it has no resolved.yaml. Name the folder that the teacher's run printed."
             raise ConfigError([Problem(key=key, value=frozen.source, rule=rule)])
         frozen.bind(dtype=precision.model_dtype, load=trained_model)
 

@@ -27,7 +27,7 @@ from trainkit.objectives.from_hidden.output_layer import scores_kept
 DRAWS: Final = "draws random numbers"
 COUPLES: Final = "couples the samples of a shard"
 _KEEPS: Final = "keeps statistics of a shard in its buffers"
-_UNSTEADY: Final = "gives other numbers when it runs again"
+_UNSTEADY: Final = "returns different numbers when it runs again"
 _EITHER: Final = "the model or the objective"
 _ROUNDING: Final = 64.0
 """Tolerance, in units in the last place, for sums over a shard in another order."""

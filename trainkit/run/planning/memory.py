@@ -88,7 +88,7 @@ def only_without_data(cfg: RunConfig) -> nn.Module | None:
         raise
     except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
         if "Storage size calculation overflowed" in str(error):
-            rule = f"has a parameter that no memory holds: {first_line(error)}. Use smaller sizes."
+            rule = f"has a parameter that is larger than any memory: {first_line(error)}. Use smaller sizes."
             raise ConfigError([Problem(key="model", rule=rule)]) from None
         return None
 

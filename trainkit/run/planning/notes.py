@@ -266,7 +266,7 @@ def _without_validation(plan: RunPlan) -> Iterator[tuple[Problem, str]]:
         return
     metric = plan.cfg.eval.metric
     if metric is not None:
-        rule = "no metric gives it: the data has no validation split. Leave it out, or use data that has one."
+        rule = "there is no such metric: the data has no validation split. Leave it out, or use data that has one."
         yield Problem(key="eval.metric", value=metric, rule=rule), f"eval.metric={metric} is left out"
     for name, node in plan.cfg.callbacks.items():
         if getattr(resolve_target(node["_target_"]), "decides_by_figures", False):
@@ -342,7 +342,7 @@ def _term_problems(plan: RunPlan) -> Iterator[Problem]:
             rule = (
                 f"{type(objective).__name__} has the term {name!r} in addition to a loss, metric or term of that name. "
             )
-            rule += "Give each a name of its own."
+            rule += "Give each its own name."
             yield Problem(key="objective", rule=rule)
 
 

@@ -367,7 +367,7 @@ def plan_from_environ(environ: MutableMapping[str, str], cfg: RunConfig) -> RunP
 def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> RunPlan:
     launch, batch = values["launch"], cfg.batch
     if batch.global_size is None or batch.micro_size is None:
-        raise ValueError("the config leaves the size of a shard open")
+        raise ValueError("the config does not set the size of a shard")
     facts = plan_context(
         cfg, parts, num_gpus=values["num_gpus"], launch=None if launch is None else LaunchEnvironment.from_json(launch)
     )

@@ -66,7 +66,7 @@ def evaluator_problems(
         started = facts.launch.kind if facts.launch is not None else backend.name if backend is not None else None
         rules = []
         if own:
-            rules.append("the strategy has an evaluator of its own. Leave one of them out.")
+            rules.append("the strategy has its own evaluator. Leave one of them out.")
         if started is not None:
             by_hand = "Start the evaluator by hand: python -m trainkit.run.session.evaluator_main RUN"
             rules.append(f"{started} starts the processes. {by_hand}")

@@ -237,7 +237,7 @@ class ProcessBarrier:
             while not self._store.has(key):
                 waiter.wait(_POLL_S)
         except RuntimeError as error:  # the store's DistError
-            raise HangError(f"{self.launch.place_of(0)} is gone, and with it the store.") from error
+            raise HangError(f"{self.launch.place_of(0)} cannot be reached any more, nor can the store.") from error
 
     def _waiter(
         self, missing: Callable[[], Iterable[int]], *, log: Callable[[str], None] | None = None

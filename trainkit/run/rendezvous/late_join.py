@@ -193,8 +193,8 @@ def _raise_cause(launch: LaunchEnvironment, folder: RunFolder, error: BaseExcept
         raise error
     if not training_has_ended(folder):
         raise HangError(
-            f"{launch.place_of(0)} is gone, and with it the run. Start every task again; resume=auto continues from "
-            f"the last checkpoint."
+            f"{launch.place_of(0)} cannot be reached any more, and the run needs it. Start every task again; "
+            "resume=auto continues from the last checkpoint."
         ) from error
 
 

@@ -75,7 +75,7 @@ class LocalWorkerGroup:
                 if stop.requested and not failure.is_permanent:
                     raise stop_error(stop.requested, str(failure.error()))
                 lost = failure.report is not None and failure.report.is_secondary
-                raise failure.error() from (ConnectionError("a rank of another host is gone") if lost else None)
+                raise failure.error() from (ConnectionError("a rank of another host is lost") if lost else None)
         return folder.read_result()
 
     def _watch(

@@ -47,7 +47,7 @@ class WaitReporter:
         """
         waited = self._clock() - self._begun
         if waited >= self._timeout_s:
-            raise HangError(f"waited {self._timeout_s:g} s (supervisor.join_timeout_s) in vain for {self._missing()}.")
+            raise HangError(f"waited {self._timeout_s:g} s (supervisor.join_timeout_s) for {self._missing()}.")
         if waited >= self._next_line_s:
             self._log(f"waiting for {self._missing()}" + (f", {waited:.0f} s" if waited > _FIRST_S * 1.5 else ""))
             self._interval_s = min(self._interval_s * 2, _LONGEST_S)

@@ -60,7 +60,7 @@ def refuse_malformed(loaded: Loaded) -> None:
     try:
         _check(loaded.meta, loaded.checkpoint.step)
     except ValueError as error:
-        raise damaged(loaded.checkpoint.folder, f"meta.json is not as it was written ({error})") from None
+        raise damaged(loaded.checkpoint.folder, f"meta.json has changed since it was written ({error})") from None
 
 
 def _check(meta: Any, step: int) -> None:

@@ -55,7 +55,7 @@ def reduction(reduce: str, ranks: Sequence[int], vector: Vector, *, ranks_a_host
         return (Transfer(what="gradients", how="reduce and broadcast", flows=flows, messages=2 * (count - 1)),)
     if reduce == "hierarchical":
         return _hierarchical(ranks, size, ranks_a_host)
-    how = {"backend": "all-reduce", "ring": "ring"}.get(reduce, "all-reduce, or what auto finds faster")
+    how = {"backend": "all-reduce", "ring": "ring"}.get(reduce, "all-reduce, or the faster one that auto finds")
     return (
         Transfer(
             what="gradients",

@@ -26,7 +26,7 @@ USAGE: Final = "DIR [--then OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
     "k": Flag(help="number of runs; all without it", value="N"),
     "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
-    "mode": Flag(help="the better end of it: min or max", value="MODE"),
+    "mode": Flag(help="whether the smallest (min) or the largest (max) value is best", value="MODE"),
     "then": Flag(help="train the config of the best run again, with the given key=value: --then strategy=mirrored"),
     "json": JSON_FLAG,
 }

@@ -38,7 +38,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "rounds": Flag(help="turns of each choice; 3 without it, 1 with --until", value="N"),
     "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N"),
     "until": Flag(help="measure the time to a result instead: --until val/accuracy=0.9", value="METRIC=VALUE"),
-    "data": Flag(help="whether the loader or the model limits the training, and which loader.num_workers to use"),
+    "data": Flag(help="find whether the loader or the model limits the training, and which loader.num_workers to use"),
     "json": JSON_FLAG,
     "out": Flag(help="folder of the results; without it, a new one below outputs/bench", value="FOLDER"),
 }

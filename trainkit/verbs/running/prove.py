@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 USAGE: Final = "strategy=A[,B...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "steps": Flag(help="optimizer steps to compare; 10 without", value="N"),
+    "steps": Flag(help="optimizer steps to compare; 10 without it", value="N"),
     "same-cut": Flag(help="compare only the numbers, with the same batch.micro_size"),
-    "all": Flag(help="a line for every parameter, even if all are equal"),
+    "all": Flag(help="print a line for every parameter, even if all are equal"),
 }
 _MOST_STEPS: Final = 1_000_000
 _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding", "different": "DIFFERENT"}

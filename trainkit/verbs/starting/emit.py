@@ -49,7 +49,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "restarts": Flag(help="torchrun: number of restarts of all processes after one fails", value="N"),
     "min-hosts": Flag(help="torchrun: number of hosts with which to continue after others are lost", value="N"),
     "partition": Flag(help="slurm: the partition", value="NAME"),
-    "account": Flag(help="slurm: who pays", value="NAME"),
+    "account": Flag(help="slurm: the account that is charged", value="NAME"),
     "cpus-per-process": Flag(help="slurm: cores of each process", value="N"),
     "namespace": Flag(help="kubernetes: the namespace", value="NAME"),
     "machine": Flag(help="vertex: the machine type, n1-standard-8", value="TYPE"),

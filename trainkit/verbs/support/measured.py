@@ -59,7 +59,7 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
     """Yield the problems of a config that is not one training on this machine."""
     if composition.asks_for_folds:
         value = composition.values["cv"]["folds"]
-        yield composition.problem("cv.folds", "is several trainings. Give cv.fold too.", value=value)
+        yield composition.problem("cv.folds", "starts several trainings. Give cv.fold too.", value=value)
     if composition.submits_single_runs:
         rule = f"passes runs to another system, and {verb} measures this machine. Leave it out."
         yield problem_of("cluster", rule)

@@ -20,7 +20,7 @@ USAGE: Final = "DIR"
 FLAGS: Final[Mapping[str, Flag]] = {
     "k": Flag(help="number of the best runs to combine; 3 without it", value="N"),
     "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
-    "mode": Flag(help="the better end of it: min or max", value="MODE"),
+    "mode": Flag(help="whether the smallest (min) or the largest (max) value is best", value="MODE"),
     "checkpoint": Flag(help="the checkpoint of each run: last, or best; last without it", value="WHICH"),
     "out": Flag(help="the folder for the model; DIR/ensemble without it", value="FOLDER"),
 }
