@@ -164,7 +164,7 @@ def whole_numbers(content: Any) -> list[int]:
     if not isinstance(content, list | tuple):
         raise ValueError(f"it is {_kind_of(content)}, and a list of whole numbers was expected")  # noqa: TRY004 - of a text
     if any(type(number) is not int or number < 0 for number in content):
-        raise ValueError("it holds a value that is not a whole number of at least 0")
+        raise ValueError("it holds other values than whole numbers from 0 on")
     return list(content)
 
 

@@ -28,13 +28,13 @@ _VERSION: Final = re.compile(r"[0-9][\w.+]{0,40}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _DATE: Final = re.compile(r"\d{4}-\d{2}-\d{2}")
 _HEAD: Final = """\
-A card shows runs of a recipe with several seeds. Its figures, times and hashes are those of `result.json` and
-`environment.json` of the runs, its picture was made by the run of the first seed."""
+A card describes runs of a recipe with several seeds. Its figures, times and hashes come from `result.json` and
+`environment.json` of the runs, its picture from the run of the first seed."""
 _HOW: Final = """\
 ## Make a card
 
 Train the recipe with three seeds or more, and give the run folders to the script. It refuses runs that have not
-finished, or whose configs or machines differ. A recipe that is new here needs an entry in
+finished, or whose configs or machines differ. A new recipe needs an entry in
 `scripts/website/gallery.yaml`.
 
 <!-- composes -->

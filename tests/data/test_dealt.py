@@ -128,7 +128,7 @@ def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted() -> Non
     with pytest.raises(ConfigError) as refused:
         loader_of(Numbered(8, 8), micro_size=1).load_state(inside)
     assert str(refused.value.problems[0]) == (
-        "batch.micro_size=1: cuts a step into 4 shards, and the epoch was begun with 2, and files are dealt to shards: "
+        "batch.micro_size=1: cuts a step into 4 shards, and the epoch began with 2. Each file belongs to a shard: "
         "samples would be read twice or never. Give batch.micro_size=2."
     )
     numbers(first, 3, (0, 1))
