@@ -57,7 +57,7 @@ def test_a_key_that_no_point_has_is_a_problem() -> None:
     ]
 
 
-def test_what_only_a_plan_can_tell_is_told_of_all_points_before_the_first_run(
+def test_problems_of_plans_are_reported_for_all_points_before_the_first_run(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from trainkit.cli import main

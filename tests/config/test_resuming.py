@@ -58,5 +58,5 @@ def test_what_ended_the_run_early_does_not_end_it_again(earlier: Path) -> None:
     assert compose_resumed(earlier, ["stop_at_step=9"]).values["stop_at_step"] == 9
 
 
-def test_resolved_values_are_not_told_to_be_idle(earlier: Path) -> None:
+def test_resolved_values_are_not_reported_as_without_effect(earlier: Path) -> None:
     assert checked(compose_resumed(earlier, [])).notes == ()

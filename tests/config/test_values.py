@@ -74,7 +74,7 @@ def test_a_value_does_not_fit_in_these_words(value: object, hint: Any, rule: str
     assert misfit(value, hint) == rule
 
 
-def test_limits_judge_numbers_and_leave_words_alone() -> None:
+def test_limits_apply_to_numbers_only() -> None:
     assert at_least(1).broken_by(0)
     assert not at_least(1).broken_by(1)
     assert above(0).broken_by(0)

@@ -29,7 +29,7 @@ def test_each_sample_comes_exactly_once_over_all_ranks(
     assert seen == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
 
 
-def test_it_can_be_gone_through_twice_and_says_how_long_it_is() -> None:
+def test_it_can_be_iterated_twice_and_has_a_length() -> None:
     both = batches(Squares(10))
 
     assert len(list(both)) == len(list(both)) == len(both) == num_eval_batches(10, 4) == 3

@@ -79,7 +79,7 @@ def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_that_concern_nobody_are_refused(start: Callable[..., list[Any]], cwd: Path) -> None:
+def test_settings_without_effect_are_refused(start: Callable[..., list[Any]], cwd: Path) -> None:
     told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
     rule = "has no effect: RANK and WORLD_SIZE started the processes and supervises them. (command line)"
     assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")

@@ -80,7 +80,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(cluster: Cluster) -> None:
+def test_workers_join_late_or_again_and_a_run_continues_after_its_chief_has_died(cluster: Cluster) -> None:
     cluster.start("chief:0")
     cluster.start("ps:0")
     cluster.wait(lambda: cluster.made_by("chief") > 20)

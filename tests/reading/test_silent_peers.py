@@ -77,7 +77,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_of_a_stranger_is_refused_with_the_place_and_the_reason(board: StoreClient, name: str) -> None:
+def test_a_foreign_message_is_refused_with_the_place_and_the_reason(board: StoreClient, name: str) -> None:
     text, reason = MESSAGES[name]
     meeting = ProcessBarrier(launch_at(board.address), timeout_s=5)
     meeting._store, meeting.prefix = board, "group"

@@ -1,4 +1,4 @@
-"""Train, plan and prove say in one voice whether another number of replicas is the same training."""
+"""Train, plan and prove state equally whether another number of replicas is the same training."""
 
 from __future__ import annotations
 

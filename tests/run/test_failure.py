@@ -264,7 +264,7 @@ def test_a_verdict_names_pid_and_host(folder: RunFolder) -> None:
     )
 
 
-def test_a_silent_death_shows_the_end_of_the_log(folder: RunFolder) -> None:
+def test_a_process_without_an_error_report_shows_the_end_of_its_log(folder: RunFolder) -> None:
     folder.logs.mkdir()
     folder.log_of(1).write_text("".join(f"line {number}\n" for number in range(30)))
     text = str(root_cause(folder, [exited(1, -11)], []).error("So be it."))
@@ -298,7 +298,7 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
     assert (type(found), str(found)) == (TrainingError, "batch 7")
 
 
-def test_damaged_last_words_are_none(folder: RunFolder) -> None:
+def test_a_damaged_error_report_is_ignored(folder: RunFolder) -> None:
     folder.live.mkdir()
     folder.error_of(0).write_text('{"rank": 0}')
     assert read_error_report(folder.error_of(0)) is None

@@ -151,7 +151,7 @@ def train(farm: Farm, model: torch.nn.Module, steps: range) -> None:
 
 
 @pytest.mark.parametrize("frames", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_thousands_of_frames_of_garbage_harm_nobody(frames: int) -> None:
+def test_thousands_of_malformed_frames_do_no_harm(frames: int) -> None:
     model = Net()
     with serving(model, optimizer_of("adamw")) as farm:
         train(farm, model, range(30))

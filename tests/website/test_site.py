@@ -84,7 +84,7 @@ def nav() -> list[Any]:
     return found
 
 
-def test_the_doors_are_start_do_understand_look_up() -> None:
+def test_the_menu_is_start_do_understand_look_up() -> None:
     assert [*ChainMap(*reversed(nav()))] == ["Start", "Do", "Understand", "Look up"]
 
 

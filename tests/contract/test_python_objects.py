@@ -35,7 +35,7 @@ class Untidy(Case):
         return model
 
 
-# FSDP gives blocks copies, and refuses by name a block that writes into them: tests/contract/test_given.py.
+# FSDP gives blocks copies, and refuses by name a block that writes into them: tests/contract/test_block_arguments.py.
 CASES = [
     (strategy, named)
     for strategy in STRATEGIES

@@ -1,4 +1,4 @@
-"""Where a run begins in a folder that is there already: what is left, what is renamed, whose the checkpoints are."""
+"""A run that begins in an existing folder: which files are left, which are renamed, which checkpoints it uses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reading in this process: small batches several at a time, and nobody can tell but by the clock."""
+"""Reading in this process: small batches are read several at a time, with the same results."""
 
 import time
 from collections.abc import Callable
