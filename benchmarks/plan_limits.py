@@ -75,10 +75,11 @@ ALONE = "supervisor.max_restarts=0"
 STRATEGIES = {
     "one_device": (),
     "device_map": ("strategy=device_map",),
-    "mirrored": ("strategy=mirrored", "strategy.replicas=2", ALONE),
+    "mirrored": ("strategy=mirrored", "strategy.replicas=2", "strategy.reduce=backend", ALONE),
     "fsdp": ("strategy=fsdp", "strategy.replicas=2", ALONE),
     "pipeline": ("strategy=pipeline", "strategy.stages=2", ALONE),
 }
+"""The limit is one of private memory, so no gradients are reduced through shared memory."""
 NEAR, FAR = (0.85, 1.15), (0.6, 1.5)
 """Memory for tensors below and above the planned peak, as multiples of it."""
 SLACK = 8 * 2**20

@@ -102,4 +102,4 @@ def test_one_that_fails_as_it_returns_is_no_crash_loop(folder: RunFolder, fake: 
     said: list[str] = []
     result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, log=said.append)
     assert result["status"] == "finished"
-    assert [line.partition("again in ")[2][:3] for line in said if "is lost" in line][:2] == ["0.1", "0.2"]
+    assert [line.partition("retries it in ")[2][:3] for line in said if "is lost" in line][:2] == ["0.1", "0.2"]

@@ -59,7 +59,7 @@ QUESTIONS = {
     "gradient compression": "docs/reduce.html",
     "ray": "docs/engines.html",
     "elastic": "docs/elastic.html",
-    "k folds": "reference/keys.html",
+    "k folds": "docs/cross-validation.html",
     "jupyter": "docs/in-a-notebook.html",
 }
 LINKS = """() => {
