@@ -32,7 +32,7 @@ def main(epochs: int) -> None:
     for _ in range(max(1, epochs)):
         for inputs, targets in loader:
             optimizer.zero_grad()
-            functional.cross_entropy(model(inputs), targets).backward()
+            functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if epochs == 0:
                 return

@@ -91,15 +91,13 @@ class Sleeping(Case):
 def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
     """Return (measured, ideal) of each step on this rank, without the first two."""
     rank = _Rank(place, case)
-    placed, found = rank._place(0), []  # noqa: SLF001 - a rank as the tests have it
-    for ticket in rank.strategy.tickets(rank.training.plan, rank.at, placed):
-        if rank.at.step == case.num_steps:
-            break
-        batches = [rank._batch(rank._indices(ticket.step, shard)) for shard in ticket.shards]  # noqa: SLF001
-        rank.strategy.step(placed, ticket, batches, rank.training)
+    executor, found = rank.setup(0), []
+    for ticket in executor.tickets(rank.at, case.num_steps):
+        executor.step(ticket, rank.fetch(ticket))
         rank.at.step += 1
-        found.append((placed.step_metrics["pipeline/bubble"], placed.step_metrics["pipeline/bubble_ideal"]))
-    rank.strategy.leave(placed)
+        metrics = executor.local.step_metrics
+        found.append((metrics["pipeline/bubble"], metrics["pipeline/bubble_ideal"]))
+    executor.close()
     return found[2:]
 
 

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -32,19 +32,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
 from trainkit.fields import placement
-from trainkit.strategies.base import (
-    Batch,
-    Executor,
-    SetupRequest,
-    StateDict,
-    StepCounter,
-    StepOutcome,
-    Ticket,
-)
+from trainkit.strategies.base import Batch, SetupRequest, StepContext, StepOutcome, Ticket
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
+from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.data_parallel.strategy import DataParallelExecutor
+from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.reducers import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")
@@ -52,61 +45,50 @@ _SETTLING = 3
 """Steps of a window before its clock starts: replicas that ran without waiting must synchronize first."""
 
 
-class TurningExecutor(Executor):
-    """Two executors of one replica, one that averages and one that leaves sums where they are.
+class TurningExecutor(DataParallelExecutor):
+    """A rank that sums gradients over the ranks in every other window of steps, and leaves them alone in the others.
 
     Args:
-        averaging: sums over the ranks.
+        averaging: the replica, with a reducer that sums over the ranks.
         apart: the same model and optimizer, with a reducer of its own.
         window: steps of a window.
         times: where the seconds are written.
     """
 
     def __init__(
-        self, averaging: DataParallelExecutor, apart: SynchronousExecutor[Replica], *, window: int, times: str
+        self,
+        averaging: Replica,
+        training: StepContext,
+        *,
+        apart: Replica,
+        ranks: RankGroup,
+        make_step: MakeStep[Replica],
+        window: int,
+        times: str,
     ) -> None:
-        self._averaging, self._apart, self._window, self._path = averaging, apart, window, times
+        super().__init__(averaging, training, ranks=ranks, make_step=make_step, recovers=False)
+        self._apart = SynchronousExecutor(apart, training, ranks=ranks, make_step=make_step)
+        self._window, self._path = window, times
         self._since: float | None = None
         self._times: list[float] = []
 
-    @property
-    def local(self) -> Replica:
-        """The replica that averages."""
-        return self._averaging.local
-
-    def assign(self, step: int) -> tuple[int, ...]:
-        """As mirrored's."""
-        return self._averaging.assign(step)
-
-    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
-        """As mirrored's."""
-        return self._averaging.tickets(position, until)
-
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """As mirrored's, with the reducer of the window that the step is in."""
+        """Take the step as mirrored does, with the reducer of the window that the step is in."""
         turn, place = divmod(ticket.step, self._window)
         if place == 0 and self._since is not None:
             self._times.append((perf_counter() - self._since) / (self._window - _SETTLING))
         if place == _SETTLING:
             self._since = perf_counter()
         if turn % 2 == 0:
-            return self._averaging.step(ticket, batches)
+            return super().step(ticket, batches)
         if self._apart.local.packing is None:
             self._apart.local.adopt_layout(self.local)
         return self._apart.step(ticket, batches)
 
-    def state_dict(self) -> StateDict:
-        """As mirrored's."""
-        return self._averaging.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """As mirrored's."""
-        self._averaging.load_state_dict(state)
-
     def close(self, *, failed: bool = False) -> None:
         """Write the times down, and leave the other ranks."""
         Path(f"{self._path}.{self.local.rank}").write_text(json.dumps(self._times))
-        self._averaging.close(failed=failed)
+        super().close(failed=failed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +108,15 @@ class ByTurns(Mirrored):
         parts = build_parts(request, ranks=ranks, make_reducer=self.make_reducer)
         replica = Replica(parts)
         broadcast_initial(replica)
-        averaging = DataParallelExecutor(
-            replica, request.training, ranks=ranks, make_step=self.shard_step, recovers=False
+        return TurningExecutor(
+            replica,
+            request.training,
+            apart=Replica(replace(parts, reducer=LocalReducer())),
+            ranks=ranks,
+            make_step=self.shard_step,
+            window=self.window,
+            times=self.times,
         )
-        apart = Replica(replace(parts, reducer=LocalReducer()))
-        alone = SynchronousExecutor(apart, request.training, ranks=ranks)
-        return TurningExecutor(averaging, alone, window=self.window, times=self.times)
 
 
 def ratios(workload: Workload, reducer: str, num_steps: int) -> tuple[list[float], list[float]]:

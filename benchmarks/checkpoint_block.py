@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks import report
-from trainkit.trainer.checkpoint import BackgroundSaver, Retention
+from trainkit.trainer.checkpoint import BackgroundSaver, Retention, SavePolicy
 
 _TENSORS = 48
 """Parameters and two slots of the optimizer each, of 16 layers."""
@@ -43,13 +43,14 @@ def main() -> None:
     options = parser.parse_args()
     size = options.mib * 2**20 // 4 // _TENSORS
     state = {f"param/{place}": torch.randn(size) for place in range(_TENSORS)}
+    policy = SavePolicy(retention=Retention(keep_last=1, keep_best=0))
     found: dict[str, list[float]] = {"first save": [], "first save, prepared": [], "later save": []}
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             plain = seconds(lambda: torch.save(state, Path(folder) / "plain.pt"))
         for prepared in (False, True):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                saver = BackgroundSaver(Path(folder), retention=Retention(keep_last=1, keep_best=0))
+                saver = BackgroundSaver(Path(folder), policy=policy)
                 if prepared:
                     saver.prepare(state)
                     while any(thread.name == "staging" for thread in threading.enumerate()):

@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,6 +29,7 @@ from trainkit.strategies.model_transforms import ModelTransforms
 
 TURNS: Mapping[str, tuple[int, int]] = {"digits": (400, 46), "convnet": (4, 18), "gpt": (3, 6)}
 """Steps of a turn, and steps before the first turn."""
+MODES: tuple[Literal["off", "default", "step"], ...] = ("off", "default", "step")
 
 
 def main() -> None:
@@ -41,10 +43,10 @@ def main() -> None:
     for key in given.recipes:
         recipe, (steps, warmup) = RECIPES[key], TURNS[key]
         loops = {"hand-written loop": plain_loop(recipe)}
-        for mode in ("off", "default", "step"):
+        for mode in MODES:
             loops[f"compile.mode={mode}"] = trainkit_loop(recipe, ModelTransforms(compile_mode=mode))
         if recipe.key == "convnet":
-            for mode in ("off", "default", "step"):
+            for mode in MODES:
                 shaping = ModelTransforms(compile_mode=mode, memory_format="channels_last")
                 loops[f"compile.mode={mode}, channels_last"] = trainkit_loop(recipe, shaping)
         found = take_turns(loops, rounds=given.rounds, steps=steps, warmup=warmup)

@@ -55,7 +55,8 @@ def step_seconds(contender: str, steps: int, packages: Path) -> float:
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "train/loss" in row]
     pairs = list(pairwise(rows))[len(rows) // 5 :]
-    return statistics.quantiles([(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairs], n=10)[0]
+    windows = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairs]
+    return float(statistics.quantiles(windows, n=10)[0])
 
 
 def main() -> None:

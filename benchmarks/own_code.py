@@ -45,7 +45,7 @@ from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context
 from trainkit.strategies.base import SetupRequest, ignore_phase
 from trainkit.trainer.loop import TrainingLoop, Trigger, TriggerSchedule
-from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+from trainkit.trainer.metrics_accumulator import Instruments, MetricsAccumulator
 
 OVERRIDES = (
     "recipe=null", "model=mlp", "data=digits", "optimizer=adamw", "optimizer.lr=0.001", "optimizer.groups={}",
@@ -101,7 +101,7 @@ class Contender:
         run = trainkit.compose([*OVERRIDES, *overrides], config_dirs=[conf], packages=["benchmarks"])
         with allow_packages(run.packages):
             plan = make_plan(run.cfg, num_gpus=0)
-            strategy, model = plan.components.strategy, transformed_model(plan.cfg, plan.components.strategy)
+            strategy, model = plan.components.strategy, transformed_model(plan.cfg, plan.components.strategy, "cpu")
             request = SetupRequest(
                 model=model,
                 identity=Identity.solo("cpu"),
@@ -112,10 +112,13 @@ class Contender:
                 open_data=lambda _device: self.loader,
             )
             self.executor = strategy.setup(request)
-        self.run = make_run_view(plan, self.executor, folder, ())
+        self.run = make_run_view(plan, self.executor, folder, (), measure=lambda _name, _data: {})
         self.loader = loader_of(plan, self.executor)
         terms = plan.components.objective.term_names
-        self.journal = MetricsAccumulator(self.run, self.executor.local, lambda: self.loader.wait_s, terms=terms)
+        instruments = Instruments(torch.device("cpu"))
+        self.journal = MetricsAccumulator(
+            self.run, self.executor.local, lambda: self.loader.wait_s, instruments, terms=terms
+        )
         self.row: dict[str, float] = {}
         self.taken: list[float] = []
         log = Trigger(act=self._log, next_after=lambda step: (step // 10 + 1) * 10)

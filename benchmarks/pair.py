@@ -47,7 +47,7 @@ class Workload:
         inputs, targets = self.make_data()
         generator = torch.Generator().manual_seed(0)
         while True:
-            for indices in torch.randperm(len(targets), generator=generator).split(self.batch):
+            for indices in torch.randperm(len(targets), generator=generator).split(self.batch):  # type: ignore[no-untyped-call]
                 own = indices[rank::world]
                 yield inputs[own], targets[own]
 

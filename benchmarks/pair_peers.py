@@ -69,7 +69,7 @@ def _loop(workload: Workload, steps: int, model: nn.Module) -> float:
     def step() -> None:
         inputs, targets = next(batches)
         optimizer.zero_grad()
-        workload.loss(model, inputs, targets).backward()
+        workload.loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return timed(step, workload, steps)
@@ -102,13 +102,13 @@ def lightning(workload: Workload, steps: int) -> float:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
-    class Clock(pl.Callback):
+    class Clock(pl.Callback):  # type: ignore[misc]
         windows = Windows(workload, steps)
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.windows.tick()
 
-    class Module(pl.LightningModule):
+    class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = workload.make_model()

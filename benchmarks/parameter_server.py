@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks import report
 from tests.support.serving import serving
@@ -166,13 +167,13 @@ def two_copies(size_mb: float) -> Iterator[Move]:
 # two ranks of gloo
 
 
-def gloo_group(store: dist.Store, rank: int) -> Any:
+def gloo_group(store: TCPStore, rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)
 
 
 def serve_gloo(told: Any, num_bytes: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     told.send(store.port)
     group, flat = gloo_group(store, 1), torch.ones(num_bytes // 4)
     while True:
@@ -185,7 +186,7 @@ def gloo_pair(size_mb: float) -> Iterator[Move]:
     num_bytes = int(size_mb * 1e6 / 4 / TENSORS) * 4 * TENSORS
     there, back = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
     with running(serve_gloo, num_bytes) as port:
-        group = gloo_group(dist.TCPStore("127.0.0.1", port, 2, timeout=TIMEOUT), 0)
+        group = gloo_group(TCPStore("127.0.0.1", port, 2, timeout=TIMEOUT), 0)
 
         def move(grads: list[Tensor], into: list[Tensor]) -> None:
             group.send([there], 1, 0).wait()
@@ -218,7 +219,7 @@ def serve_rpc(told: Any, port: int) -> None:
 
     torch.set_num_threads(1)
     told.send(None)
-    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=rpc_options(port))
+    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=rpc_options(port))  # type: ignore[no-untyped-call]
     rpc.shutdown()
 
 
@@ -229,7 +230,7 @@ def rpc_agent() -> Iterator[Callable[[float], Any]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with running(serve_rpc, port):
-        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=rpc_options(port))
+        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=rpc_options(port))  # type: ignore[no-untyped-call]
 
         @contextmanager
         def torch_rpc(size_mb: float) -> Iterator[Move]:

@@ -44,7 +44,7 @@ def by_hand(epochs: int) -> float:
         for _ in range(epochs):
             for inputs, targets in loader:
                 optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), targets).backward()
+                functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
     return _timed(train, epochs)
@@ -57,14 +57,14 @@ def lightning(epochs: int) -> float:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
-    class Clock(pl.Callback):
+    class Clock(pl.Callback):  # type: ignore[misc]
         start = 0.0
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 1:
                 self.start = time.perf_counter()
 
-    class Digits(pl.LightningModule):
+    class Digits(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = workload.model()
@@ -158,9 +158,9 @@ def fused_floor(epochs: int) -> float:
 
     def train(epochs: int) -> None:
         for _ in range(epochs):
-            for indices in torch.randperm(len(labels)).split(workload.BATCH):
+            for indices in torch.randperm(len(labels)).split(workload.BATCH):  # type: ignore[no-untyped-call]
                 optimizer.zero_grad()
-                functional.cross_entropy(model(images[indices]), labels[indices]).backward()
+                functional.cross_entropy(model(images[indices]), labels[indices]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
     return _timed(train, epochs)

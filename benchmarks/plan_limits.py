@@ -32,6 +32,7 @@ if __name__ == "__main__" and not SETTINGS.items() <= os.environ.items():
 
 from benchmarks import report
 from trainkit import api
+from trainkit.config.composition import Composition
 from trainkit.config.grammar import replacing
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.hardware import hardware_of
@@ -118,7 +119,7 @@ def cases() -> list[Case]:
     sgd, momentum = "optimizer=sgd", "optimizer.momentum=0.9"
     full, mixed, half = "activation_checkpointing=full", "precision=bf16_mixed", "precision=bf16"
     copied, more = "checkpoint.background=true", "batch.global_size=96"
-    found = {
+    found: dict[tuple[str, str], list[tuple[str, ...]]] = {
         ("mlp", "one_device"): [(), (sgd,), (sgd, momentum), ("batch.micro_size=128",), (half,), (copied,)],
         ("gpt", "one_device"): [(), (full,), (mixed,), ("batch.micro_size=12",), (sgd, "model.width=256")],
         ("convnet", "one_device"): [(), ("batch.micro_size=80", sgd)],
@@ -141,7 +142,7 @@ def cases() -> list[Case]:
     ]
 
 
-def composed(arguments: Sequence[str]) -> api.Composition:
+def composed(arguments: Sequence[str]) -> Composition:
     """Return the config of arguments that may name the callback of this benchmark."""
     return api.compose(arguments, config_dirs=[ROOT / "benchmarks/conf"], packages=["benchmarks"])
 

@@ -139,7 +139,7 @@ def inside(only: str, steps: int) -> list[dict[str, object]]:
                 step_s=statistics.median(step_s(overrides, steps) for _ in range(ROUNDS)),
             )
             band = point.time.band
-            row = {
+            row: dict[str, object] = {
                 "model": name, "replicas": count, "low": band.low, "high": band.high, "planned": point.time.step_s,
                 "measured": point.step_s, "error": point.error, "inside": point.is_inside,
             }  # fmt: skip

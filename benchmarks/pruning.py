@@ -17,6 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -87,7 +88,7 @@ def draw(path: Path, grid: list[tuple[int, float]], searches: dict[int, list[tup
         axes = chart.subplots()
         axes.set_title("Best validation accuracy by steps spent, all jobs together", loc="left", fontweight="bold")
         for place, (seed, points) in enumerate(searches.items()):
-            shade = {"alpha": 0.9 - 0.25 * place, "linewidth": 2.0}
+            shade: dict[str, Any] = {"alpha": 0.9 - 0.25 * place, "linewidth": 2.0}
             axes.step(*zip(*points, strict=True), where="post", color=ORANGE, label=f"Optuna, seed {seed}", **shade)
         axes.step(*zip(*grid, strict=True), where="post", color=BLUE, linewidth=2, label="grid")
         axes.axhline(grid[-1][1], color=GREY, linewidth=1, linestyle=(0, (2, 2)))

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import report
 from trainkit.cluster.tasks import Identity, Task
@@ -44,7 +45,7 @@ def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]
     """Run one process: every size and reducer; rank 0 reports the milliseconds."""
     task = Task(role="worker", index=rank, rank=rank)
     identity = Identity(task=task, num_ranks=num_ranks, store=("127.0.0.1", port), prefix="bench")
-    collective = Mirrored(timeout_s=60).connect(identity)
+    collective = Mirrored(timeout_s=60).join(identity).all_ranks
     for size in SIZES_MB:
         packing = FlatBuffer([torch.Size([int(size * 2**18) // 8])] * 8, torch.float32, torch.device("cpu"))
         grads = [torch.ones(shape) for shape in packing.shapes]
@@ -73,7 +74,8 @@ def measure(num_ranks: int, rounds: int) -> dict[tuple[float, str], float]:
     times: dict[tuple[float, str], float] = {}
     with HostedStore(("127.0.0.1", port)) as store:
         store.open()
-        processes = mp.spawn(rank_of, args=(num_ranks, port, rounds, found), nprocs=num_ranks, join=False)
+        given = (num_ranks, port, rounds, found)
+        processes = spawn(rank_of, args=given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
         while (row := found.get()) is not None:
             times[row[1], row[2]] = row[3]
         processes.join()

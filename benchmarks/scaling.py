@@ -105,7 +105,7 @@ def together(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[s
                 process.kill()
     for process, (_, errors) in zip(started, outputs, strict=True):
         if process.returncode:
-            raise SystemExit(f"{process.args} ended with {process.returncode}:\n{errors[-3000:]}")
+            raise SystemExit(f"{process.args!r} ended with {process.returncode}:\n{errors[-3000:]}")
     return [output for output, _ in outputs]
 
 
@@ -141,9 +141,8 @@ def _logged(run: Path) -> float:
     """Return seconds per step: the median of the windows after the first third, from the run's own rows."""
     rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "train/loss" in row]
     measured = rows[len(rows) // 3 - 1 :]
-    return statistics.median(
-        (later["seconds"] - row["seconds"]) / (later["step"] - row["step"]) for row, later in pairwise(measured)
-    )
+    windows = [(later["seconds"] - row["seconds"]) / (later["step"] - row["step"]) for row, later in pairwise(measured)]
+    return float(statistics.median(windows))
 
 
 def contenders(*, with_peers: bool) -> dict[str, Contender]:

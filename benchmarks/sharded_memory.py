@@ -9,6 +9,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -19,7 +20,7 @@ from tests.support.counted import bytes_of_rank
 from tests.support.pool import Pool
 
 RANKS = 4
-PLACES = {
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {"replicas": RANKS}),
     "fsdp, sync=last, two shards a step": ("fsdp", {"replicas": RANKS, "sync": "last"}),
     "fsdp, replicate=2": ("fsdp", {"replicas": RANKS, "replicate": 2}),

@@ -96,7 +96,7 @@ def train(hosts: Sequence[Host], overrides: Sequence[str], *, steps: int, port: 
                 process.kill()
         for process, (_, errors) in zip(started, outputs, strict=True):
             if process.returncode:
-                raise SystemExit(f"{process.args} ended with {process.returncode}:\n{errors[-3000:]}")
+                raise SystemExit(f"{process.args!r} ended with {process.returncode}:\n{errors[-3000:]}")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "train/loss" in row]
     first, last = rows[0], rows[-1]

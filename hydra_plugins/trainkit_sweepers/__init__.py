@@ -60,6 +60,7 @@ class TrainkitSweeper(Sweeper):
         from trainkit.sweeps.spaces.run_search import sweep  # noqa: PLC0415 - the same
 
         assert self._context is not None
+        assert self.config is not None
         composer: Any = self._context.config_loader
         return sweep(
             self._kind, launcher=self._launcher, composer=composer.composer, config=self.config, arguments=arguments
