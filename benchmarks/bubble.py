@@ -93,6 +93,8 @@ def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
     rank = _Rank(place, case)
     executor, found = rank.setup(0), []
     for ticket in executor.tickets(rank.at, case.num_steps):
+        if rank.at.step == case.num_steps:
+            break
         executor.step(ticket, rank.fetch(ticket))
         rank.at.step += 1
         metrics = executor.local.step_metrics

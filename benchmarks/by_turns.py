@@ -103,7 +103,7 @@ class ByTurns(Mirrored):
     """Each rank writes the seconds per step of its windows to this path with a dot and its rank appended."""
 
     def setup(self, request: SetupRequest) -> TurningExecutor:
-        """As mirrored's, and once more with a reducer that leaves sums where they are."""
+        """Join the other ranks; make a replica that sums gradients over them, and the same one without an exchange."""
         ranks = self.join(request.identity)
         parts = build_parts(request, ranks=ranks, make_reducer=self.make_reducer)
         replica = Replica(parts)
@@ -127,8 +127,7 @@ def ratios(workload: Workload, reducer: str, num_steps: int) -> tuple[list[float
             "--allow-package=benchmarks", "recipe=null", "optimizer.lr=0.001", "optimizer.groups={}",
             "schedule=constant", "eval.every_epochs=null", "checkpoint.keep_best=0", "checkpoint.every_s=null",
             *workload.overrides, "strategy=by_turns", "strategy.replicas=2", f"strategy.reduce={reducer}",
-            f"strategy.times={folder}/times", f"steps={num_steps}", f"batch.global_size={workload.batch}",
-            f"hydra.run.dir={folder}/run",
+            f"strategy.times={folder}/times", f"steps={num_steps}", f"hydra.run.dir={folder}/run",
         ]  # fmt: skip
         subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
         ranks = [json.loads(Path(f"{folder}/times.{rank}").read_text()) for rank in range(2)]

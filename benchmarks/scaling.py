@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
+from trainkit.config.grammar import replacing
 
 PEERS_FILE = str(ROOT / "benchmarks" / "pair_peers.py")
 TIMEOUT_S = 300.0
@@ -41,7 +42,8 @@ BASE = (
     "recipe=null", "optimizer.lr=0.001", "optimizer.groups={}", "schedule=constant", "eval.every_epochs=null",
     "checkpoint.keep_best=0", "checkpoint.every_s=null",
 )  # fmt: skip
-REDUCERS = ("shared_memory", "auto", "backend")
+REDUCERS = ("auto", "shared_memory", "backend")
+"""Values of `strategy.reduce`. The default, `auto`, uses shared memory here: both rows differ by the load only."""
 
 Measure = Callable[[Workload, int], float]
 """Returns seconds per step of a workload, over a number of steps."""
@@ -122,12 +124,12 @@ def trainkit(*overrides: str, copies: int = 1, share: int = 1) -> Measure:
     """Return a measurement of the public command; `copies` of it at once, with a `share`-th of the batch each."""
 
     def run(workload: Workload, steps: int) -> float:
+        sized = replacing(workload.overrides, f"batch.global_size={workload.batch // share}")
         with tempfile.TemporaryDirectory() as folder:
             commands = [
                 [
-                    sys.executable, "-m", "trainkit", *BASE, *workload.overrides, *overrides, f"steps={steps}",
-                    f"batch.global_size={workload.batch // share}", f"log_every_steps={workload.window}",
-                    f"hydra.run.dir={folder}/{copy}",
+                    sys.executable, "-m", "trainkit", *BASE, *sized, *overrides, f"steps={steps}",
+                    f"log_every_steps={workload.window}", f"hydra.run.dir={folder}/{copy}",
                 ]
                 for copy in range(copies)
             ]  # fmt: skip
