@@ -1,6 +1,6 @@
 """Compare the remaining time that the live line shows after a tenth of a run with the time that the rest takes.
 
-    python benchmarks/remaining_time.py [--rounds 3] [--recipes friedman shakespeare ...]
+    python benchmarks/remaining_time.py [--rounds 3] [--recipes "shakespeare data.download=true" ...]
 
 Each run is one command, as a user types it, whose lines are read from a pipe as they come. The first line at or after a
 tenth of the steps counts. The rest ends with the line that says that the run has finished.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import report
 
-RECIPES = ("digits epochs=600", "friedman", "shakespeare", "python_source")
+RECIPES = ("digits epochs=3000", "friedman epochs=1500")
 LINE = re.compile(r"step ([\d,]+)/([\d,]+) .* (?:(\d+):)?(\d+):(\d+) left")
 
 

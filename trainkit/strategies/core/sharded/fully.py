@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainkit.cluster.host import return_freed_memory
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
 from trainkit.strategies.groups.process_group import broadcast_values
 from trainkit.strategies.object_snapshot import watch_first_call
 from trainkit.strategies.partition.blocks import blocks_of
-
-_M_MMAP_THRESHOLD: Final = -3  # a constant of malloc.h
-_LARGE: Final = 2**20
-
-
-def give_freed_memory_back() -> bool:
-    """Make this process return large blocks of memory as soon as they are freed; return whether the C library supports
-    it.
-
-    Gathered parameters are allocated and freed repeatedly. Once glibc has freed a block, it keeps blocks of that size
-    (up to 32 MiB) on its heap, and the heap fragments: the memory of a rank grows far beyond its need. A fixed
-    threshold costs new pages for every block above it.
-
-    Source: mallopt(3), M_MMAP_THRESHOLD.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
-    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE) == 1
 
 
 def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
@@ -159,7 +139,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     """
     precision, policy, values = sharding.precision, _policy(sharding.precision), lazy_init_values(model)
     if sharding.device.type == "cpu":
-        give_freed_memory_back()
+        return_freed_memory()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     names = {module: name for name, module in model.named_modules()}
     for module in [*units, model]:
