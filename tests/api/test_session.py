@@ -269,7 +269,7 @@ REFUSED = {
     ("strategy=mirrored",): r"Start:\n    torchrun --nproc-per-node 2 ",
     ("strategy=parameter_server",): "strategy=parameter_server: refuses trainkit.session: its workers",
     ("strategy=central_storage", "strategy.mode=async"): "strategy=central_storage: refuses trainkit.session",
-    ("eval.beside=true",): "eval.beside=true: starts a process beside",
+    ("eval.beside=true",): "eval.beside=true: starts a process that does not run the loop",
     ("hydra.job.chdir=true",): "hydra.job.chdir: is for the command line",
 }
 

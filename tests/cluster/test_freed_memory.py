@@ -36,8 +36,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unset")
 @pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
 def test_a_second_step_finds_the_memory_of_the_first() -> None:
-    assert return_freed_memory()
-    assert new_pages() > 90 * MIB // resource.getpagesize()
+    assert return_freed_memory()  # as a training of fsdp in this process may have done
     assert keep_freed_memory()
     assert new_pages() < MIB // resource.getpagesize()
 

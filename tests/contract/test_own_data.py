@@ -119,7 +119,7 @@ def test_what_a_collate_draws_is_keyed_by_the_shard(tmp_path: Path) -> None:
 
 
 def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"int64 \(\d,\)\) beside .* need a collate: data\.collate=PACKAGE\.FUNCTION"):
+    with pytest.raises(DataError, match=r"\(\d,\)\) differs from .* need a collate: data\.collate=PACKAGE\.FUNCTION"):
         run(tmp_path / "a", *RAGGED)
     with pytest.raises(DataError, match=r"^data\.collate=tests\.support\.own_data\.drop_one makes \(int64 \(1, 1\), "):
         run(tmp_path / "b", *RAGGED, f"data.collate={OWN}.drop_one")
@@ -161,5 +161,5 @@ def test_weighted_samples_are_the_same_on_every_layout_and_the_summary_says_so(
     assert all(torch.allclose(tensor, spread[name], rtol=1e-11, atol=1e-13) for name, tensor in weights(alone).items())
     with pytest.raises(ConfigError, match=r"loader\.shuffle=false: has no effect: data\.sampler draws"):
         run(tmp_path / "c", *settings, "data=points", "loader.shuffle=false")
-    with pytest.raises(ConfigError, match=r"data\.sampler=.*weights: an iterable dataset has an order of its own"):
+    with pytest.raises(ConfigError, match=r"data\.sampler=.*weights: an iterable dataset has its own order"):
         run(tmp_path / "d", *settings, "data=stream_of_points")

@@ -140,5 +140,5 @@ def test_pinning_is_refused_where_the_dataset_lies_on_the_device() -> None:
     plan = BatchPlan(num_samples=9, global_size=4, micro_size=4)
     positions = Positions(plan, SampleOrder(num_samples=9, seed=0))
     reading = Reading(device=CPU, settings=LoaderConfig(pin_memory=True))
-    with pytest.raises(ConfigError, match=r"loader\.pin_memory=true: has no effect: the dataset lies on the device"):
+    with pytest.raises(ConfigError, match=r"loader\.pin_memory=true: has no effect: the dataset is on the device"):
         _in_memory(InMemorySquares(9), None, positions, reading, move=lambda batch: batch)

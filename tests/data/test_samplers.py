@@ -85,5 +85,5 @@ def test_weights_may_be_an_attribute() -> None:
     dataset = Squares()
     dataset.sample_weights = [2.0] * 10  # type: ignore[attr-defined]
     assert WeightsOf()(dataset) == [2.0] * 10
-    with pytest.raises(DataError, match=r"Squares has no attribute shares\. Give it one"):
+    with pytest.raises(DataError, match=r"Squares has no attribute shares\. Add it"):
         WeightsOf(attribute="shares")(dataset)

@@ -113,7 +113,7 @@ def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the
                 [f"strategy={chosen}"],
                 (
                     "strategy=one_device: is the reference of every proof, and comparing it with itself shows "
-                    "nothing. Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
+                    f"nothing. Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
                 ),
             )
             for chosen in ("one_device", "mirrored,one_device")

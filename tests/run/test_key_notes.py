@@ -100,7 +100,7 @@ def test_data_without_validation_is_noted_and_refused_for_what_needs_it(
     needs_it = ("eval.metric=val/accuracy", "callbacks=[early_stop]")
     metric, early_stop = notes("recipe=null", *points, *needs_it, code=2)
     remedy = "the data has no validation split. Leave it out, or use data that has one."
-    assert metric == f"eval.metric=val/accuracy: no metric gives it: {remedy} (command line)"
+    assert metric == f"eval.metric=val/accuracy: there is no such metric: {remedy} (command line)"
     assert early_stop.startswith(f"callbacks.early_stop: needs evaluations, and {remedy} (")
     # the metric of the digits recipe is not the user's
     assert "eval.metric=val/accuracy is left out" in notes(*points)

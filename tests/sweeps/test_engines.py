@@ -222,7 +222,7 @@ def test_nothing_but_a_function_of_a_module_is_pickled() -> None:
 def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains() -> None:
     run = trainkit.compose(["cluster=slurm", "hydra.launcher.partition=gpu", "sweep.retries=1"])
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
-    rule = "hands runs to the launcher submitit_slurm: `trainkit` on the command line does. To train here: "
+    rule = "hands runs to the launcher submitit_slurm, which only the command line does. Here, give "
     assert refused(trainkit.train, run) == [f"cluster=slurm: {rule}hydra.mode=RUN."]
     command, _ = ComposedConfigLoader(Composer()).command(
         ["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job")

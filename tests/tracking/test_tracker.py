@@ -54,7 +54,7 @@ def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
             tracker.log(run, row(10))
         tracker.run_end(run, {})
     first, last = caplog.messages
-    assert first.startswith("wandb is not reached (no answer for 0.01 s). The training continues")
+    assert first.startswith("wandb cannot be reached (no answer for 0.01 s). The training continues")
     assert last.endswith(f"python -m trainkit.tracking {run.folder} sends the rest.")
     state = read_state(run.folder, "wandb")
     assert state is not None
