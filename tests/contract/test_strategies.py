@@ -14,7 +14,10 @@ pytestmark = pytest.mark.pairwise
 
 
 def placed(case: Case, strategy: str, replicas: int) -> Case:
-    return replace(case, strategy=strategy, settings={"replicas": replicas} if takes_replicas(strategy) else {})
+    settings = {"replicas": replicas} if takes_replicas(strategy) else {}
+    # as on GPUs; processes of a CPU reduce in shared memory by default
+    reducer = {"reduce": "backend"} if strategy == "multi_worker_mirrored" else {}
+    return replace(case, strategy=strategy, settings=settings | reducer)
 
 
 def num_ranks(strategy: str, replicas: int) -> int:
