@@ -68,8 +68,8 @@ def main() -> None:
     found: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
     for _ in range(given.rounds):
         for contender, seconds in found.items():
-            command = [sys.executable, __file__, "--one", contender]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            own = [sys.executable, __file__, "--one", contender]
+            done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
             seconds.append(float(done.stdout.split()[-1]))
     rows = [
         [name, f"{statistics.median(seconds) * 1e3:.1f}", report.ratio(seconds, found[BY_HAND])]

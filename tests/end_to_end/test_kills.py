@@ -17,7 +17,7 @@ from tests.support.settings import latest
 from tests.support.verdicts import plain
 
 ROOT = Path(__file__).parents[2]
-STEPS = 120
+STEPS = 240
 OVERRIDES = [
     "recipe=null",
     "--allow-package=tests",

@@ -30,6 +30,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _LARGEST_ON_HEAP: Final = 32 * 2**20
 """Bytes of the largest block that glibc can be told to take from its heap."""
 _SHORT_LIVED: Final = 2**20
+_TRIM_DEFAULT: Final = 2**17
 _KEPT_AT_THE_END: Final = 2**30
 _MALLOC_VARIABLES: Final = ("MALLOC_", "GLIBC_TUNABLES")
 
@@ -220,7 +221,7 @@ def return_freed_memory() -> bool:
 
     Source: mallopt(3), M_MMAP_THRESHOLD.
     """
-    return _tell_malloc({_M_MMAP_THRESHOLD: _SHORT_LIVED})
+    return _tell_malloc({_M_MMAP_THRESHOLD: _SHORT_LIVED, _M_TRIM_THRESHOLD: _TRIM_DEFAULT})
 
 
 def _tell_malloc(options: Mapping[int, int]) -> bool:
