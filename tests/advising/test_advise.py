@@ -21,6 +21,7 @@ def advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_small_model_needs_one_device_and_the_printed_command_plans(capsys: pytest.CaptureFixture[str]) -> None:
     found = advice(capsys, "--devices", "2", "--hardware", "h100_sxm", "precision=fp32")
     assert found["best"]["overrides"] == ["strategy=one_device"]

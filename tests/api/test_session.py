@@ -65,6 +65,7 @@ def apart(one: Session) -> None:
 
 
 @pytest.mark.parametrize("settings", [HARD, OVERFLOWS], ids=["keyed, clipped, accumulated", "overflows"])
+@pytest.mark.slow
 def test_a_loop_ends_in_the_weights_of_the_trainer(settings: tuple[str, ...], tmp_path: Path) -> None:
     wanted = trainkit.train([*RUN, *settings], run_dir=tmp_path / "trainer")["weights_sha256"]
     for number, loop in enumerate((by_steps, by_own_loss, apart)):
@@ -86,6 +87,7 @@ def test_a_rank_whose_loop_fails_ends_the_others_and_is_named(pool: Pool, tmp_pa
     assert [end.partition(":")[0] for end in ends] == ["TrainingError", "PeerError"]
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_is_continued_to_the_same_bits(tmp_path: Path) -> None:
     wanted = trainkit.train([*RUN, *HARD], run_dir=tmp_path / "whole")["weights_sha256"]
     for name in ("loop", "trainer"):

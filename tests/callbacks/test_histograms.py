@@ -107,6 +107,7 @@ def test_a_loss_scale_is_divided_out(runs: tuple[Path, Path, str, str], tmp_path
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_records(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder, *EACH, "stop_at_step=2")

@@ -72,6 +72,7 @@ def held(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.slow
 def test_saves_resumes_and_retention_leave_alone_what_the_run_did_not_write(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

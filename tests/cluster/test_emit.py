@@ -117,6 +117,7 @@ def test_a_batch_script_starts_a_task_a_gpu(emit: Callable[..., str], run: Calla
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit: Callable[..., str]) -> None:
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 

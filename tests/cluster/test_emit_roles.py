@@ -82,6 +82,7 @@ def test_spec_is_accepted_by_the_cluster_of_the_config(emit: Callable[..., str])
     assert [str(task) for task in launches] == TASKS
 
 
+@pytest.mark.slow
 def test_kubernetes_gives_each_role_a_job_and_each_pod_its_task(emit: Callable[..., str]) -> None:
     from kubeflow_trainer_api.models import IoK8sApiBatchV1Job, IoK8sApiCoreV1Service
 

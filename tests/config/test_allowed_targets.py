@@ -114,6 +114,7 @@ def test_a_nested_class_fits_the_annotation_of_its_key() -> None:
         build({**node, "members": [{"_target_": "torch.optim.SGD"}]}, "model")
 
 
+@pytest.mark.slow
 def test_models_and_configs_of_transformers_are_built() -> None:
     config = {"_target_": "transformers.GPT2Config", "n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 9}
     assert "num_labels" in signature_of(resolve_target("transformers.GPT2Config")).keys  # set as an attribute

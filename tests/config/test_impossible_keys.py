@@ -15,6 +15,7 @@ from trainkit.errors import ConfigError
 SMALL = ("data=synthetic", "data.shape=[1,28,28]", "data.num_samples=64")
 
 
+@pytest.mark.slow
 def test_a_recipes_key_that_the_users_makes_impossible_is_left_out(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def by_hand(folder: Path, kind: Any, steps: range) -> dict[str, Tensor]:
         (("average=swa", "average.start_step=4"), MEAN, range(4, 8)),
     ],
 )
+@pytest.mark.slow
 def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], kind: Any, steps: range) -> None:
     points = POINTS[:-1] if "average=swa" in settings else POINTS
     result = run(tmp_path / "run", *points, *settings, "checkpoint.every_steps=1", "checkpoint.keep_last=9")
@@ -78,6 +79,7 @@ def test_an_average_is_that_of_torch(tmp_path: Path, settings: tuple[str, ...], 
         torch.testing.assert_close(averages(result)[name], tensor, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_average_changes_no_weight_and_is_evaluated_beside_them(tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", *POINTS[:-2])
     result = run(tmp_path / "run", *POINTS, "eval.metric=val_ema/loss")
@@ -88,6 +90,7 @@ def test_an_average_changes_no_weight_and_is_evaluated_beside_them(tmp_path: Pat
     assert result["metrics"]["val_ema/loss"] != result["metrics"]["val/loss"]
 
 
+@pytest.mark.slow
 def test_an_average_of_a_model_with_batch_statistics_is_evaluated_with_those_of_the_training(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *NORM, "average=ema", "average.decay=0.7")
     model, split = trainkit.load(tmp_path / "run/model/average"), Points(split="val")
@@ -111,6 +114,7 @@ def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[s
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=() if p in QUICK else MARKS.get(p, pytest.mark.matrix)) for p in PLACES]
 )
+@pytest.mark.slow
 def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(place: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *POINTS)
     run(tmp_path / "run", *POINTS, *PLACES[place], "stop_at_step=4")
@@ -123,6 +127,7 @@ def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(pl
         torch.testing.assert_close(weights(result)[name], tensor, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_exported_by_choice(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *POINTS)
     written = load_file(tmp_path / "run/model/average/model.safetensors")
@@ -133,6 +138,7 @@ def test_averaged_weights_are_exported_by_choice(tmp_path: Path) -> None:
     assert not (tmp_path / "other/model/average").exists()
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_data(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *SWA)
     model, train = trainkit.load(tmp_path / "run/model/average"), Points()
@@ -150,6 +156,7 @@ def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_dat
 
 
 @pytest.mark.parametrize("place", [(), pytest.param(PLACES["mirrored"], marks=pytest.mark.long)], ids=["one", "two"])
+@pytest.mark.slow
 def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_where_it_was(
     place: tuple[str, ...], tmp_path: Path
 ) -> None:

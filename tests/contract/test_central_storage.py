@@ -136,6 +136,7 @@ def test_every_compute_device_has_a_thread(pool: Pool, monkeypatch: pytest.Monke
     assert {name.rpartition("_")[0] for name, _ in seen} == {"compute"}
 
 
+@pytest.mark.slow
 def test_ending_it_ends_its_threads_and_gives_torch_its_own_back(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     overrides = ("data=points", "model=net", "epochs=2", "batch.global_size=8", "batch.micro_size=2")
@@ -170,6 +171,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_one_thread_that_updates_as_it_comes_is_one_device_to_the_bit(tmp_path: Path, applied: list[int]) -> None:
     expected = run(tmp_path / "one", *ASYNC[2:], "clip.max_norm=0.1")
     found = run(tmp_path / "async", *ASYNC, "strategy.compute_devices=[cpu]", "clip.max_norm=0.1")
@@ -177,6 +179,7 @@ def test_one_thread_that_updates_as_it_comes_is_one_device_to_the_bit(tmp_path: 
     assert applied == list(range(30))
 
 
+@pytest.mark.slow
 def test_asynchronous_threads_use_every_batch_once_and_say_how_stale_they_are(
     tmp_path: Path, applied: list[int]
 ) -> None:
@@ -188,6 +191,7 @@ def test_asynchronous_threads_use_every_batch_once_and_say_how_stale_they_are(
     assert 0 < max(stale) <= 29
 
 
+@pytest.mark.slow
 def test_what_was_under_way_when_a_checkpoint_was_written_is_handed_out_again(
     tmp_path: Path, applied: list[int]
 ) -> None:

@@ -41,6 +41,7 @@ def test_its_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:
         assert reference.differences(rank.weights, oracle(case)) == []
 
 
+@pytest.mark.slow
 def test_rows_of_a_sparse_table_are_pulled_before_each_lookup_of_a_compiled_model() -> None:
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True))
     compiled = apply_transforms(model, COMPILED, compiles="model")
@@ -57,6 +58,7 @@ def test_rows_of_a_sparse_table_are_pulled_before_each_lookup_of_a_compiled_mode
     assert found == [[[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2]
 
 
+@pytest.mark.slow
 def test_copies_take_turns_where_a_shape_is_new_and_compute_together_where_none_is() -> None:
     turns: list[bool] = []
     run = ComputingCopies.run

@@ -76,6 +76,7 @@ def test_its_bits_are_those_of_one_device(base: Case, pool: Pool) -> None:
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
     fixed = ("model=net", "model.dropout=0.2", "data=points", "batch.global_size=16", "optimizer=adamw", "steps=4")
     one = run(tmp_path / "one", *fixed)

@@ -31,12 +31,14 @@ def digest(folder: Path, *overrides: str) -> str:
         *(pytest.param(one, marks=pytest.mark.long) for one in ("ring", "hierarchical", "to_one_device")),
     ],
 )
+@pytest.mark.slow
 def test_each_reducer_alone_in_its_group_gives_the_bits_of_one_device(tmp_path: Path, reduce: str) -> None:
     alone = digest(tmp_path / "alone", "strategy=mirrored", *ALONE, f"strategy.reduce={reduce}")
     assert alone == digest(tmp_path / "one", "strategy=one_device")
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_exchanges_really_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     all_reduce = dist.all_reduce
@@ -53,6 +55,7 @@ def test_the_exchanges_really_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("sync", ["each", "last"])
+@pytest.mark.slow
 def test_fully_sharded_over_one_rank_gives_the_bits_of_one_device(tmp_path: Path, sync: str) -> None:
     alone = digest(tmp_path / "alone", "strategy=fsdp", *ALONE, f"strategy.sync={sync}", "clip.max_norm=0.5")
     assert alone == digest(tmp_path / "one", "strategy=one_device", "clip.max_norm=0.5")

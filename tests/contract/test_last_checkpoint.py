@@ -70,6 +70,7 @@ LONG, MATRIX = pytest.mark.long, pytest.mark.matrix
         pytest.param("train_end", 9, marks=LONG),
     ],
 )
+@pytest.mark.slow
 def test_an_error_of_a_callback_saves_the_step_before_it(
     tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], hook: str, step: int
 ) -> None:
@@ -81,6 +82,7 @@ def test_an_error_of_a_callback_saves_the_step_before_it(
 
 @pytest.mark.parametrize("strategy", [(), pytest.param((CENTRAL,), marks=LONG)], ids=["one_device", "central_storage"])
 @pytest.mark.parametrize("phase", ["backward", *(pytest.param(one, marks=MATRIX) for one in PHASES)])
+@pytest.mark.slow
 def test_an_error_within_a_step_saves_the_step_before_it(
     tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], phase: str, strategy: tuple[str, ...]
 ) -> None:

@@ -53,6 +53,7 @@ class ResNet50(Case):
 @pytest.mark.parametrize(
     ("shards", "before"), [(1, 1443), pytest.param(8, 9227, marks=pytest.mark.long)], ids=["whole", "eighths"]
 )
+@pytest.mark.slow
 def test_a_mixed_step_of_resnet_50_asks_for_half_of_the_launches_that_it_once_took(shards: int, before: int) -> None:
     rank = _Rank(None, ResNet50(micro_size=16 // shards))
     executor = rank.setup(0)
@@ -71,6 +72,7 @@ GPT_2 = (
 
 
 @pytest.mark.parametrize(("precision", "most"), [("bf16", 2270), ("bf16_mixed", 3660)])
+@pytest.mark.slow
 def test_a_step_of_gpt_2_of_four_shards_launches_no_more(precision: str, most: int) -> None:
     plan = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}"]).cfg)
     work = outlook_of(plan, meta_model(plan)).work

@@ -47,6 +47,7 @@ def result_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_out_step_after_step_fails(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError) as caught:
         run(tmp_path / "run", *FIXED, "data=poisoned", f"data.bad={EVERY}", "epochs=45", "numerics.on_nonfinite=skip")
@@ -60,6 +61,7 @@ def test_a_run_that_leaves_out_step_after_step_fails(tmp_path: Path) -> None:
     assert [one["step"] for one in result["skipped_steps"]] == list(range(10))
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_out_too_large_a_share_fails_at_step_100(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError) as caught:
         run(tmp_path / "run", *POISONED, "steps=200", "numerics.on_nonfinite=skip", "numerics.max_skipped_share=0.3")
@@ -82,6 +84,7 @@ def test_a_bad_sample_costs_its_step_and_no_more(strategy: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_a_step_that_is_finite_when_trained_again_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     settings = ("steps=7", "numerics.on_nonfinite=rollback", f"strategy={strategy}", *ALIKE[strategy])
     each = strategy == "pipeline"  # every stage reads; only the first one looks at the inputs
@@ -106,6 +109,7 @@ def test_a_second_bad_step_since_the_restored_checkpoint_ends_the_run(tmp_path: 
     assert [one["step"] for one in result_of(tmp_path / "run")["skipped_steps"]] == [1]
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_a_rollback_leaves_the_step_out_when_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +127,7 @@ def test_a_run_killed_in_a_rollback_leaves_the_step_out_when_resumed(
     assert reference.differences(weights(result), expected(leave_out=(1,))) == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_still_lists_what_was_left_out_before(tmp_path: Path) -> None:
     settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=skip", "steps=3")
     run(tmp_path / "run", *settings, "stop_at_step=2")

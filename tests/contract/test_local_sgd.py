@@ -169,6 +169,7 @@ def test_a_run_is_evaluated_and_saved_at_averages_and_at_its_end(tmp_path: Path)
     assert sorted(one.step for one in list_complete(tmp_path / "run" / "checkpoints")) == [4, 8, 10]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_between_averages_goes_on_to_the_next_and_is_continued_exactly(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", *ALONE)
     first = run(tmp_path / "parts", *ALONE, "stop_at_step=5")
@@ -184,6 +185,7 @@ def test_replicas_are_compared_where_they_are_alike(tmp_path: Path) -> None:
     assert (result["status"], result["steps"]) == ("finished", 10)
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_is_another_training(tmp_path: Path) -> None:
     run(tmp_path / "run", *ALONE, "stop_at_step=4")
     with pytest.raises(ConfigError) as raised:

@@ -76,6 +76,7 @@ def test_replicas_of_a_cut_vocabulary_that_are_cut_again_train_as_the_reference(
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("strategy", ["one_device", "fsdp"])
+@pytest.mark.slow
 def test_compiled_and_recomputed_models_train_as_the_reference(strategy: str, backend: str, pool: Pool) -> None:
     shaping = ModelTransforms(compile_mode="default", backend=backend, recompute="full")
     check(HiddenCase(strategy=strategy, settings=PLACES[strategy], shaping=shaping, num_steps=4), pool)

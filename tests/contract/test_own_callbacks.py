@@ -57,6 +57,7 @@ def test_a_rank_of_several_names_the_callback_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+@pytest.mark.slow
 def test_tensors_of_a_callback_are_restored_and_evaluating_changes_nothing(strategy: str, tmp_path: Path) -> None:
     same = (*SAME, f"strategy={strategy}", "callbacks=[averages]", "checkpoint.every_steps=3")
     plain = run(tmp_path / "plain", *SAME, f"strategy={strategy}")

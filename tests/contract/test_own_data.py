@@ -22,6 +22,7 @@ def own(name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("dataset", ["NamedPoints", "ScannedPoints"])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow
 def test_fields_of_any_names_train_as_a_pair_does(tmp_path: Path, dataset: str, workers: int) -> None:
     plain = run(tmp_path / "a", *FIXED, "data=points")
     fields = ("objective.input=voxels", "objective.target=diagnosis", f"loader.num_workers={workers}")
@@ -57,6 +58,7 @@ def test_a_monitored_metric_of_a_split_that_is_not_there_is_refused(tmp_path: Pa
         run(tmp_path / "a", *FIXED, *own("SplitPoints"), "eval.metric=val_far/loss")
 
 
+@pytest.mark.slow
 def test_an_iterable_dataset_with_a_length_is_a_stream(tmp_path: Path) -> None:
     stream = run(tmp_path / "a", *FIXED, "data=stream_of_points")
     found = run(tmp_path / "b", *FIXED, *own("PointStream"))
@@ -64,6 +66,7 @@ def test_an_iterable_dataset_with_a_length_is_a_stream(tmp_path: Path) -> None:
     assert "val/loss" in found["metrics"]
 
 
+@pytest.mark.slow
 def test_datasets_of_any_classes_become_splits(tmp_path: Path) -> None:
     point = "{_target_: tests.support.zoo.Points, split: %s}"
     splits = ("data=splits", f"data.train={point % 'train'}", f"data.others={{val_far: {point % 'val'}}}")

@@ -40,6 +40,7 @@ def test_tables_are_the_same_on_every_placement(tmp_path: Path) -> None:
         assert result["metrics"]["val/f1"] == results["one_device"]["metrics"]["val/f1"]
 
 
+@pytest.mark.slow
 def test_a_table_cannot_be_the_monitored_metric(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.metric=val/confusion: no such metric"):
         run(tmp_path / "run", *SAME, "eval.metric=val/confusion")

@@ -92,6 +92,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", [name for name in PLACES if name != "one_device"])
+@pytest.mark.slow
 def test_terms_are_logged_as_their_means_over_all_targets(strategy: str, tmp_path: Path) -> None:
     """37 points: the last batch of an epoch and the last of the evaluation are short."""
     same = ("model=net", "data=points", "objective=two_terms", "batch.global_size=16", "batch.micro_size=4")

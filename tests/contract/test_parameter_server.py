@@ -131,6 +131,7 @@ def test_the_warmup_of_many_workers_is_one_device_to_the_bit(store: tuple[str, i
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.slow
 def test_a_replay_has_the_bits_of_the_run_it_follows(mode: str, tmp_path: Path, store: tuple[str, int]) -> None:
     case = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True}, num_steps=9, slowed={1: 0.05})
     stale: dict[str, object] = {"mode": "async", "staleness": Staleness(policy="scale")}
@@ -168,6 +169,7 @@ def test_a_training_continued_in_async_mode_hands_out_what_was_under_way(
 
 @pytest.mark.parametrize("spares", [1, 2])
 @pytest.mark.parametrize("mode", ["duplicate", "replace"])
+@pytest.mark.slow
 def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
     mode: str, spares: int, tmp_path: Path, store: tuple[str, int]
 ) -> None:

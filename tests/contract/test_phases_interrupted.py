@@ -65,6 +65,7 @@ def test_a_skipped_step_ends_at_its_phase_and_keeps_the_updates_before(
 
 
 @pytest.mark.parametrize("place", ["one_device", "mirrored"])
+@pytest.mark.slow
 def test_a_rollback_takes_every_phase_back(place: str, tmp_path: Path) -> None:
     rollback = ("numerics.on_nonfinite=rollback", "checkpoint.every_steps=1")
     healed = run(tmp_path / "healed", *interrupted("generator", place, *rollback))

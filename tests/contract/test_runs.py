@@ -55,6 +55,7 @@ def test_a_language_model_is_trained_by_its_tokens(tmp_path: Path) -> None:
     assert reference.differences(weights(result), expected) == []
 
 
+@pytest.mark.slow
 def test_samples_read_one_at_a_time_give_the_bits_of_those_in_memory(tmp_path: Path) -> None:
     fixed = ("model=net", "batch.global_size=16", "batch.micro_size=5", "optimizer=sgd", "epochs=3")
     in_memory = run(tmp_path / "a", *fixed, "data=points")
@@ -65,6 +66,7 @@ def test_samples_read_one_at_a_time_give_the_bits_of_those_in_memory(tmp_path: P
     assert read(tmp_path)[-111:] == [index for order in orders for index in order]
 
 
+@pytest.mark.slow
 def test_a_run_continued_in_the_middle_of_an_epoch_reads_on_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     fixed = ("model=net", "model.norm=true", "model.dropout=0.2", "batch.global_size=16", "batch.micro_size=5",
              "optimizer=adamw", "epochs=3", "data=recorded")  # fmt: skip
@@ -81,6 +83,7 @@ def test_a_run_continued_in_the_middle_of_an_epoch_reads_on_and_ends_in_the_same
     assert read(tmp_path / "parts")[-58:] == orders[-58:]
 
 
+@pytest.mark.slow
 def test_evaluation_counts_every_sample_once_whatever_its_batches(tmp_path: Path) -> None:
     fixed = (*POINTS, "optimizer=sgd", "steps=3", "schedule=constant", "optimizer.lr=0.1")
     data, model = zoo.Points("val"), points_oracle(num_steps=3).model
@@ -103,6 +106,7 @@ def test_evaluation_draws_no_dropout_and_leaves_batch_statistics_alone(tmp_path:
     assert done["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_augmentation_is_keyed_by_epoch_and_sample(tmp_path: Path) -> None:
     fixed = ("model=net", "data=noisy", f"data.folder={tmp_path}", "optimizer=sgd", "epochs=2", "batch.micro_size=5")
     run(tmp_path / "a", *fixed, "batch.global_size=16")

@@ -42,6 +42,7 @@ def alive_after_forward(shaping: ModelTransforms) -> int:
     return held
 
 
+@pytest.mark.slow
 def test_selective_keeps_less_than_none_and_more_than_full() -> None:
     none, selective, full = (
         alive_after_forward(ModelTransforms(recompute=one)) for one in ("none", "selective", "full")
@@ -168,6 +169,7 @@ def test_a_memory_budget_is_what_a_compiled_block_keeps() -> None:
     assert none < half < whole
 
 
+@pytest.mark.slow
 def test_a_memory_budget_changes_no_gradient() -> None:
     found = []
     for shaping in (ModelTransforms(**EAGERLY), BUDGET):
@@ -186,6 +188,7 @@ def test_a_memory_budget_is_refused_for_a_model_with_dropout() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_memory_budget_is_that_of_its_model_alone() -> None:
     kept_bytes(replace(BUDGET, memory_budget=0.0))
     assert torch._functorch.config.activation_memory_budget == 1.0

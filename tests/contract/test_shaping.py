@@ -69,6 +69,7 @@ def two_shards(
     ids=["full", "every_second", "by_class", "compiled", "both", "both_by_class"],
 )
 @pytest.mark.parametrize("compiles", ["blocks", "model"])
+@pytest.mark.slow
 def test_masks_gradients_and_names_are_those_of_the_model_as_it_is(
     shaping: ModelTransforms, compiles: Literal["model", "blocks"]
 ) -> None:
@@ -131,6 +132,7 @@ def test_recomputing_keeps_the_inputs_of_blocks_alone() -> None:
     assert whole - every > 3 * 10 * block  # what each of three blocks makes is ten times its input and more
 
 
+@pytest.mark.slow
 def test_a_recomputation_leaves_batch_statistics_as_it_found_them() -> None:
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     found = []
@@ -189,6 +191,7 @@ RECOMPUTED = ModelTransforms(recompute=["Linear"])
     ],
     ids=["recomputed", "compiled", "recomputed_on_two", "compiled_on_two"],
 )
+@pytest.mark.slow
 def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings: dict[str, Any], pool: Pool) -> None:
     """A ragged last batch and a step of unequal shards included."""
     strategy, keys = settings["strategy"], {key: value for key, value in settings.items() if key != "strategy"}
@@ -202,6 +205,7 @@ def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings
         assert reference.differences(rank.weights, oracle(case)) == []
 
 
+@pytest.mark.slow
 def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
     model = apply_transforms(gpt(), ModelTransforms(recompute="full", **EAGERLY))
     expected = gpt().eval()(TOKENS)

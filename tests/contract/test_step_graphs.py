@@ -50,11 +50,13 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, shaping
     ],
     ids=["sgd", "shards", "adamw", "resumed", "buffers", "mirrored", "mirrored_resumed"],
 )
+@pytest.mark.slow
 def test_ten_steps_are_those_of_the_reference(case: Case, pool: Pool) -> None:
     for rank in train(pool, case):
         assert reference.differences(rank.weights, oracle(case)) == []
 
 
+@pytest.mark.slow
 def test_the_gradients_of_several_shards_are_not_lost(pool: Pool) -> None:
     (whole,), (cut,) = (train(pool, replace(POINTS, micro_size=size)) for size in (8, 2))
     assert all(torch.allclose(one, cut.weights[name], rtol=1e-12) for name, one in whole.weights.items())
@@ -79,6 +81,7 @@ TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05
         pytest.param("fp16_mixed", 8, marks=pytest.mark.matrix),
     ],
 )
+@pytest.mark.slow
 def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, pool: Pool) -> None:
     trains_as_eagerly(replace(POINTS, precision=precision, micro_size=micro_size), pool)
 
@@ -111,15 +114,18 @@ def graphs_made(case: Case, pool: Pool) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_a_ragged_last_batch_is_a_second_graph_and_other_rates_are_none(pool: Pool) -> None:
     assert graphs_made(replace(POINTS, num_steps=2), pool) == 1
     assert graphs_made(replace(POINTS, num_steps=10), pool) == 2
 
 
+@pytest.mark.slow
 def test_shards_before_the_last_share_a_graph(pool: Pool) -> None:
     assert graphs_made(replace(POINTS, micro_size=2, num_steps=2), pool) == 2
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_eager_steps(tmp_path: Any) -> None:
     fixed = ("model=net", "data=points", "batch.global_size=8", "steps=6", "average=ema", "average.decay=0.5")
     graphed = run(tmp_path / "graphed", *fixed, "compile.mode=step", "compile.backend=aot_eager")

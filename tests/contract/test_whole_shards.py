@@ -69,6 +69,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ],
     ids=["shards", "buffers", "tokens", "gpt", "channels_last"],
 )
+@pytest.mark.slow
 def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraph], pool: Pool) -> None:
     for rank in train(pool, case):
         assert reference.differences(rank.weights, oracle(case)) == []
@@ -86,6 +87,7 @@ def test_two_replicas_train_as_the_reference(pool: Pool) -> None:
         assert reference.differences(rank.weights, oracle(case)) == []
 
 
+@pytest.mark.slow
 def test_the_gradients_of_several_shards_are_not_lost(passes: str, made: list[ShardGraph], pool: Pool) -> None:
     (whole,), (cut,) = (train(pool, replace(POINTS, micro_size=size)) for size in (8, 2))
     assert [graph.is_joint for graph in made] == [passes == "joint"] * 2
@@ -106,6 +108,7 @@ TOLERANCES: dict[Value, float] = {"fp32": 1e-5, "bf16": 0.05, "bf16_mixed": 0.05
         ),
     ],
 )
+@pytest.mark.slow
 def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, backend: str, pool: Pool) -> None:
     case = replace(POINTS, precision=precision, micro_size=micro_size, max_norm=0.5, optimizer="adamw")
     compiled = replace(case, shaping=replace(DEFAULT, backend=backend))
@@ -117,6 +120,7 @@ def test_every_precision_trains_as_eagerly(precision: Value, micro_size: int, ba
 
 
 @pytest.mark.parametrize("task", ["functional_dropout", "mixup"])
+@pytest.mark.slow
 def test_what_draws_is_compiled_by_blocks_with_its_keys(task: str, made: list[ShardGraph], pool: Pool) -> None:
     (compiled,), (eager,) = (
         train(pool, replace(POINTS, task=task, shaping=one)) for one in (DEFAULT, ModelTransforms())
@@ -145,6 +149,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.slow
 def test_a_first_pass_shows_a_draw_that_the_code_does_not(
     draw: Callable[[], Any], made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
@@ -172,6 +177,7 @@ class Shaken(zoo.Net):
         return outputs + shake(0, 0.1)
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_with_python_keeps_its_keys(
     made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
@@ -183,6 +189,7 @@ def test_a_model_that_draws_with_python_keeps_its_keys(
     assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
 
 
+@pytest.mark.slow
 def test_a_draw_that_comes_later_ends_the_run_by_name(passes: str, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     def model() -> nn.Module:
         return nn.Sequential(zoo.Net(), Later())
@@ -221,6 +228,7 @@ class Branching(zoo.Net):
         return outputs * 2 if outputs.sum() > 1e9 else outputs
 
 
+@pytest.mark.slow
 def test_code_that_is_not_one_graph_is_compiled_by_blocks_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pool: Pool
 ) -> None:

@@ -231,6 +231,7 @@ except DataError as error:
 """In a process of its own: fsspec starts a thread that does not end."""
 
 
+@pytest.mark.slow
 def test_json_lines_reads_a_web_server(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="the extra remote is not installed")
     for number in range(2):

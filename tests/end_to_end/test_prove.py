@@ -50,6 +50,7 @@ def test_mirrored_is_the_training_of_one_device(cwd: Path, capfd: pytest.Capture
         (["model._target_=tests.end_to_end.wrong.Mixing", *OURS], "couples the samples of a shard"),
     ],
 )
+@pytest.mark.slow
 def test_a_model_that_draws_or_couples_is_the_same_training_at_one_cut_alone(
     cwd: Path, capfd: pytest.CaptureFixture[str], model: list[str], does: str
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_model_that_draws_or_couples_is_the_same_training_at_one_cut_alone(
     assert capfd.readouterr().out.splitlines()[1].startswith(f"{NUMBERS}32: yes, equal")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_probed_is_not_said_to_be_the_same(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
     why = "coupling: not probed, a pass on the CPU failed (RuntimeError: not four at a time)"
     assert prove(*THREADS, "model._target_=tests.end_to_end.wrong.Shy", *OURS) == 1
@@ -75,6 +77,7 @@ def test_what_cannot_be_probed_is_not_said_to_be_the_same(cwd: Path, capfd: pyte
     assert out[-1] == f"  note: {why}."
 
 
+@pytest.mark.slow
 def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
     cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +141,7 @@ def test_a_proof_of_nothing_is_refused(
 
 
 @pytest.mark.parametrize("strategy", ["device_map", "central_storage"])
+@pytest.mark.slow
 def test_one_process_that_computes_in_another_way_is_proved(
     cwd: Path, capfd: pytest.CaptureFixture[str], strategy: str
 ) -> None:
@@ -145,6 +149,7 @@ def test_one_process_that_computes_in_another_way_is_proved(
     assert f"{SAME}yes" in capfd.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_candidate_with_another_config_breaks_no_rule(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its updates are taken again at its own settings: a smaller clip is no clipping before the sum."""
     assert prove("strategy=device_map", "clip.max_norm=0.3,0.1") == 1
@@ -152,6 +157,7 @@ def test_a_candidate_with_another_config_breaks_no_rule(cwd: Path, capfd: pytest
     assert explained == ["explained by: the config: clip.max_norm is 0.1 here and 0.3 in the reference"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_step_alone_leaves_the_answer_standing(
     cwd: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_sweep_over_a_secret_is_refused(clean: Callable[..., str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_its_traceback_and_its_resume_hold_no_secret(cwd: Path, clean: Callable[..., str]) -> None:
     assert "refuses (redacted) and (redacted)" in clean(*ALL, "logger.w.quotes=true", "name=failed", code=1)
     printed = clean(*ALL, "name=a", "stop_at_step=2")
@@ -107,6 +108,7 @@ def test_a_run_its_traceback_and_its_resume_hold_no_secret(cwd: Path, clean: Cal
     assert "no difference" in clean("diff", str(place), str(place))
 
 
+@pytest.mark.slow
 def test_a_reference_is_kept_and_its_value_is_not(
     cwd: Path, clean: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

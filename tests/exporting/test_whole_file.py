@@ -182,6 +182,7 @@ def test_an_export_replaces_what_the_run_has_written_and_nothing_else(
     assert sorted(path.name for path in (tmp_path / "run/model-2").glob("[!.]*")) == names
 
 
+@pytest.mark.slow
 def test_a_training_starts_from_an_exported_file_as_from_the_checkpoint(tmp_path: Path) -> None:
     first = run(tmp_path / "first", *PLAIN)
     starts = (first["last"], tmp_path / "first/model/model.safetensors", tmp_path / "first/model")
@@ -193,6 +194,7 @@ def test_a_training_starts_from_an_exported_file_as_from_the_checkpoint(tmp_path
     assert hashes != {first["weights_sha256"]}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_of_the_model_starts_no_training(tmp_path: Path) -> None:
     state = plain.Plain().state_dict()
     save_file(state | {"0.bais": state.pop("0.bias")}, tmp_path / "other.safetensors")

@@ -71,6 +71,7 @@ def hashes(run: Path) -> dict[str, str]:
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_run_to_the_bit_and_nothing_else_changes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +95,7 @@ def test_every_strategy_gives_the_same_figures(run: Path, capsys: pytest.Capture
     assert found == pytest.approx({**found, **own}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_tables_agree_with_the_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = metrics(run, capsys)
     images, labels = Digits(split="val").tensors()
@@ -201,6 +203,7 @@ def test_a_written_model_without_its_run_needs_data(
     assert found == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_scored_on_one_device_and_refused_on_two(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +217,7 @@ def test_a_quantized_model_is_scored_on_one_device_and_refused_on_two(
     assert said.endswith("Mirrored: a quantized model runs on one device. Leave it out.")
 
 
+@pytest.mark.slow
 def test_a_language_model_reports_bits_a_byte_and_its_worst_windows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -226,6 +226,7 @@ def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_time_of_torch_compile_is_apart() -> None:
     compiled = ("compile.mode=default", "compile.backend=eager")
     one, other = bench([candidate("a"), candidate("b", *compiled)], rounds=1, steps=3, start=here)

@@ -43,6 +43,7 @@ def profiled_in_a_quiet_moment(folder: Path, kind: str, *overrides: str) -> tupl
         ("compute", ("data.ms=0", f"model._target_={MINE}.Products", "optimizer=sgd"), "strategy, with more devices"),
     ],
 )
+@pytest.mark.slow
 def test_the_bottleneck_is_named_with_its_key_and_the_trace(
     kind: str, settings: tuple[str, ...], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_frozen_model_is_evaluated_without_gradients_and_one_copy_a_device() -
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "fsdp", "central_storage"])
+@pytest.mark.slow
 def test_a_teacher_from_a_run_teaches_the_same_on_every_placement(strategy: str, tmp_path: Path) -> None:
     teacher = run(tmp_path / "teacher", *SAME, "objective=classification", "model.width=5")
     taught = ("objective=distillation", f"objective.teacher={tmp_path / 'teacher'}", "objective.share=0.8")

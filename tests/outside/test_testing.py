@@ -19,6 +19,7 @@ def test_a_strategy_that_is_the_same_training_passes(cwd: Path) -> None:
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_strategy_of_other_numbers_is_reported_with_the_command_that_shows_it() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_same_training(SMALL, strategies=[THREADS, MEANS], steps=2, packages=["tests"])
@@ -29,6 +30,7 @@ def test_a_strategy_of_other_numbers_is_reported_with_the_command_that_shows_it(
     assert lines[-1].startswith(f"To reproduce it: {own}")
 
 
+@pytest.mark.slow
 def test_a_cut_that_a_model_depends_on_is_another_training_unless_only_the_numbers_are_asked_for() -> None:
     drawing = [*SMALL, "model.dropout=0.5"]
     with pytest.raises(AssertionError, match=r"both are the same training with batch\.micro_size=32"):
@@ -36,6 +38,7 @@ def test_a_cut_that_a_model_depends_on_is_another_training_unless_only_the_numbe
     assert_same_training(drawing, strategies=[THREADS], steps=1, same_cut=True)
 
 
+@pytest.mark.slow
 def test_attention_is_proved_whose_key_bias_has_no_gradient_but_rounding() -> None:
     attending = [line for line in SMALL if not line.startswith("optimizer")] + ["optimizer=adamw", "batch.micro_size=5"]
     model = ["model._target_=tests.outside.forgetful.Attending", *(f"~model.{key}" for key in KEYS_OF_MLP)]
@@ -49,6 +52,7 @@ def test_a_config_with_problems_is_refused_as_on_the_command_line() -> None:
         assert_resumes([*SMALL, "model.widht=3"])
 
 
+@pytest.mark.slow
 def test_a_training_resumes_to_the_bit_and_under_another_strategy(cwd: Path) -> None:
     assert_resumes([*SMALL, "numerics.reproducible=true", "model.dropout=0.5"])
     threads = ["strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"]
@@ -56,6 +60,7 @@ def test_a_training_resumes_to_the_bit_and_under_another_strategy(cwd: Path) -> 
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_with_state_that_no_checkpoint_has_is_reported() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_resumes([*SMALL, FORGETFUL], packages=["tests"])

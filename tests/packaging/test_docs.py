@@ -91,6 +91,7 @@ def rounded(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.slow
 def test_a_command_that_this_lane_does_not_run_is_a_whole_config(page: str, tmp_path: Path) -> None:
     text = (ROOT / page).read_text()
     blocks = [*COMPOSED.findall(text), *CARD.findall(text)]

@@ -65,6 +65,7 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
 @needs_torchao
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("make", [gpt, convnet])
+@pytest.mark.slow
 def test_a_model_that_is_built_anew_takes_the_numbers_of_the_file_to_the_bit(make: Any, to: str) -> None:
     model, form = make(), format_named(to)
     inputs = inputs_of(model)
@@ -88,6 +89,7 @@ def arguments(model: nn.Module) -> dict[str, Any]:
 @needs_torchao
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.slow
 def test_the_transposed_layers_of_a_gpt2_are_quantized_as_linear_layers_and_loaded_again(to: str) -> None:
     import transformers
 
@@ -119,6 +121,7 @@ def test_only_layers_whose_inputs_fill_groups_of_32_get_four_bits_and_the_share_
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_convolutions_in_eight_bits_are_small_as_good_and_loaded_as_they_were_measured(
     conv: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +144,7 @@ def test_convolutions_in_eight_bits_are_small_as_good_and_loaded_as_they_were_me
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_the_command_replaces_its_own_folder_and_changes_nothing_else_of_the_run(
     conv: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +161,7 @@ def test_the_command_replaces_its_own_folder_and_changes_nothing_else_of_the_run
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_a_changed_file_and_a_description_of_another_model_are_refused(conv: Path) -> None:
     folder = quantize_run(conv, to="int8_static", calibrate=8).folder
     weights, config = folder / "model.safetensors", folder / "config.yaml"

@@ -214,6 +214,7 @@ def _records() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "verb"), list(_records()))
+@pytest.mark.slow
 def test_a_crafted_record_of_a_run_or_sweep(
     runs: Path, capfd: pytest.CaptureFixture[str], name: str, verb: str
 ) -> None:
@@ -244,6 +245,7 @@ def _checkpoints() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "verb"), list(_checkpoints()))
+@pytest.mark.slow
 def test_a_crafted_checkpoint_is_passed_over_for_the_one_before(
     runs: Path, capfd: pytest.CaptureFixture[str], name: str, verb: str
 ) -> None:

@@ -124,6 +124,7 @@ def found_in(file: Path) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_file_of_a_run_is_read_through_the_bounded_modules() -> None:
     past: dict[str, str] = {}
     stale: dict[str, str] = {}

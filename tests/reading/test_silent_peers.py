@@ -44,6 +44,7 @@ def launch_at(address: tuple[str, int]) -> LaunchEnvironment:
     )
 
 
+@pytest.mark.slow
 def test_a_launch_gives_up_a_store_that_accepts_and_never_answers(
     silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

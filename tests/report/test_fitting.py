@@ -87,6 +87,7 @@ def everything_in(folder: Path) -> None:
         (folder / f"live/rank_{rank}").write_text("")
 
 
+@pytest.mark.slow
 def test_the_sum_of_everything_large_fits_into_300_kb(tmp_path: Path) -> None:
     everything_in(tmp_path)
     write_run_page(RunFolder(tmp_path), tmp_path / "report.html")
@@ -137,6 +138,7 @@ def comparison_of(runs: list[ComparedRun], *, is_sweep: bool, num_keys: int) -> 
         (250, HOSTILE * 99, HOSTILE * 80, 60, False, "of 250 runs all but the 200 best by val/loss"),
     ],
 )
+@pytest.mark.slow
 def test_a_comparison_of_any_size_fits_into_a_megabyte(
     tmp_path: Path, number: int, command: str, text: str, num_keys: int, is_sweep: bool, left: str
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_comparison_of_any_size_fits_into_a_megabyte(
     assert str(number) in content["sentence"].replace(",", "")
 
 
+@pytest.mark.slow
 def test_a_run_of_16_curves_shows_2000_points_of_each_to_six_digits(tmp_path: Path) -> None:
     names = [f"train/m{number}" for number in range(16)]
     rows_of(tmp_path, names, 2_000)

@@ -356,6 +356,7 @@ def test_a_writer_that_is_killed_leaves_the_page_before_and_a_draft_that_the_nex
     assert [path.name for path in (draft, *others) if not path.exists()] == [draft.name]
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_resumed_run_add_to_its_settings_and_its_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_ls(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> N
     ],
     ids=["bare", "hardware", "remedies"],
 )
+@pytest.mark.slow
 def test_plan(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     found = printed(capsys, "plan", *arguments, "--json")
     refuse_invalid("plan", found)

@@ -66,6 +66,7 @@ class Remembering(Classification):
         return replace(found, loss_sum=found.loss_sum + 0.1 * before)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_running_training_changes_no_state_of_its_objective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ class Stubborn(nn.Linear):
         return super().forward(images.flatten(1))
 
 
+@pytest.mark.slow
 def test_a_model_with_data_is_not_built_a_second_time_beside_the_trained_one(tmp_path: Path) -> None:
     own = ("recipe=null", "data=digits", "model._target_=tests.run.test_account.Stubborn", "--allow-package", "tests")
     counts = []

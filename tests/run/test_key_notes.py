@@ -48,6 +48,7 @@ def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return ("data=points", "--config-dir", str(tmp_path / "conf"), "--allow-package", "test_key_notes_data")
 
 
+@pytest.mark.slow
 def test_a_run_ends_inside_the_warmup_of_its_recipe(cwd: Path) -> None:
     assert main(["steps=5", "callbacks=[]", "logger=[]"]) == 0
     (run,) = cwd.glob("outputs/digits/*")

@@ -67,6 +67,7 @@ def test_what_is_done_already_is_not_named() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), OSError(errno.ENOMEM, "no memory")]
 )
+@pytest.mark.slow
 def test_memory_runs_out_in_several_ways(error: Exception) -> None:
     assert told(error=error)[0].startswith("rank 0, step 3: cpu is out of memory. ")
 

@@ -35,6 +35,7 @@ def beating(step: int, phase: str) -> BeatCounter:
     return beats
 
 
+@pytest.mark.slow
 def test_a_sleep_without_an_end_is_interrupted_where_it_sleeps(folder: RunFolder) -> None:
     beats = beating(7, "data")
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError) as caught:
@@ -43,12 +44,14 @@ def test_a_sleep_without_an_end_is_interrupted_where_it_sleeps(folder: RunFolder
     assert Path(caught.traceback[0].path).name == "test_own_watch.py"
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_interrupted(folder: RunFolder) -> None:
     beats = beating(7, "data")
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
         loops_for_ever()
 
 
+@pytest.mark.slow
 def test_steps_are_counted_from_aside(folder: RunFolder) -> None:
     beats, step = beating(7, "data"), [7]
     beats.follow(lambda: step[0])
@@ -82,6 +85,7 @@ def test_a_step_that_is_counted_does_not_hide_a_compilation() -> None:
     assert (beats.count().phase, beats.count().step) == ("data", 8)
 
 
+@pytest.mark.slow
 def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +103,7 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     assert "test_own_watch.py" in capsys.readouterr().err  # the stack of the main thread
 
 
+@pytest.mark.slow
 def test_another_rank_of_the_host_is_waited_for_and_then_named(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +118,7 @@ def test_another_rank_of_the_host_is_waited_for_and_then_named(
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_debugger_may_hold_the_process(folder: RunFolder) -> None:
     beats = beating(7, "data")
     held = compile("import time; time.sleep(1.5)", "/usr/lib/python3/bdb.py", "exec")

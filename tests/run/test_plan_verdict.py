@@ -34,6 +34,7 @@ def planned(cwd: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict
     return plan
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_exit_code_2_where_that_is_asked(
     planned: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_without_hardware_nothing_is_judged(
     ]
 
 
+@pytest.mark.slow
 def test_every_remedy_makes_the_run_fit(planned: Callable[..., dict[str, Any]]) -> None:
     small = (*GPT, "hardware.memory_gib=0.33")
     found = planned(*small)
@@ -70,6 +72,7 @@ def test_every_remedy_makes_the_run_fit(planned: Callable[..., dict[str, Any]]) 
         assert max(other["memory"]["peak"], other["memory"]["checkpoint"]) + 320 * 2**20 == one["needs"]
 
 
+@pytest.mark.slow
 def test_changes_are_joined_where_none_is_enough_alone(planned: Callable[..., dict[str, Any]]) -> None:
     tight = (*GPT, "hardware.memory_gib=0.3158")
     (first, *_) = planned(*tight)["remedies"]
@@ -77,6 +80,7 @@ def test_changes_are_joined_where_none_is_enough_alone(planned: Callable[..., di
     assert planned(*tight, *first["overrides"].split())["fits"] is True
 
 
+@pytest.mark.slow
 def test_the_copy_of_a_checkpoint_counts_on_the_cpu(planned: Callable[..., dict[str, Any]]) -> None:
     wide = ("recipe=digits", "model.hidden=[4000,4000]", "hardware=laptop", "hardware.memory_gib=0.6")
     found, without = planned(*wide), planned(*wide, "checkpoint.background=false")
@@ -101,6 +105,7 @@ def test_tasks_that_hold_the_whole_state_have_one_copy_of_it_together(strategy: 
     assert with_copy - without == copies * staged
 
 
+@pytest.mark.slow
 def test_tasks_of_a_host_share_its_memory(planned: Callable[..., dict[str, Any]]) -> None:
     two = ("strategy=mirrored", "strategy.replicas=2", "hardware=laptop", "hardware.memory_gib=0.5")
     assert planned("hardware=laptop", "hardware.memory_gib=0.5")["fits"] is True

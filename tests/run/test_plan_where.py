@@ -33,6 +33,7 @@ def test_many_tasks_are_one_line(row: Callable[..., str]) -> None:
     assert row("tasks", *SMALL, *one_host) == "worker:0 to worker:15 on cuda:0 to cuda:15"
 
 
+@pytest.mark.slow
 def test_a_pipeline_shows_its_mesh_and_its_bubble(row: Callable[..., str]) -> None:
     stages = ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=2", "batch.micro_size=4")
     assert row("mesh", *GPT, *stages) == "2 replicas x 2 ranks"

@@ -62,6 +62,7 @@ def planned(*arguments: str) -> DeviceMemory:
         "one bucket",
     ],
 )
+@pytest.mark.slow
 def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Path) -> None:
     found = planned(*arguments)
     with Counting() as counting:
@@ -79,6 +80,7 @@ def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Pat
     [WIDE, (*WIDE, *GROUP), (*GPT, "precision=bf16"), ("recipe=cifar10", "data=synthetic", "data.shape=[3,32,32]")],
     ids=["whole", "in a group", "masters", "with buffers"],
 )
+@pytest.mark.slow
 def test_the_planned_copy_of_the_state_is_the_one_that_a_run_allocates(
     arguments: tuple[str, ...], cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

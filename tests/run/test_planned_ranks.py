@@ -82,6 +82,7 @@ def test_each_rank_of_a_pipeline_has_its_own_memory() -> None:
     assert first.held.parameter_bytes != last.held.parameter_bytes
 
 
+@pytest.mark.slow
 def test_a_rank_of_tensor_parallelism_holds_a_part_of_the_activations() -> None:
     (alone,) = planned(*GPT)
     (cut,) = planned(*GPT, "strategy=tensor_parallel", "strategy.degree=2")

@@ -38,6 +38,7 @@ def test_a_target_is_a_whole_number_within_the_limit(text: str, capsys: pytest.C
     ]
 
 
+@pytest.mark.slow
 def test_a_simulation_prints_its_inputs_and_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "--simulate", "--to-replicas", "16", "--assume", "gbit=100,price_h=2"]) == 0
     printed = capsys.readouterr().out
@@ -50,6 +51,7 @@ def test_a_simulation_prints_its_inputs_and_its_answers(capsys: pytest.CaptureFi
     assert "  write one every 7:12:41: checkpoint.every_s=25961\n" in printed
 
 
+@pytest.mark.slow
 def test_json_has_a_version_and_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "--simulate", "--to-replicas", "16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -50,6 +50,7 @@ def test_servers_are_added_until_their_links_are_no_wall() -> None:
 
 
 @pytest.mark.parametrize(("spread", "pays"), [(0.0, False), (0.5, True)])
+@pytest.mark.slow
 def test_spares_pay_only_where_times_spread(spread: float, pays: bool) -> None:
     rows = spares_rows(StepTimes(mean_s=0.3, spread=spread), 20)
     assert (max(rows, key=lambda row: row.gain).spares > 0) == pays

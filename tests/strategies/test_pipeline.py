@@ -295,6 +295,7 @@ def test_a_stage_that_begins_by_writing_into_what_it_receives_gets_a_copy() -> N
 @pytest.mark.parametrize(
     "model", [ResNet(depth=18, num_classes=3), Mlp(in_features=768, hidden=[8, 8], out_features=3)]
 )
+@pytest.mark.slow
 def test_models_of_ours_are_cut_without_a_hint(model: nn.Module) -> None:
     assert len(stages(Pipeline(stages=2), model.to("meta"), (torch.zeros(3, 16, 16), 0))) == 2
 

@@ -164,6 +164,7 @@ def test_a_job_is_asked_to_stop_and_told_to(tmp_path: Path) -> None:
     assert list(job.path.parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, loses=True) as (_, ended):
         assert ended().code == 1

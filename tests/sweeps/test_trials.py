@@ -90,6 +90,7 @@ def test_every_kind_of_axis_has_its_distribution(composer: Composer) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_path: Path, composer: Composer) -> None:
     zipped = ("seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(3,4))")
     bench = Bench(tmp_path, composer, (*zipped, "steps=range(10,30,10)", *RATE), trials=3)
@@ -131,6 +132,7 @@ def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path: Path, composer: Comp
     assert not bench.told(present(bench.source.next()), 1, 99.0)
 
 
+@pytest.mark.slow
 def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
     pruned = 0

@@ -77,6 +77,7 @@ def test_it_listens_on_the_loopback_interface_alone(server: WatchServer) -> None
     assert server.socket.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_connections_beyond_the_limit_are_closed(server: WatchServer) -> None:
     silent = [socket.create_connection(("127.0.0.1", server.server_port), timeout=60) for _ in range(32)]
     try:

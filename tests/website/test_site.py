@@ -97,6 +97,7 @@ def test_every_page_of_the_docs_is_in_the_menu_once() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_reference_lists_every_choice_and_every_name_that_the_docs_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SITE))
     reference = importlib.import_module("reference")
