@@ -1,4 +1,4 @@
-"""The parts of a first contact that compare numbers, and those that plant failures."""
+"""The parts of a first contact that compare numbers, and the parts that plant failures."""
 
 from __future__ import annotations
 

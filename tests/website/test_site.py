@@ -184,7 +184,7 @@ def test_every_address_of_a_page_leads_somewhere_and_none_loads_what_is_elsewher
 
 
 class Addresses(HTMLParser):
-    """The addresses of a page: those that a browser loads by itself, without data in themselves, and links."""
+    """The addresses of a page: addresses that a browser loads by itself, except data addresses, and links."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Tried:
 
     way: Way
     overrides: tuple[str, ...]
-    """Arguments to add to the command line, including those that make the run fit into memory."""
+    """Arguments to add to the command line, including the arguments that make the run fit into memory."""
     figures: Figures | None = None
     """Figures of the plan; None if the way is refused."""
     refused: str | None = None

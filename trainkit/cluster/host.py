@@ -202,9 +202,7 @@ def keep_freed_memory() -> bool:
     Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
 
     Example:
-        >>> import sys
-        >>> keep_freed_memory() or not sys.platform.startswith("linux") or "malloc is configured by variables"
-        True
+        >>> is_kept = keep_freed_memory()  # False with another C library, or if variables configure malloc
     """
     if any(name.startswith(_MALLOC_VARIABLES) for name in os.environ):
         return False

@@ -70,7 +70,7 @@ class Confusion(Callback):
             self._figures.advance(run)
 
     def log(self, run: Run, row: Row) -> None:
-        """Collect finished drawings, and start those that are due."""
+        """Collect finished drawings, and start the drawings that are due."""
         if run.is_owner:
             self._figures.advance(run)
 

@@ -63,7 +63,7 @@ class Activations:
         self.found: dict[str, tuple[Tensor, Tensor]] = {}
         """Layer -> sums and extrema of `distribution.measure`, added up."""
         self.is_forward = False
-        """Whether outputs count: only those of forward passes, not those that backward recomputes."""
+        """Whether outputs count: outputs of forward passes do, outputs that backward recomputes do not."""
         self._handles: list[RemovableHandle] = []
 
     def begin(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
@@ -140,7 +140,7 @@ class _Recorder:
                 self.found.setdefault(kind, {}).update(measured)
 
     def chosen(self, kind: str, names: Iterable[str]) -> list[str]:
-        """Return the layers to show: those that match a pattern, thinned evenly if there are too many."""
+        """Return the layers that match a pattern, thinned evenly if there are too many to show."""
         fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.layers)]
         kept = evenly(fitting, self.most_layers)
         if len(kept) < len(fitting):

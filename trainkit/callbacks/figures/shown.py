@@ -78,7 +78,7 @@ class FigureQueue:
         self.advance(run)
 
     def advance(self, run: Run) -> None:
-        """Collect finished drawings and start those that are due; does not wait."""
+        """Collect finished drawings and start the drawings that are due; does not wait."""
         if self._running is not None and not self._running[2].running:
             self._take(run)
         if self._running is None and self._waiting and time.monotonic() >= self._due:

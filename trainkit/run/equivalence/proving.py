@@ -163,7 +163,7 @@ def _judged(
     same_cut: bool,
     located: Callable[[int, ConfigError], ConfigError],
 ) -> list[_Candidate]:
-    """Plan every candidate, refuse those that prove nothing, and compute the first answer; nothing is trained yet."""
+    """Plan every candidate, refuse a candidate that proves nothing, and compute the first answer; train nothing."""
     plans, problems = [], list[Problem]()
     for number, (_, cfg) in enumerate(candidates):
         try:

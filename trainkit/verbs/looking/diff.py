@@ -1,4 +1,4 @@
-"""`trainkit diff A B`: print the differences of two runs, first those that can change the result."""
+"""`trainkit diff A B`: print the differences of two runs, first the differences that can change the result."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _show(found: _Planned) -> None:
 
 
 def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
-    """Return the rows without those that depend on the length of the data."""
+    """Return the rows that do not depend on the length of the data."""
     curves = {f"rate {name}".strip() for name in _rates(found.plan)} | {"rate curve"}
     unknown = {"samples", "last batch", *(() if found.plan.cfg.warmup.epochs is None else ("warmup", *curves))}
     if found.num_steps is None:
