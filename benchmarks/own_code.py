@@ -138,6 +138,7 @@ class Contender:
             next_sync_step=lambda step: step,
             interrupted=lambda: None,
             on_phase=ignore_phase,
+            expect_unchanged=lambda: None,
         ).train()
         self.taken.append((process_time() - begun) / steps)
 

@@ -98,6 +98,7 @@ def trainkit_loop(of: Workload, transforms: ModelTransforms) -> Step:
     def step() -> None:
         number = next(numbers)
         order = torch.randint(len(targets), (training.plan.batch_size(number),))
+        executor.expect_unchanged()
         executor.step(Ticket(number, (0,)), [(inputs.index_select(0, order), targets.index_select(0, order))])
 
     return step

@@ -49,6 +49,7 @@ from trainkit.strategies.capabilities import (
     traits_here,
     tune,
 )
+from trainkit.strategies.loop_capabilities import unchanged_listener
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -158,6 +159,8 @@ class Case:
     """Save after so many steps and continue from there in a new placement."""
     shaping: ModelTransforms = ModelTransforms()  # noqa: RUF009 - frozen
     """What is recomputed and compiled."""
+    checks_always: bool = False
+    """Whether compiled steps check by guards, before each step, what they read."""
     start: dict[str, Tensor] | None = None
     """A checkpoint's tensors to start from, at step 0."""
     slowed: dict[int, float] = field(default_factory=dict)
@@ -419,6 +422,7 @@ class _Rank:
             if self.at.step >= end:
                 return
             indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
+            unchanged_listener(executor, checks_always=self.case.checks_always)()
             outcome = executor.step(ticket, [self._batch(shard) for shard in indices])
             if outcome.status is Status.retry:
                 continue

@@ -44,6 +44,31 @@ class Watches(Fails):
     observes: ClassVar[bool] = True
 
 
+class Scales(Callback):
+    """Changes an attribute that the model's code reads, once: after step 23, or with its row."""
+
+    def __init__(self, hook: str = "step_end") -> None:
+        self.hook = hook
+
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
+        """Change it, if this is the hook."""
+        self._scale("step_end", run)
+
+    def log(self, run: Run, row: Mapping[str, float]) -> None:
+        """Change it, if this is the hook."""
+        self._scale("log", run)
+
+    def _scale(self, hook: str, run: Run) -> None:
+        if hook == self.hook and run.state.step == 23:
+            run.model.scale = 1.5  # type: ignore[assignment]
+
+
+class ScalesRows(Scales):
+    """The same, with no code after each step."""
+
+    step_end = Callback.step_end
+
+
 class Averages(Callback):
     """Keeps the average of the weights of this rank's parameters, evaluates with it, and restores the weights."""
 

@@ -53,6 +53,19 @@ class Net(nn.Sequential):
         fill(self)
 
 
+class Scaled(Net):
+    """Its code reads an attribute that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, features) -> (samples, classes)."""
+        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs * self.scale
+
+
 class HalfFrozen(Net):
     """The first of the two layers is not trained."""
 

@@ -241,7 +241,7 @@ class Callback:
     """Whether the callback prints to the terminal; such callbacks are left out with `quiet=true`."""
     observes: ClassVar[bool] = False
     """Whether the callback only observes: its errors do not end the run, unless `observer_errors=stop`. It calls no
-    collective.
+    collective, and changes nothing that a step reads.
     """
     decides_by_figures: ClassVar[bool] = False
     """Whether the callback changes the training by evaluation results; the evaluation must then run in the training

@@ -123,13 +123,19 @@ class TrainingLoop:
     interrupted: Callable[[], str | None]
     """Returns the reason to stop if this process is the only one; the ranks of a group agree by a trigger."""
     on_phase: PhaseListener
+    expect_unchanged: Callable[[], None]
+    """Called before a step if no action has run since the previous one."""
     is_over: bool = False
     """Whether all steps are done, or the run was asked to stop."""
+    has_acted: bool = True
+    """Whether an action has run since the last step."""
 
     def train(self) -> None:
         """Train until the last step, or until the run is asked to stop."""
         executor = self.executor
         for ticket, batches in self:
+            if not self.has_acted:
+                self.expect_unchanged()
             self.complete(batches, executor.step(ticket, batches))
 
     def __iter__(self) -> Iterator[tuple[Ticket, Sequence[Batch]]]:
@@ -147,6 +153,7 @@ class TrainingLoop:
     def complete(self, batches: Sequence[Batch], outcome: StepOutcome) -> bool:
         """Record an outcome and run the actions that are due after its step; return whether the step is completed."""
         run, state = self.run, self.run.state
+        self.has_acted = False
         if not state.advance(outcome):
             return False
         self.journal.note(outcome)
@@ -156,6 +163,7 @@ class TrainingLoop:
             run.keep_example(batches[0])
         if state.step >= self.timeline.next_step:
             self.timeline.act(state.step)
+            self.has_acted = True
         reason = self.interrupted()
         if reason is not None:
             run.request_stop(reason)
@@ -261,12 +269,18 @@ class CallbackHooks:
         listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
         return GradientListeners(listeners) if listeners else None
 
+    @property
+    def change_steps(self) -> bool:
+        """Whether a callback that does more than observe is called inside of a step, or after each one."""
+        hooks = ("phase_listener", "gradient_listener", "step_end")
+        return any(not one.observes and any(_overrides(one, hook) for hook in hooks) for one in self._callbacks)
+
     def of(self, hook: str) -> list[Callable[..., Any]]:
         """Return a hook of the callbacks that override it, to call at each step.
 
         Each returns the value of the hook; None for a disabled callback.
         """
-        overriding = [one for one in self._callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]
+        overriding = [one for one in self._callbacks if _overrides(one, hook)]
         return [self._bound(one, hook) for one in overriding]
 
     def log_row(self, run: Run, row: Row) -> None:
@@ -299,6 +313,10 @@ class CallbackHooks:
         said = f"{type(error).__name__}: {error}"
         self.failures.append({"callback": kind_of(callback), "hook": hook, "error": said})
         _log.warning("the callback %s failed in %s and is disabled from now on: %s", kind_of(callback), hook, said)
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 class GradientListeners:

@@ -241,6 +241,8 @@ class Loader:
         self._source = _choose(dataset, plan, reading, shards_at=shards_at, num_steps=num_steps)
         self._plan, self._reading = plan, reading
         self._last: tuple[Ticket, list[Any]] | None = None
+        self.calls_own_code = reading.hooks.transform is not None or not isinstance(self._source, Memory | Workers)
+        """Whether `fetch` calls code of the dataset, or of the user, in this process."""
         self.wait_s = 0.0
         """Seconds that the training loop has spent in `fetch`."""
 

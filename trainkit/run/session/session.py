@@ -33,6 +33,7 @@ from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, SetupRequest, ignore_phase
 from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
+from trainkit.strategies.loop_capabilities import unchanged_listener
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback
@@ -217,6 +218,7 @@ class TaskSession:
             self.evaluate()
         timeline = TriggerSchedule(self._triggers(), self.run.state.step)
         self._last.begin(timeline, self._journal, self.evaluate)
+        checks_always = self.callbacks.change_steps or self._loader.calls_own_code
         return TrainingLoop(
             run=self.run,
             executor=self.executor,
@@ -228,6 +230,7 @@ class TaskSession:
             next_sync_step=self.plan.next_sync_step,
             interrupted=self._links.stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
             on_phase=self._step_phase,
+            expect_unchanged=unchanged_listener(self.executor, checks_always=checks_always),
         )
 
     def roll_back(self, step: int) -> None:

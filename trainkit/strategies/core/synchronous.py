@@ -188,7 +188,10 @@ class SynchronousExecutor(Executor, Generic[R]):
         if self._phased is not None:
             return self._phased.take(ticket, batches)
         if self._graphs is not None:
-            return self._step_by_graphs(self._graphs, ticket, batches)
+            try:
+                return self._step_by_graphs(self._graphs, ticket, batches)
+            finally:
+                self._graphs.end_step()
         work = self._make_step(self._replica, ticket, batches, self._training)
         return self._update(work, work.run())
 
@@ -224,6 +227,11 @@ class SynchronousExecutor(Executor, Generic[R]):
         replica.end_update(step)
         left_out = (LeftOut.whole(training.plan, step),) if status is Status.skipped else ()
         return StepOutcome(step, status, work.loss_sum, work.weight, norm, left_out, terms=work.terms)
+
+    def expect_unchanged(self) -> None:
+        """Run the next step of compiled graphs without guards: since the last one, only code of the trainer has run."""
+        if self._graphs is not None:
+            self._graphs.expect_unchanged()
 
     def forward_backward(self, ticket: Ticket, batches: Sequence[Batch]) -> tuple[Tensor | None, Tensor | float]:
         """Compute the gradients of a step, which `update` then uses; collective."""

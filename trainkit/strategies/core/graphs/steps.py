@@ -28,9 +28,10 @@ from trainkit.strategies.base import (
     StepOutcome,
     UpdateParams,
 )
+from trainkit.strategies.core.graphs.direct import RepeatedGraph
 from trainkit.strategies.core.graphs.shard import ShardGradients
-from trainkit.strategies.core.graphs.update import Updates
-from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph, refuse_draws
+from trainkit.strategies.core.graphs.update import OptimizerTensors, Updates
+from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, refuse_draws
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, divisor_of
@@ -53,6 +54,7 @@ class StepGraphs:
         self._sums: list[Tensor | None] = []
         self.ready = False
         """Whether an eager step has found the facts that the graphs need."""
+        self._unchanged = False
 
     @classmethod
     def of(cls, request: SetupRequest, replica: Replica, shard_step: type[ShardStep]) -> StepGraphs:
@@ -72,6 +74,14 @@ class StepGraphs:
     def forget(self) -> None:
         """Run the next step eagerly, because slots of the optimizer were replaced."""
         self.ready = False
+
+    def expect_unchanged(self) -> None:
+        """Run the next step without guards: since the last one, only code of the trainer has run."""
+        self._unchanged = True
+
+    def end_step(self) -> None:
+        """Check the next step by guards, unless `expect_unchanged` is called before it."""
+        self._unchanged = False
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -134,7 +144,7 @@ class StepGraphs:
                 sums = self._sums if len(batches) > 1 else None
                 earlier = found.weight if divisor.counted else None
                 clips = update.max_norm is not None
-                *one, norm = self._run(self._finish, batch, values, earlier, sums, updates.slots, clips)
+                *one, norm = self._run(self._finish, batch, values, earlier, sums, updates.tensors, clips)
                 found.add(*one)
             if several:
                 replica.buffers.end_forward(training.plan.shard_size(ticket.step, shard) / batch_size)
@@ -181,7 +191,7 @@ class StepGraphs:
         assert self._updates is not None
         values = self._updates.values(0.0, 1.0, update)
         clips = update.max_norm is not None
-        norm: Tensor | None = self._run(self._step, list(grads), values, self._updates.slots, clips)
+        norm: Tensor | None = self._run(self._step, list(grads), values, self._updates.tensors, clips)
         self._updates.count()
         return norm
 
@@ -210,7 +220,7 @@ class StepGraphs:
             values: Tensor,
             earlier: Tensor | float | None,
             sums: list[Tensor | None] | None,
-            slots: list[list[Tensor]],
+            tensors: OptimizerTensors,
             clips: bool,
         ) -> tuple[Any, ...]:
             loss_sum, weight, terms, grads = gradients(batch, values[0])
@@ -221,7 +231,7 @@ class StepGraphs:
                     counted = torch.as_tensor(earlier + weight)
                     factor = torch.where(counted > 0, values[1] / counted, 0.0)
                     grads = [None if grad is None else grad * factor for grad in grads]
-                norm = updates.apply(grads, values, slots, clips=clips)
+                norm = updates.apply(grads, values, tensors, clips=clips)
                 for total in sums or ():
                     if total is not None:
                         total.zero_()
@@ -230,22 +240,22 @@ class StepGraphs:
         def step(
             grads: list[Tensor | None],
             values: Tensor,
-            slots: list[list[Tensor]],
+            tensors: OptimizerTensors,
             clips: bool,
         ) -> Tensor | None:
             with torch.no_grad():
-                return updates.apply(grads, values, slots, clips=clips)
+                return updates.apply(grads, values, tensors, clips=clips)
 
         self._add, self._finish, self._step = self._compiled(add), self._compiled(finish), self._compiled(step)
 
-    def _compiled(self, function: Callable[..., Any]) -> WholeGraph:
-        return WholeGraph(function, self._settings, self._replica.device, is_joint=True)
+    def _compiled(self, function: Callable[..., Any]) -> RepeatedGraph:
+        return RepeatedGraph(function, self._settings, self._replica.device)
 
-    def _run(self, graph: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, graph: RepeatedGraph, batch: Batch, values: Tensor, *fixed: Any) -> Any:
         keys = self._keys
         keys.silence(silent=True)
         try:
-            return graph(*args)
+            return graph((batch, values), fixed, unchanged=self._unchanged)
         except UntraceableError as error:
             raise TrainingError(
                 f"compile.mode=step: this step cannot be one graph: {error}. Use compile.mode=default."

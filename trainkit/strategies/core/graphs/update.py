@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,15 @@ class _Class:
     def advance(self) -> None:
         """Count an update."""
         self.count += 1
+
+
+class OptimizerTensors(NamedTuple):
+    """The tensors of an optimizer that an update reads and writes, as inputs of a graph."""
+
+    slots: list[list[Tensor]]
+    """The slots of each member."""
+    counts: list[Tensor]
+    """The counts of updates that lie on the device of the parameters."""
 
 
 class Updates:
@@ -83,9 +93,12 @@ class Updates:
         members.sort(key=lambda one: one.place)
         self.members = members
         updated = [self._masters[one.place] for one in self.members]
-        self.slots = [[states[p][slot] for slot in m.formula.slots] for p, m in zip(updated, self.members, strict=True)]
-        """The slots of each member, which a graph takes as inputs: a restored checkpoint replaces them."""
-        self._counters = joined_counts([states[param] for param in updated if "step" in states[param]])
+        slots = [[states[p][slot] for slot in m.formula.slots] for p, m in zip(updated, self.members, strict=True)]
+        counts = joined_counts([states[param] for param in updated if "step" in states[param]])
+        here = self._replica.device
+        self.tensors = OptimizerTensors(slots, [one for one in counts if one.device == here])
+        """Inputs of a graph, because a restored checkpoint replaces them."""
+        self._counts_elsewhere = [one for one in counts if one.device != here]
         self._updated = updated
 
     def values(self, seed: float, divisor: float, update: UpdateParams) -> Tensor:
@@ -97,14 +110,14 @@ class Updates:
         return tensor_on(numbers, replica.precision.master_dtype, replica.device)
 
     def apply(
-        self, grads: Sequence[Tensor | None], values: Tensor, slots: Sequence[Sequence[Tensor]], *, clips: bool
+        self, grads: Sequence[Tensor | None], values: Tensor, tensors: OptimizerTensors, *, clips: bool
     ) -> Tensor | None:
         """Update everything from mean gradients; return the global norm before clipping, if they are clipped. Traced.
 
         Args:
             grads: mean gradients, one per parameter.
             values: the result of `values`.
-            slots: `self.slots`.
+            tensors: `self.tensors`.
             clips: whether gradients are scaled down to the largest norm.
         """
         each, norm = values.unbind(), None
@@ -113,19 +126,21 @@ class Updates:
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
             factor = torch.clamp(each[2] / (norm + 1e-6), max=1.0)
             grads = [None if grad is None else grad * factor for grad in grads]
-        for member, own in zip(self.members, slots, strict=True):
+        for member, own in zip(self.members, tensors.slots, strict=True):
             grad, master = grads[member.place], self._masters[member.place]
             if grad is None:
                 continue
             member.formula.apply(master, grad, own, each[member.first : member.first + member.formula.num_values])
             if self._apart:
                 self._params[member.place].copy_(master)
+        for count in tensors.counts:
+            count.add_(1)
         return norm
 
     def count(self) -> None:
         """Record that the update was made: advance the counts, and bring averages of the parameters up to date."""
         for one in self._classes:
             one.advance()
-        for counter in self._counters:
-            counter.add_(1)
+        for count in self._counts_elsewhere:
+            count.add_(1)
         self._stepper.after_update(self._updated)

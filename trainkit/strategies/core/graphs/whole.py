@@ -60,10 +60,17 @@ class WholeGraph:
         settings: backend and mode of torch.compile.
         device: the device of the tensors.
         is_joint: whether the function computes gradients as well.
+        wrap: returns the function to call instead of a compiled graph; None: the graph itself is called.
     """
 
     def __init__(
-        self, function: Callable[..., Any], settings: GraphSettings, device: torch.device, *, is_joint: bool
+        self,
+        function: Callable[..., Any],
+        settings: GraphSettings,
+        device: torch.device,
+        *,
+        is_joint: bool,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         from torch._dynamo import config, exc, lookup_backend  # noqa: PLC0415 - slow to import, and most runs need none
 
@@ -86,7 +93,7 @@ class WholeGraph:
             if self._before is None:
                 GENERATORS_LOCK.acquire()  # until the graph has run: other threads also draw from these generators
             self._before = GeneratorStates(self._devices)
-            return made
+            return made if wrap is None else wrap(made)
 
         self._compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
 
