@@ -54,7 +54,7 @@ class OptimizerStepper:
         """Slots created by the constructor of the optimizer; most optimizers create them in the first step."""
         self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
         self._places: list[list[int]] = []
-        self._counters: list[Tensor] = []
+        self._counters: list[tuple[Tensor, Tensor]] = []
         self._rates: list[float] = []
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
@@ -66,8 +66,8 @@ class OptimizerStepper:
         """
         grads, none_missing = self._in_layout(grads)
         if self._kernels is not None and none_missing:
-            for counter in self._counters:
-                counter.add_(1)
+            for counter, one in self._counters:
+                counter.add_(one)
             for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):
                 kernel([grads[place] for place in places], base_lr * lr_factor)  # type: ignore[misc]
             return
@@ -142,7 +142,8 @@ class OptimizerStepper:
             return
         if _hooks(self.optimizer):
             return
-        self._counters = joined_counts([states[param] for param in self._params if "step" in states[param]])
+        counters = joined_counts([states[param] for param in self._params if "step" in states[param]])
+        self._counters = [(one, torch.ones_like(one)) for one in counters]  # the number 1 costs 7 us more than a tensor
         # a fused kernel works on one device only
         parts = [
             (group, base_lr, members)
