@@ -56,8 +56,13 @@ class Bench:
         return choices[:1] if self.small else choices
 
     def compiled(self, mode: str) -> tuple[str, ...]:
-        """Return the arguments of a compile mode; with `--small` no code is made of the graphs."""
+        """Return the arguments of a compile mode, or of `captured`: steps as CUDA graphs.
+
+        With `--small` no code is made of the graphs, and none is captured.
+        """
         backend = ("compile.backend=aot_eager",) if self.small and mode != "off" else ()
+        if mode == "captured":
+            return ("compile.mode=step", *(backend or ("compile.cuda_graphs=true",)))
         return (f"compile.mode={mode}", *backend)
 
     def judged(self, value: float, *, least: float | None = None, most: float | None = None) -> tuple[str, str]:

@@ -19,7 +19,7 @@ DIGITS: Final = ("recipe=digits", "steps=20", "clip.max_norm=1.0")
 DRAWING: Final = ("batch.micro_size=16", "model.dropout=0.1")
 ALONE_CHOICES: Final = (("strategy=mirrored", *ALONE), ("strategy=fsdp", *ALONE))
 PAIRS: Final = tuple(("strategy=pair_on_one_device", f"strategy.reduce={one}") for one in ("backend", "ring"))
-MODES: Final = ("step", "default")
+MODES: Final = ("captured", "step", "default")
 SHARDS: Final = (4, 1)
 FAILURES: Final = ("raise", "kill")
 

@@ -260,6 +260,17 @@ def test_what_no_graph_can_hold_is_refused_before_anything_starts(
     assert step_problems(make(), ModelTransforms(), context, traits=traits, strategy="mine") == []
 
 
+def test_captures_are_refused_without_a_gpu_or_compiled_steps() -> None:
+    captured = replace(GRAPHS, cuda_graphs=True)
+    (problem,) = step_problems(net(), captured, ADAM, traits=CAN, strategy="mine")
+    assert str(problem) == "compile.cuda_graphs=true: is for CUDA devices, and this run is on cpu. Leave it out."
+    assert step_problems(net(), captured, ADAM, traits=CAN, strategy="mine", device="cuda:0") == []
+    (problem,) = shaping_problems(net(), replace(captured, compile_mode="off"), compiles="model", strategy="mine")
+    assert str(problem) == (
+        "compile.cuda_graphs=true: replays compiled steps, and compile.mode=off compiles none. Use compile.mode=step."
+    )
+
+
 def test_recomputation_is_refused_beside_graphs() -> None:
     both = replace(GRAPHS, recompute="full")
     model = Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2)

@@ -83,6 +83,11 @@ class CompileConfig:
     1 keeps what the compiler keeps by itself, 0 only the inputs of a graph; the cheapest operations are recomputed
     first.
     """
+    cuda_graphs: Annotated[bool, speed] = False
+    """Capture the kernels of a compiled step, and launch all of them by one call; for mode=step on a CUDA device.
+
+    The captured step keeps its memory between steps.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,8 @@ class GraphSettings:
     """The backend of torch.compile."""
     mode: str | None = None
     """A mode of the inductor backend; None for any other."""
+    cuda_graphs: bool = False
+    """Whether the kernels of a step are captured, and replayed by one call."""
 
     @property
     def key(self) -> str:

@@ -296,6 +296,7 @@ _ADDED: Final[Mapping[str, object]] = {
     "strategy.process_group": "auto",
     "memory_format": "auto",
     "compile.memory_budget": None,
+    "compile.cuda_graphs": False,
 }
 """Key that earlier versions do not have -> its value that does not count."""
 

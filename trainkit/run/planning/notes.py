@@ -77,7 +77,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     if shaping != NO_TRANSFORMS:
         named += "" if traits == strategy.traits else ", as its keys are set,"
         problems += shaping_problems(model, shaping, compiles=traits.compiles, strategy=named)
-        problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named)
+        problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named, device=device)
     problems += objective_problems(plan, model)
     if problems:
         raise ConfigError(problems)

@@ -100,6 +100,8 @@ class ModelTransforms:
     """Memory format of a convnet's weights; `auto`: channels last, if it has convolutions."""
     memory_budget: float | None = None
     """The share of activations that compiled graphs keep for backward; None: the backend chooses."""
+    cuda_graphs: bool = False
+    """Whether compiled steps are replayed as CUDA graphs."""
 
     @property
     def recomputes(self) -> bool:
@@ -133,7 +135,7 @@ class ModelTransforms:
     def graph_settings(self) -> GraphSettings | None:
         """Settings of what an executor compiles as a whole: a step, or a shard unless parts are recomputed."""
         if self.compile_mode == "step":
-            return GraphSettings(covers="step", backend=self.backend)
+            return GraphSettings(covers="step", backend=self.backend, cuda_graphs=self.cuda_graphs)
         if not self.compiles or self.recomputes:
             return None
         return GraphSettings(covers="shard", backend=self.backend, mode=self.inductor_mode)
@@ -319,6 +321,9 @@ def _budget_problems(model: nn.Module, shaping: ModelTransforms) -> Iterator[Pro
 def _compile_problems(
     model: nn.Module, shaping: ModelTransforms, compiles: Compiles, strategy: str
 ) -> Iterator[Problem]:
+    if shaping.cuda_graphs and shaping.compile_mode != "step":
+        rule = f"replays compiled steps, and compile.mode={shaping.compile_mode} compiles none. Use compile.mode=step."
+        yield Problem(key="compile.cuda_graphs", value=True, rule=rule)
     if not shaping.compiles:
         return
     key, value = "compile.mode", shaping.compile_mode

@@ -7,6 +7,7 @@ that they check can have changed but the batch, and that is compared here.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -203,10 +204,32 @@ class DirectCall:
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
         """Return the result for other leaves."""
+        return self.result(self.outputs(leaves))
+
+    def outputs(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs of the graph for other leaves."""
         inputs = self._inputs.copy()
         for place, number in self._changing:
             inputs[place] = leaves[number]
-        return _filled(self._result, self._graph(*inputs))
+        return self._graph(*inputs)
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Return the result of the function for these outputs."""
+        return _filled(self._result, outputs)
+
+    def is_same_as(self, other: DirectCall) -> bool:
+        """Return whether another call runs the same graph on the same tensors, but for the leaves."""
+        return (
+            self._graph is other._graph
+            and self._layouts == other._layouts
+            and self._changing == other._changing
+            and self._result == other._result
+            and all(map(operator.is_, self._inputs, other._inputs))
+        )
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the tensors that the graph reads and writes, but for the leaves."""
+        return [one.data_ptr() for one in self._inputs if isinstance(one, Tensor)]
 
 
 class RepeatedGraph:
@@ -216,10 +239,17 @@ class RepeatedGraph:
         function: as in `WholeGraph`; it computes gradients as well.
         settings: as in `WholeGraph`.
         device: as in `WholeGraph`.
+        call: makes a direct call on new leaves; None: just calls it.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: GraphSettings, device: torch.device) -> None:
-        self._recorder = Recorder()
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        settings: GraphSettings,
+        device: torch.device,
+        call: Callable[[DirectCall, Sequence[Tensor]], Any] | None = None,
+    ) -> None:
+        self._recorder, self._call = Recorder(), call or (lambda direct, leaves: direct(leaves))
         self._graph = WholeGraph(function, settings, device, is_joint=True, wrap=self._recorder.recorded)
         self._layouts: set[tuple[Any, ...]] = set()
         self._direct: list[DirectCall] = []
@@ -242,7 +272,7 @@ class RepeatedGraph:
             return self._checked(own, (*changing, *fixed))
         for direct in self._direct:
             if direct.fits(own, fixed):
-                return direct(own.leaves)
+                return self._call(direct, own.leaves)
         self._recorder.start()
         try:
             found = self._checked(own, (*changing, *fixed))

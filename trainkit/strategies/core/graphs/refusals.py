@@ -17,7 +17,13 @@ _DEFAULT = "Use compile.mode=default."
 
 
 def step_problems(
-    model: nn.Module, transforms: ModelTransforms, context: PlanContext, *, traits: Traits, strategy: str
+    model: nn.Module,
+    transforms: ModelTransforms,
+    context: PlanContext,
+    *,
+    traits: Traits,
+    strategy: str,
+    device: str = "cpu",
 ) -> list[Problem]:
     """Return why the steps of a training cannot be graphs; none if `compile.mode` is not `step`.
 
@@ -27,11 +33,16 @@ def step_problems(
         context: optimizer, objective and `numerics` settings.
         traits: traits of the strategy.
         strategy: the name of the strategy, for the message.
+        device: the device of the first replica.
     """
     if transforms.compile_mode != "step":
         return []
     rules = [*_of_strategy(traits, strategy), *_of_settings(context), *_of_model(model)]
-    return [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
+    found = [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
+    if transforms.cuda_graphs and not device.startswith("cuda"):
+        rule = f"is for CUDA devices, and this run is on {device}. Leave it out."
+        found.append(Problem(key="compile.cuda_graphs", value=True, rule=rule))
+    return found
 
 
 def _of_strategy(traits: Traits, strategy: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from trainkit.strategies.base import (
     StepOutcome,
     UpdateParams,
 )
+from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
 from trainkit.strategies.core.graphs.direct import RepeatedGraph
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.update import OptimizerTensors, Updates
@@ -55,6 +57,7 @@ class StepGraphs:
         self.ready = False
         """Whether an eager step has found the facts that the graphs need."""
         self._unchanged = False
+        self._pool = torch.cuda.graph_pool_handle() if settings.cuda_graphs else None
 
     @classmethod
     def of(cls, request: SetupRequest, replica: Replica, shard_step: type[ShardStep]) -> StepGraphs:
@@ -246,10 +249,14 @@ class StepGraphs:
             with torch.no_grad():
                 return updates.apply(grads, values, tensors, clips=clips)
 
-        self._add, self._finish, self._step = self._compiled(add), self._compiled(finish), self._compiled(step)
+        self._add, self._finish = self._compiled(add), self._compiled(finish)
+        self._step = self._compiled(step, captures=False)  # the capture would hold a copy of all gradients
 
-    def _compiled(self, function: Callable[..., Any]) -> RepeatedGraph:
-        return RepeatedGraph(function, self._settings, self._replica.device)
+    def _compiled(self, function: Callable[..., Any], *, captures: bool = True) -> RepeatedGraph:
+        if self._pool is None or not captures:
+            return RepeatedGraph(function, self._settings, self._replica.device)
+        call = CapturingCaller(partial(CudaCapture, self._pool))
+        return RepeatedGraph(function, self._settings, self._replica.device, call)
 
     def _run(self, graph: RepeatedGraph, batch: Batch, values: Tensor, *fixed: Any) -> Any:
         keys = self._keys

@@ -1,0 +1,157 @@
+"""Steps replayed as CUDA graphs compute what direct calls do: on a CPU with a double of the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.stepping import Case, train
+from tests.support.pool import Pool
+from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
+from trainkit.strategies.core.graphs.direct import RepeatedGraph
+from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.step_values import GraphSettings
+
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
+
+
+class Repeats:
+    """A recording that runs the function again on the same tensors, and fills the same outputs; recording runs nothing
+    that lasts.
+    """
+
+    def __init__(self, state: Sequence[Tensor]) -> None:
+        self._state = state
+        self._run: Callable[[], Sequence[Tensor]]
+        self._outputs: Sequence[Tensor]
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Keep the function."""
+        before = [one.clone() for one in self._state]
+        self._run, self._outputs = run, run()
+        for one, kept in zip(self._state, before, strict=True):
+            one.copy_(kept)
+        return self._outputs
+
+    def replay(self) -> None:
+        """Run it."""
+        for output, found in zip(self._outputs, self._run(), strict=True):
+            output.copy_(found)
+
+
+class Summing:
+    """Adds batches to a total, by a graph that is captured with doubles."""
+
+    def __init__(self, make: Callable[[Sequence[Tensor]], Repeats] = Repeats) -> None:
+        self.total = torch.zeros(2)
+        self.captures = 0
+        self._make = make
+        settings = GraphSettings(covers="step", backend="eager")
+        caller = CapturingCaller(self._capture)
+        self._graph = RepeatedGraph(self._add, settings, torch.device("cpu"), caller)
+
+    def _capture(self) -> Repeats:
+        self.captures += 1
+        return self._make([self.total])
+
+    @staticmethod
+    def _add(batch: Tensor, total: Tensor) -> tuple[Tensor, int]:
+        total.add_(batch.sum())
+        return batch * 2, 7
+
+    def add(self, batch: Tensor, *, unchanged: bool = True) -> tuple[list[float], int]:
+        """Add a batch; what the graph returned."""
+        doubled, seven = self._graph((batch,), (self.total,), unchanged=unchanged)
+        return doubled.tolist(), seven
+
+
+def test_replays_take_new_batches_and_change_the_state_once_a_step() -> None:
+    summing = Summing()
+    for step in range(1, 9):
+        assert summing.add(torch.full((2,), float(step))) == ([2.0 * step] * 2, 7)
+        assert summing.total.tolist() == [step * (step + 1.0)] * 2
+    assert summing.captures == 1
+
+
+def test_a_result_outlives_the_next_replay() -> None:
+    summing = Summing()
+    for _ in range(6):
+        summing.add(torch.ones(2))
+    first, _ = summing._graph((torch.ones(2),), (summing.total,), unchanged=True)
+    summing.add(torch.zeros(2))
+    assert first.tolist() == [2.0, 2.0]
+
+
+def test_a_checked_step_needs_no_other_capture_and_moved_tensors_do() -> None:
+    summing = Summing()
+    for step in range(12):
+        summing.add(torch.ones(2), unchanged=step % 6 != 5)
+    assert (summing.captures, summing.total.tolist()) == (1, [24.0, 24.0])
+    summing.total.set_(torch.zeros(2))  # type: ignore[call-overload] # moved without a change of the object
+    for step in range(6):
+        summing.add(torch.ones(2), unchanged=step > 0)
+    assert (summing.captures, summing.total.tolist()) == (2, [12.0, 12.0])
+
+
+def test_batches_of_another_shape_are_called_directly() -> None:
+    summing = Summing()
+    for step in range(1, 13):
+        size = 1 if step % 6 == 0 else 2
+        assert summing.add(torch.ones(size)) == ([2.0] * size, 7)
+    assert (summing.captures, summing.total.tolist()) == (1, [22.0, 22.0])
+
+
+class Refused(Repeats):
+    """A recording that the device refuses."""
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Refuse."""
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    summing = Summing(Refused)
+    with caplog.at_level(logging.WARNING, "trainkit"):
+        for _ in range(10):
+            summing.add(torch.ones(2))
+    (record,) = (one for one in caplog.records if one.name.startswith("trainkit"))
+    assert record.getMessage().startswith("compile.cuda_graphs: a step cannot be captured")
+    assert record.getMessage().endswith("operation not permitted when stream is capturing")
+    assert (summing.captures, summing.total.tolist()) == (1, [20.0, 20.0])
+
+
+CAPTURED = ModelTransforms(compile_mode="step", cuda_graphs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("micro_size", [8, 3])
+def test_on_a_gpu_captured_steps_give_the_bits_of_direct_ones(
+    precision: Any, micro_size: int, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(
+        settings={"device": "cuda:0"},
+        optimizer="adamw",
+        micro_size=micro_size,
+        precision=precision,
+        max_norm=0.5,
+        num_steps=30,
+        shaping=CAPTURED,
+    )
+    replays, plain = list[int](), CudaCapture.replay
+
+    def counted(capture: CudaCapture) -> None:
+        replays.append(1)
+        plain(capture)
+
+    monkeypatch.setattr(CudaCapture, "replay", counted)
+    (captured,) = train(pool, case)
+    assert replays
+    (direct,) = train(pool, replace(case, shaping=replace(CAPTURED, cuda_graphs=False)))
+    assert all(torch.equal(one, direct.state[name]) for name, one in captured.state.items())

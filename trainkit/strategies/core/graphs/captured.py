@@ -1,0 +1,125 @@
+"""Replay the kernels of a compiled graph as one CUDA graph.
+
+The host launches each kernel of a step, which takes it longer than the kernels of a small model take the device. CUDA
+records the launches once, and replays them with one call, on the same addresses: of the parameters and slots, and of
+buffers into which each new batch is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from trainkit.frames import first_line
+from trainkit.strategies.core.graphs.direct import DirectCall
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+_WARM_UP: Final = 3
+"""Calls of a graph in a row before it is captured: they load kernels and reserve workspaces, which a capture cannot."""
+
+_log = logging.getLogger(__name__)
+
+
+class Capture(Protocol):
+    """Recorded operations of a device."""
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Record the operations of a function without running them; return its outputs, which `replay` fills."""
+
+    def replay(self) -> None:
+        """Run the operations again."""
+
+
+class CudaCapture:
+    """A CUDA graph.
+
+    Args:
+        pool: the memory pool that it shares with the other graphs of a step, none of which keeps memory between two
+            replays but its outputs.
+
+    Source: torch.cuda.CUDAGraph.
+    """
+
+    def __init__(self, pool: _POOL_HANDLE) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Record the kernels of a function; other threads, such as that of the loader, may use the device meanwhile."""
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            return run()
+
+    def replay(self) -> None:
+        """Launch all kernels, on the current stream."""
+        self._graph.replay()
+
+
+class CapturedCall:
+    """A direct call whose operations are recorded once, and replayed.
+
+    Args:
+        call: the call.
+        leaves: arguments of the call, for their layouts.
+        capture: an empty recording.
+    """
+
+    def __init__(self, call: DirectCall, leaves: Sequence[Tensor], capture: Capture) -> None:
+        self._call, self._addresses, self._capture = call, call.addresses(), capture
+        self._leaves = [
+            torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device) for leaf in leaves
+        ]
+        torch._foreach_copy_(self._leaves, list(leaves))
+        self._outputs = capture.record(lambda: call.outputs(self._leaves))
+
+    def is_of(self, call: DirectCall) -> bool:
+        """Return whether a call is the recorded one: the same graph on the same tensors, which are where they were."""
+        if call is self._call:
+            return True
+        if not call.is_same_as(self._call) or call.addresses() != self._addresses:
+            return False
+        self._call = call
+        return True
+
+    def __call__(self, leaves: Sequence[Tensor]) -> Any:
+        """Return the result of the call, in memory that the next replay does not overwrite."""
+        torch._foreach_copy_(self._leaves, list(leaves))
+        self._capture.replay()
+        return self._call.result([output.clone() for output in self._outputs])
+
+
+class CapturingCaller:
+    """Makes direct calls, and captures the graph that is called often; the graphs of other layouts are called directly.
+
+    Args:
+        make: makes an empty recording.
+    """
+
+    def __init__(self, make: Callable[[], Capture]) -> None:
+        self._make = make
+        self._captured: CapturedCall | None = None
+        self._last: DirectCall | None = None
+        self._in_a_row = 0
+        self._can = True
+
+    def __call__(self, call: DirectCall, leaves: Sequence[Tensor]) -> Any:
+        """Make a call."""
+        if self._captured is not None and self._captured.is_of(call):
+            return self._captured(leaves)
+        self._in_a_row = self._in_a_row + 1 if call is self._last else 1
+        self._last = call
+        if not self._can or self._in_a_row <= _WARM_UP:
+            return call(leaves)
+        self._captured = None  # its memory is free for the next one
+        try:
+            self._captured = CapturedCall(call, leaves, self._make())
+        except RuntimeError as error:
+            self._can = False
+            what = "a step cannot be captured, so its kernels are launched one by one"
+            _log.warning("compile.cuda_graphs: %s: %s", what, first_line(error))
+            return call(leaves)
+        return self._captured(leaves)
