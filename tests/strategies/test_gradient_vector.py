@@ -13,8 +13,7 @@ from tests.contract.running import run
 from tests.support.storages import Counting
 from trainkit.errors import TrainingError
 from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.reducers.backend import GradientVector, cut_into_buckets
-from trainkit.strategies.reducers.flat import FlatReducer
+from trainkit.strategies.reducers.gradient_vector import FlatReducer, GradientVector, cut_into_buckets
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")

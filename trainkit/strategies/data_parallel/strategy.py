@@ -36,7 +36,7 @@ from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOpt
 from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import AutoReducer, BackendReducer, PerDeviceReducer, Reducer
-from trainkit.strategies.reducers.backend import largest_bucket
+from trainkit.strategies.reducers.gradient_vector import largest_bucket
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.traffic import (

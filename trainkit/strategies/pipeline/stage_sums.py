@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.strategies.reducers.backend import GradientVector, cut_into_buckets
+from trainkit.strategies.reducers.gradient_vector import GradientVector, cut_into_buckets
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 BUCKET_BYTES: int = 25 * 2**20

@@ -1,76 +1,17 @@
-"""Reducers that exchange one flat vector."""
+"""Reducers that sum the flat vector of a step by the operations of its process group."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.flight_recorder import note_exchange
-from trainkit.strategies.reducers.backend import GradientVector, cut_into_buckets
-from trainkit.strategies.reducers.base import Partials, Reducer
+from trainkit.strategies.reducers.gradient_vector import FlatReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
-
-_BUCKET_BYTES: Final = 25 * 2**20
-"""Bytes of gradients that are copied into the vector together."""
-
-
-class FlatReducer(Reducer):
-    """Sums the vector that holds the gradients of a step over the ranks, in one exchange; subclasses implement
-    `sum`.
-    """
-
-    _vector: GradientVector | None = None
-    _reducing: bool = False
-
-    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
-        """Return the sums over all ranks. A rank without shards adds zeros."""
-        vector = self._vector
-        if vector is None:
-            buckets = cut_into_buckets(packing, bucket_bytes=_BUCKET_BYTES, part_tail=True)
-            vector = self._vector = GradientVector(packing, self.allocate(packing), buckets)
-        vector.begin_step()
-        self._reducing = True
-        sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
-        for _, sums in partials:  # noqa: B007 - without lanes there is at most one
-            pass
-        self._reducing = False
-        vector.fill_rest(sums)
-        note_exchange(vector.flat)
-        self.sum(vector.flat)
-        return vector.views
-
-    def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
-        """Collect the gradients of the next backward pass."""
-        if self._reducing and self._vector is not None:
-            self._vector.begin_backward(params, is_last=is_last)
-
-    def end_backward(self) -> None:
-        """Collect gradients that filled no bucket."""
-        if self._reducing and self._vector is not None:
-            self._vector.end_backward()
-
-    def allocate(self, packing: FlatBuffer) -> Tensor:
-        """Return the vector for this rank's part, (numel,); the same one for all steps, since new memory costs page
-        faults.
-        """
-        return packing.empty()
-
-    @abstractmethod
-    def sum(self, flat: Tensor) -> None:
-        """Replace every rank's vector by the sum of all, equal bits on all ranks; collective."""
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters, and release the vector."""
-        if self._vector is not None:
-            self._vector.close()
-            self._vector = None
 
 
 class ReduceThenBroadcastReducer(FlatReducer):

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
-from trainkit.strategies.reducers.flat import FlatReducer
+from trainkit.strategies.reducers.gradient_vector import FlatReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 _LINE: Final = 64
