@@ -67,7 +67,7 @@ def composed(
         recipe = ["recipe=null"] if own and not named else []
         composition = compose_run([*recipe, *run, *arguments])
     composition, found = fitted(composition, check_names)
-    problems = [*_beside(given, composition.overrides), *_without_rate(given), *found]
+    problems = [*_beside(given, composition.given), *_without_rate(given), *found]
     if problems:
         raise ConfigError(problems)
     packages = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
@@ -86,7 +86,7 @@ def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -
 
 def _given_groups(composition: Composition) -> dict[str, Any]:
     """Return the groups of parameters that arguments set; groups of the replaced choice fit only that choice."""
-    keys = [key for line in composition.overrides if (key := key_of(line)).startswith(_GROUPS)]
+    keys = [key for key in composition.given if key.startswith(_GROUPS)]
     groups = composition.values["optimizer"].get("groups") or {}
     names = {path_of(key)[2] for key in keys if key != _GROUPS}
     return {name: group for name, group in groups.items() if name in names or _GROUPS in keys}
@@ -125,10 +125,9 @@ def _without_rate(given: Given) -> Iterator[Problem]:
         yield Problem(key="optimizer", rule=rule)
 
 
-def _beside(given: Given, overrides: Sequence[str]) -> Iterator[Problem]:
+def _beside(given: Given, keys: Sequence[str]) -> Iterator[Problem]:
     """Yield the keys of a choice that an object replaces."""
-    for argument in overrides:
-        key = key_of(argument)
+    for key in keys:
         group = key.partition(".")[0]
         if group in given.nodes and not key.startswith(_GROUPS):
             yield Problem(key=key, rule=f"has no effect: {group} is given as an object.")

@@ -53,6 +53,8 @@ class Composition:
     """The composed files, in ascending precedence."""
     overrides: tuple[str, ...] = ()
     """The composed arguments, without Hydra's own."""
+    given: tuple[str, ...] = ()
+    """The key or group that each of these arguments gives, without an @package."""
     hydra_overrides: tuple[str, ...] = ()
     """The arguments for Hydra."""
     hydra: Mapping[str, Any] = field(default_factory=dict)
@@ -157,7 +159,7 @@ class Composition:
         if origin == NOWHERE:
             return False
         is_node = len(below) == (group in LIST_GROUPS)
-        chosen = is_node and any(key_of(line) == group for line in self.overrides)
+        chosen = is_node and group in self.given
         return origin.level is not Level.recipe and (chosen or not origin.shipped)
 
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:

@@ -19,7 +19,7 @@ from trainkit.config.composition import (
     leaves,
     lookup,
 )
-from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import is_below, redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
@@ -277,9 +277,8 @@ def _choices(composition: Composition, cfg: RunConfig) -> Iterator[ChangedKey]:
     for file in composition.files:
         if not file.group or file.level is Level.recipe:
             usual |= dict(_defaults(file.document.defaults))
-    given = {key_of(line) for line in composition.overrides}
     for group, choice in composition.choices.items():
-        if group in GROUPS and group in given and choice != usual.get(group):
+        if group in GROUPS and group in composition.given and choice != usual.get(group):
             yield ChangedKey(
                 key=group,
                 value=choice,

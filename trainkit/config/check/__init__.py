@@ -14,7 +14,7 @@ from trainkit.config.check.optimizers import named_optimizer_problems, named_opt
 from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup
-from trainkit.config.grammar import key_of
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, root_of, targets_in
@@ -193,8 +193,7 @@ def _group(composition: Composition, group: str, alternatives: OtherChoices) -> 
         if not any(problem.key == group for problem in composition.problems):
             choices = ", ".join(alternatives.choices(group))
             rule = f"needs a choice. There are: {choices}."
-            asked = any(key_of(line) == group for line in composition.overrides)
-            origin = "command line" if asked else composition.origin(group).where
+            origin = COMMAND_LINE if group in composition.given else composition.origin(group).where
             yield Problem(key=group, value=None, rule=rule, origin=origin)
         return
     if not isinstance(value, Mapping):

@@ -121,9 +121,9 @@ class CompositionBuilder:
 
     def run(self) -> Composition:
         """Compose: defaults list, layers, arguments, exclusive keys, interpolations."""
-        task = [item for item in self.parsed if not item.is_hydra_override()]
+        own = [item for item in self.parsed if not item.is_hydra_override()]
         about_hydra = [item for item in self.parsed if item.is_hydra_override()]
-        task = [item for item in task if not self._refused(item)]
+        task = [item for item in own if not self._refused(item)]
         defaults = self._defaults([*task, *self._no_default_recipe(task)])
         files = self._files(defaults)
         self.problems += self._several()
@@ -146,7 +146,8 @@ class CompositionBuilder:
             origins=dict(layers.tree.origins),
             choices=choices,
             files=tuple(files),
-            overrides=tuple(item.input_line or "" for item in self.parsed if not item.is_hydra_override()),
+            overrides=tuple(item.input_line or "" for item in own),
+            given=tuple(item.key_or_group for item in own),
             hydra_overrides=tuple(item.input_line or "" for item in about_hydra),
             hydra=hydra,
             hydra_choices=(hydra_choices := hydra_choices_of(files)),
