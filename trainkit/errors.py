@@ -303,6 +303,20 @@ class TerminatedError(TrainkitError):
     anchor = "stopped-by-a-signal"
 
 
+def status_of_error(error: BaseException) -> str:
+    """Return the status of a run that ended with an error.
+
+    Example:
+        >>> status_of_error(HangupError("the terminal was closed")), status_of_error(ValueError())
+        ('hangup', 'failed')
+    """
+    if isinstance(error, HangupError):
+        return "hangup"
+    if isinstance(error, TerminatedError):
+        return "preempted"
+    return "stopped" if isinstance(error, KeyboardInterrupt | StoppedError) else "failed"
+
+
 def callback_note(error: BaseException) -> str:
     """Return the callback and hook that raised an error, as the end of a sentence; empty for any other error.
 

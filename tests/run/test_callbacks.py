@@ -11,9 +11,8 @@ import pytest
 from trainkit.callbacks.alerting.alert import Alert
 from trainkit.config.schema import RunConfig
 from trainkit.errors import CrashLoopError, TerminatedError, TrainkitError
-from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.trainer.events import Ending
+from trainkit.trainer.events import Ending, ended_hooks
 
 CFG = RunConfig.from_dict(
     {"name": "digits", "callbacks": {"alert": {"_target_": "trainkit.callbacks.alerting.alert.Alert"}}}

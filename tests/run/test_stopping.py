@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
+from trainkit.errors import status_of_error
 from trainkit.run.signals import (
     EXIT_CODES,
     Reason,
     StopFlag,
     signal_of,
-    status_of_error,
     stop_error,
     stop_signals,
     worker_signals,

@@ -28,7 +28,6 @@ from trainkit.run.begin import (
     refuse_lack_of_room,
     refuse_own_loss,
 )
-from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.commands import record_settings
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
@@ -42,6 +41,7 @@ from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import TaskRun
 from trainkit.storage import reporting
+from trainkit.trainer.events import ended_hooks
 
 
 def train_composition(

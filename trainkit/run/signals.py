@@ -89,20 +89,6 @@ def stop_error(reason: str, message: str) -> TrainkitError:
     return {"stopped": StoppedError, "hangup": HangupError}.get(reason, TerminatedError)(message)
 
 
-def status_of_error(error: BaseException) -> str:
-    """Return the status of a run that ended with an error.
-
-    Example:
-        >>> status_of_error(HangupError("the terminal was closed")), status_of_error(ValueError())
-        ('hangup', 'failed')
-    """
-    if isinstance(error, HangupError):
-        return "hangup"
-    if isinstance(error, TerminatedError):
-        return "preempted"
-    return "stopped" if isinstance(error, KeyboardInterrupt | StoppedError) else "failed"
-
-
 def is_ignored(number: signal.Signals) -> bool:
     """Return whether a signal must stay ignored: SIGHUP, if this process was started by `nohup` or similar."""
     hangup = getattr(signal, "SIGHUP", None)

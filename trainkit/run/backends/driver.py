@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
+from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError, status_of_error
 from trainkit.files import open_regular, write_atomically
 from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file
 from trainkit.run.backends.worker import worker_payload
@@ -21,7 +21,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process_backend import CARRIED, BackendConnection, BackendJob, ProcessBackend
-from trainkit.run.signals import StopFlag, status_of_error, stop_error
+from trainkit.run.signals import StopFlag, stop_error
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.trainer.ownership import free_name
 

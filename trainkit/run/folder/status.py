@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from trainkit.cluster.host import Machine, ProcessId
-from trainkit.errors import TrainkitError, UnreadableError
+from trainkit.errors import TrainkitError, UnreadableError, status_of_error
 from trainkit.files import read_map
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.signals import EXIT_CODES, status_of_error
+from trainkit.run.signals import EXIT_CODES
 from trainkit.trainer.ownership import uncontested
 
 FILE: Final = "status.json"

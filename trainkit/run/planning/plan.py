@@ -28,7 +28,6 @@ from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
-from trainkit.run.callbacks import callback_problems
 from trainkit.run.planning.adapters import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
 from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
@@ -44,6 +43,7 @@ from trainkit.strategies.capabilities import (
     runs_loop,
     sum_of_gradients,
 )
+from trainkit.trainer.events import callback_problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,6 @@ from trainkit.run.begin import (
     refuse_own_loss,
     resumed_from,
 )
-from trainkit.run.callbacks import ended_hooks
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
@@ -64,6 +63,7 @@ from trainkit.run.signals import StopFlag
 from trainkit.run.task import TaskRun
 from trainkit.storage import reporting
 from trainkit.trainer import failpoints
+from trainkit.trainer.events import ended_hooks
 
 _LOCK_TIMEOUT_S: Final = 10.0
 """Seconds that the previous group may take to end after its launcher has started a new one."""

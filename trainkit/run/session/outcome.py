@@ -8,11 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import CheckpointError, ConfigError, Problem, TrainingError, TrainkitError, callback_note
+from trainkit.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    TrainingError,
+    TrainkitError,
+    callback_note,
+    status_of_error,
+)
 from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
-from trainkit.run.signals import REASONS, status_of_error
+from trainkit.run.signals import REASONS
 from trainkit.trainer.checkpoint import list_complete, meta_of, read_manifest
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import MANIFEST

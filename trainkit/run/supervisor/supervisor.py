@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.tasks import Task
-from trainkit.errors import CrashLoopError, StoppedError, StorageError, TrainkitError
+from trainkit.errors import CrashLoopError, StoppedError, StorageError, TrainkitError, status_of_error
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
-from trainkit.run.signals import REASONS, Reason, status_of_error, stop_error
+from trainkit.run.signals import REASONS, Reason, stop_error
 from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
 from trainkit.run.supervisor.failure import Failure
 from trainkit.run.supervisor.restart_policy import Fault, RestartPolicy, fault_of
