@@ -33,7 +33,7 @@ from benchmarks import report
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.data_parallel.reduction import Reduce
+from trainkit.strategies.reducers.options import Reduce
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.strategies.tensors.layouts import FlatBuffer
 

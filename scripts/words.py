@@ -120,7 +120,6 @@ strategies.core.sharded.base: batch_of_first_rank
 strategies.core.sharded.replica: Cut
 strategies.core.step: Divisor ShardStep._share ShardStep._take ShardStep.discover StepWork in_all_places own_memory
     settle_exchange
-strategies.data_parallel.reduction: Reducing
 strategies.groups.process_group: Alone Grouped tell_all
 strategies.local_sgd.averaging: AveragingWindow.note Outer Window
 strategies.model_transforms.shape: Shaping Unit shape units_of
@@ -169,7 +168,9 @@ strategies.pipeline.strategy: Kept
 strategies.pipeline.tracing.program: Call Held Shape Stretch
 strategies.pipeline.tracing.stage_module: Segment
 strategies.reducers.deterministic: LaneReducer _leaf
-strategies.reducers.flat: OwnVector ToOneDeviceTransport
+strategies.reducers.flat: ToOneDeviceTransport
+strategies.reducers.gradient_vector: OwnVector
+strategies.reducers.options: Reducing
 strategies.reducers.shared_memory: Segment
 strategies.step_values: LocalModel.collective LocalModel.everyone LocalModel.figures LocalModel.is_owner
     LocalModel.open_data Outcome Placed Rule Training Update Weighing

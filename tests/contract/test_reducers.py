@@ -12,7 +12,7 @@ import torch
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
-from trainkit.strategies.data_parallel.reduction import Reduce
+from trainkit.strategies.reducers.options import Reduce
 
 REDUCERS = get_args(Reduce)
 # an odd number of replicas, and two groups of two; the other places are matrix

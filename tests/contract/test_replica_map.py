@@ -22,11 +22,11 @@ from tests.support import reference
 from tests.support.pool import Place, Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError, TrainingError
-from trainkit.strategies.data_parallel.reduction import Reduce
 from trainkit.strategies.data_parallel.replica_map import ReplicaMap
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.partition import device_layout as placing
 from trainkit.strategies.partition.device_layout import DeviceLayout
+from trainkit.strategies.reducers.options import Reduce
 
 pytestmark = pytest.mark.pairwise
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import quick
 from tests.support.verdicts import plain
-from trainkit.strategies.data_parallel.reduction import Reduce
+from trainkit.strategies.reducers.options import Reduce
 
 ROOT = str(Path(__file__).parents[2])
 FIXED = ["recipe=null", "data=digits", "model.in_features=64", "batch.global_size=64", "steps=20", "logger=[]",

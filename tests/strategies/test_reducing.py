@@ -21,13 +21,11 @@ from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import load_state_extra, state_dict_extra, tune
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.data_parallel.reduction import ReductionOptions
 from trainkit.strategies.groups.process_group import GroupCollective
-from trainkit.strategies.reducers import AutoReducer, LocalReducer, shared_memory
-from trainkit.strategies.reducers import auto as auto_module
-from trainkit.strategies.reducers.auto import Rule
+from trainkit.strategies.reducers import AutoReducer, LocalReducer, options, shared_memory
 from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.flat import HierarchicalReducer
+from trainkit.strategies.reducers.options import ReductionOptions, Rule
 from trainkit.strategies.reducers.shared_memory import shared_memory_obstacle
 from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
 
@@ -190,7 +188,7 @@ def choices(place: Place) -> list[Any]:
     fresh, resumed, elsewhere = (AutoReducer(makers, collective) for _ in range(3))
     resumed.recall("first")
     elsewhere.recall("shared_memory")
-    with patch.object(auto_module, "time", Clock):
+    with patch.object(options, "time", Clock):
         lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
     return [lines, [reducer.kept for reducer in (fresh, resumed, elsewhere)]]
 
@@ -228,7 +226,7 @@ def chosen(cache: ChoiceCache | None, packing: FlatBuffer = MEBIBYTE, **seconds:
         return lambda: (made.append(name), Slow(seconds[name]))[1]  # type: ignore[func-returns-value]
 
     reducer = AutoReducer({name: maker(name) for name in seconds}, Alone(), cache=cache)
-    with patch.object(auto_module, "time", Clock):
+    with patch.object(options, "time", Clock):
         reducer.choose(packing)
     assert reducer.kept is not None
     return reducer.kept, len(made) > 1
@@ -241,11 +239,11 @@ def test_of_reducers_that_are_alike_the_first_is_chosen() -> None:
 
 def test_large_gradients_are_timed_by_a_part_of_them() -> None:
     large = FlatBuffer([torch.Size([1 << 28])], torch.float32, torch.device("meta"))
-    sample = auto_module._sample(large)
+    sample = options._sample(large)
     assert sample.numel * 4 == 4 << 20
     placed = TensorPlaces(places=(0, 2, 0), devices=(CPU, CPU, CPU))
     spread = FlatBuffer([torch.Size([3])] * 3, torch.float64, CPU, places=placed)
-    assert [part.packing.numel for part in auto_module._sample(spread).parts] == [6, 3]
+    assert [part.packing.numel for part in options._sample(spread).parts] == [6, 3]
 
 
 def file_of(cache: ChoiceCache) -> Path:

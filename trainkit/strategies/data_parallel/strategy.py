@@ -30,13 +30,13 @@ from trainkit.strategies.core.synchronous import (
     build_parts,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.data_parallel.reduction import ReductionOptions
 from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, ReplicaMap, group_problems
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions, RankGroup
 from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import AutoReducer, BackendReducer, PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.gradient_vector import largest_bucket
+from trainkit.strategies.reducers.options import ReductionOptions
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.tensors.layouts import FlatBuffer
 from trainkit.strategies.traffic import (
