@@ -53,7 +53,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "trainer/manifest.py": {"json.loads": "of json.dumps: as a reader will see it"},
     "trainer/checkpoint/tensor_file.py": {"open": "writes new files"},
     "cluster/host.py": {"read_text": "/proc"},
-    "run/folder/status.py": {"open": "writes a new file"},
+    "run/record.py": {"open": "writes a new file"},
     "run/process/worker_group.py": {"open": "the null device"},
     "storage.py": {"open": "writes a new file; a folder, to make its names durable"},
     "trainer/checkpoint/retention.py": {"open": "a folder, to lock it"},

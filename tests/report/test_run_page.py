@@ -26,7 +26,8 @@ from trainkit.report.web.curves import Curve, MetricsReader
 from trainkit.report.web.figures_document import figures_of
 from trainkit.report.web.page import to_json
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.page import PageWriter, write_run_page
+from trainkit.run.page import write_run_page
+from trainkit.run.record import PageWriter
 
 SHORT = ("recipe=null", "steps=24", "epochs=null", "callbacks=[]", "logger=[]", "quiet=true", "seed=3")
 
@@ -316,7 +317,7 @@ def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no page")
 
-    monkeypatch.setattr("trainkit.run.page.write_run_page", refuse)
+    monkeypatch.setattr("trainkit.run.record.write_run_page", refuse)
     assert trainkit.train(latest(*SHORT, "steps=2"), run_dir=tmp_path / "run")["status"] == "finished"
     assert capsys.readouterr().out.count("report.html cannot be written: RuntimeError: no page") == 1
 

@@ -197,7 +197,7 @@ ALLOWED = {
     "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",
     "run/folder/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
     "run/session/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
-    "run/folder/status.py": "a temporary file of this process",
+    "run/record.py": "a temporary file of this process",
     "run/page.py": "drafts of the page that killed processes have left: by name, first bytes and age",
     "files.py": "a temporary file of this process, and the place that its caller names",
     "storage.py": "a probe of this process, of a name of its own",

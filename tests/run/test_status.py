@@ -14,9 +14,10 @@ import pytest
 from tests.run.faking import wait_for
 from trainkit.cluster.host import Machine, ProcessId
 from trainkit.errors import HangupError
-from trainkit.run.folder import status
+from trainkit.run import record
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.status import FILE, StatusFile, read_status
+from trainkit.run.folder.status import FILE, read_status
+from trainkit.run.record import StatusFile
 from trainkit.verbs.looking.ls import list_runs
 
 
@@ -39,7 +40,7 @@ def written(folder: RunFolder, **changes: Any) -> None:
 
 
 def test_the_file_follows_the_run_and_says_how_it_ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_WRITE_S", 0.01)
+    monkeypatch.setattr(record, "_WRITE_S", 0.01)
     step = [7]
     with StatusFile(folder) as file:
         assert read_status(folder).state == "starting"
@@ -63,7 +64,7 @@ def test_an_error_is_the_last_state(folder: RunFolder, error: BaseException, sta
 
 
 def test_nothing_is_written_while_nothing_changes(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_WRITE_S", 0.001)
+    monkeypatch.setattr(record, "_WRITE_S", 0.001)
     with StatusFile(folder) as file:
         file.follow(lambda: 7)
         wait_for(lambda: read_status(folder).step == 7)

@@ -1,4 +1,4 @@
-"""Begin a run: find the state to continue, create its folder, write its first files, record its output and status."""
+"""Begin a run: find the state to continue, create its folder, and write its first files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,19 +24,15 @@ from trainkit.config.secrets import redacted
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.redaction import mask, redacted_argument
-from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.folder.commands import first_command
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.folder.status import StatusFile, read_status
-from trainkit.run.page import PageWriter
+from trainkit.run.folder.status import read_status
 from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.session.outcome import refuse_own_losses
 from trainkit.storage import Free, lacking, num_bytes, storage_error
 from trainkit.trainer.manifest import list_complete
-from trainkit.trainer.ownership import uncontested
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
 _ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"
@@ -263,41 +258,6 @@ def _same_training(cfg: RunConfig, run: Path) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     return adopted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
-    """The files of an active run."""
-
-    folder: RunFolder
-    log: TrainLog
-    status: StatusFile
-    page: PageWriter
-
-    def follow_heartbeat(self) -> None:
-        """Read the step from the heartbeat of rank 0, which another process writes."""
-
-        def step() -> int | None:
-            heartbeat = read_heartbeat(self.folder.heartbeat_of(0))
-            return None if heartbeat is None or heartbeat.phase == "start" else heartbeat.step
-
-        self.status.follow(step)
-
-
-@contextmanager
-def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> Iterator[RunRecord]:
-    """Record the output of a run, its status, and the error that ends it, for the duration of the block."""
-    folder.take()  # renames a log or status file of the user before one is written
-    with (
-        recorded_output(folder.log, separated=True) as log,
-        PageWriter(folder, confirm=confirm) as page,  # its last page needs the last status
-        StatusFile(folder, confirm=confirm) as status,
-    ):
-        try:
-            yield RunRecord(folder=folder, log=log, status=status, page=page)
-        except BaseException as error:
-            log.write_error(error)
-            raise
 
 
 _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")

@@ -1,22 +1,14 @@
-"""`report.html`, the page of a run: written during the run and at its end, only from files of the run folder.
-
-The process with the lock of the folder writes it, like `status.json`, from a separate thread: it costs the steps no
-time, and its errors do not end or slow down a run.
-"""
+"""Write `report.html`, the page of a run, only from files of the run folder."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import logging
 import re
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, TrainkitError, UnreadableError
@@ -24,100 +16,17 @@ from trainkit.files import open_regular, write_atomically
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import RunStatus, read_status
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.trainer.ownership import set_aside, uncontested
+from trainkit.trainer.ownership import set_aside
 
 if TYPE_CHECKING:
-    from trainkit.report.web.curves import LoggedRows, MetricsReader
+    from trainkit.report.web.curves import LoggedRows
     from trainkit.report.web.run_document import RankLine, Spread
 
 FILE: Final = "report.html"
-_LOOK_S: Final = 2.0
-"""Seconds between two checks for new rows."""
-_EVERY_S: Final = 60.0
-"""Seconds between two pages while nothing is evaluated."""
-_AFTER_EVALUATION_S: Final = 10.0
-"""Age in seconds from which a new evaluation triggers a new page."""
 _DRAFT_S: Final = 60.0
 """Age in seconds from which a draft belongs to a killed process: writing one takes some milliseconds."""
-_REST_S: Final = 0.03
-"""Seconds that the thread sleeps after 3 ms of reading, until the run ends."""
 _RANK: Final = re.compile(r"rank_(\d{1,6})")
 _MOST_RANKS: Final = 600
-
-_log = logging.getLogger(__name__)
-
-
-class PageWriter:
-    """Writes `report.html` for the duration of its block, starting with `follow`; before, there is no run to show."""
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        confirm: Callable[[], None] = uncontested,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder, self._confirm, self._clock = folder, confirm, clock
-        self._cfg: RunConfig | None = None
-        self._metrics: MetricsReader | None = None
-        self._has_ended = threading.Event()
-        self._written_at, self._evaluations, self._has_failed = -float("inf"), 0, False
-        self._thread = threading.Thread(target=self._loop, name="report", daemon=True)
-
-    def follow(self, cfg: RunConfig) -> None:
-        """Write the page of the run with this config from now on, if the config requests it."""
-        if cfg.report_page and self._cfg is None:
-            self._cfg, self._written_at = cfg, self._clock()
-            self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._has_ended.set()
-        if self._cfg is not None:
-            self._thread.join()
-            self._guarded(self.write)
-
-    def _loop(self) -> None:
-        while not self._has_ended.wait(_LOOK_S):
-            self._guarded(self.look)
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """Call a function; an error in writing a page must not end a run, and is logged once."""
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001 - no error may end the training
-            if not self._has_failed:
-                _log.warning("%s cannot be written: %s: %s", FILE, type(error).__name__, error)
-            self._has_failed = True
-
-    def look(self) -> None:
-        """Read the rows that were added, and write the page if it is due."""
-        age = self._clock() - self._written_at
-        is_due = age >= _EVERY_S
-        if self._folder.metrics.exists():  # without a row there is nothing to read
-            rows = self._reader().read()
-            is_due = is_due or (rows.num_evaluations > self._evaluations and age >= _AFTER_EVALUATION_S)
-        if is_due:
-            self.write()
-
-    def write(self) -> None:
-        """Write the page now."""
-        rows = self._reader().read()
-        self._evaluations = rows.num_evaluations
-        self._confirm()
-        write_run_page(self._folder, self._folder.path / FILE, cfg=self._cfg, rows=rows)
-        self._written_at = self._clock()
-
-    def _reader(self) -> MetricsReader:
-        if self._metrics is None:
-            from trainkit.report.web.curves import MetricsReader  # noqa: PLC0415 - after the run has begun
-
-            self._metrics = MetricsReader(self._folder.metrics, rest=lambda: self._has_ended.wait(_REST_S))
-        return self._metrics
 
 
 def write_run_page(

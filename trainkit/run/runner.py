@@ -20,11 +20,9 @@ from trainkit.run.begin import (
     CheckStart,
     Job,
     Result,
-    RunRecord,
     begin_folder,
     find_start,
     new_folder,
-    recorded_run,
     refuse_lack_of_room,
     refuse_own_loss,
 )
@@ -37,6 +35,7 @@ from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, 
 from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
 from trainkit.run.planning.workers import ChooseWorkers, with_workers
 from trainkit.run.process.heartbeat import beats_of
+from trainkit.run.record import RunRecord, recorded_run
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import TaskRun

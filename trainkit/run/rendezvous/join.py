@@ -34,7 +34,6 @@ from trainkit.run.begin import (
     ResumePoint,
     begin_folder,
     new_folder,
-    recorded_run,
     refuse_lack_of_room,
     refuse_own_loss,
     resumed_from,
@@ -48,6 +47,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
+from trainkit.run.record import recorded_run
 from trainkit.run.rendezvous.barrier import ProcessBarrier, check_same_config, check_same_plan
 from trainkit.run.rendezvous.late_join import job_token, join_running_job, late_joining_ranks, publish_join_info
 from trainkit.run.rendezvous.local_workers import LocalWorkerGroup

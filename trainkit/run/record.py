@@ -1,0 +1,247 @@
+"""Record an active run: its log, `status.json` with its state, and `report.html`, its page.
+
+The process with the lock of the folder writes them (the only process of a run, its supervisor, or rank 0 of an external
+launch), status and page from separate threads: they cost the steps no time, and their errors do not end or slow down a
+run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from trainkit.cluster.host import Machine, ProcessId
+from trainkit.config.schema import RunConfig
+from trainkit.errors import TrainkitError, status_of_error
+from trainkit.report.train_log import TrainLog, recorded_output
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import ENDED
+from trainkit.run.folder.status import FILE as STATUS
+from trainkit.run.page import FILE as PAGE
+from trainkit.run.page import write_run_page
+from trainkit.run.process.heartbeat import read_heartbeat
+from trainkit.trainer.ownership import uncontested
+
+if TYPE_CHECKING:
+    from trainkit.report.web.curves import MetricsReader
+
+_VERSION: Final = 1
+_WRITE_S: Final = 2.0
+"""Seconds between two reads of the step for `status.json`."""
+_REFRESH_S: Final = 15.0
+"""Seconds after which `status.json` is written again although nothing has changed."""
+_LOOK_S: Final = 2.0
+"""Seconds between two checks for new rows."""
+_EVERY_S: Final = 60.0
+"""Seconds between two pages while nothing is evaluated."""
+_AFTER_EVALUATION_S: Final = 10.0
+"""Age in seconds from which a new evaluation triggers a new page."""
+_REST_S: Final = 0.03
+"""Seconds that the thread sleeps after 3 ms of reading, until the run ends."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """The files of an active run."""
+
+    folder: RunFolder
+    log: TrainLog
+    status: StatusFile
+    page: PageWriter
+
+    def follow_heartbeat(self) -> None:
+        """Read the step from the heartbeat of rank 0, which another process writes."""
+
+        def step() -> int | None:
+            heartbeat = read_heartbeat(self.folder.heartbeat_of(0))
+            return None if heartbeat is None or heartbeat.phase == "start" else heartbeat.step
+
+        self.status.follow(step)
+
+
+@contextmanager
+def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> Iterator[RunRecord]:
+    """Record the output of a run, its status, and the error that ends it, for the duration of the block."""
+    folder.take()  # renames a log or status file of the user before one is written
+    with (
+        recorded_output(folder.log, separated=True) as log,
+        PageWriter(folder, confirm=confirm) as page,  # its last page needs the last status
+        StatusFile(folder, confirm=confirm) as status,
+    ):
+        try:
+            yield RunRecord(folder=folder, log=log, status=status, page=page)
+        except BaseException as error:
+            log.write_error(error)
+            raise
+
+
+class StatusFile:
+    """Writes `status.json` for the duration of its block."""
+
+    def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] = uncontested) -> None:
+        self._folder = folder
+        self._confirm = confirm
+        machine, mark = Machine.here(), ProcessId.of(os.getpid())
+        self._constant = {
+            "version": _VERSION,
+            "pid": mark.pid,
+            "process_start": mark.started,
+            "host": machine.host,
+            "boot_id": machine.boot_id,
+            "boot_time": machine.boot_time,
+            "processes": machine.processes,
+        }
+        self._step_now: Callable[[], int | None] = lambda: None
+        self._step: int | None = None
+        self._last_step: int | None = None
+        self._changed, self._has_ended = threading.Event(), threading.Event()
+        self._written: tuple[Any, ...] = ()
+        self._written_at = -float("inf")
+        self._thread = threading.Thread(target=self._update_loop, name="status", daemon=True)
+
+    def follow(self, step_now: Callable[[], int | None]) -> None:
+        """Read the step of the run from a function from now on; None means that the run is starting."""
+        self._step_now = step_now
+        self._changed.set()
+
+    def aim_at(self, last_step: int) -> None:
+        """Set the number of updates after which the run ends."""
+        self._last_step = last_step
+
+    def __enter__(self) -> Self:
+        self._write("starting")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        self._changed.set()
+        self._thread.join()
+        result = self._folder.read_result() or {}
+        found = str(result.get("status")) if error is None else status_of_error(error)
+        if isinstance(result.get("steps"), int):
+            self._step = result["steps"]
+        self._write(found if found in ENDED else "finished", sync=True)
+
+    def _update_loop(self) -> None:
+        while not self._has_ended.is_set():
+            self._changed.wait(_WRITE_S)
+            self._changed.clear()
+            if not self._has_ended.is_set():
+                step = self._step_now()
+                self._step = self._step if step is None else step
+                self._write("starting" if step is None else "running")
+
+    def _write(self, state: str, *, sync: bool = False) -> None:
+        """Write the file if something has changed, or it is old; write errors are ignored."""
+        current = (state, self._step, any(self._folder.checkpoints.glob("step_*/manifest.json")))
+        if current == self._written and time.monotonic() - self._written_at < _REFRESH_S:
+            return
+        content = {
+            "state": state,
+            "step": self._step,
+            "last_step": self._last_step,
+            "resumable": current[2],
+            "updated": round(time.time(), 3),
+            "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            **self._constant,
+        }
+        path = self._folder.path / STATUS
+        draft = path.with_name(f".{STATUS}")  # a fixed name: a killed process leaves at most one such file
+        with contextlib.suppress(OSError, TrainkitError):
+            self._confirm()
+            draft.unlink(missing_ok=True)
+            with draft.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            draft.replace(path)
+            self._written, self._written_at = current, time.monotonic()
+
+
+class PageWriter:
+    """Writes `report.html` for the duration of its block, starting with `follow`; before, there is no run to show."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        confirm: Callable[[], None] = uncontested,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._confirm, self._clock = folder, confirm, clock
+        self._cfg: RunConfig | None = None
+        self._metrics: MetricsReader | None = None
+        self._has_ended = threading.Event()
+        self._written_at, self._evaluations, self._has_failed = -float("inf"), 0, False
+        self._thread = threading.Thread(target=self._loop, name="report", daemon=True)
+
+    def follow(self, cfg: RunConfig) -> None:
+        """Write the page of the run with this config from now on, if the config requests it."""
+        if cfg.report_page and self._cfg is None:
+            self._cfg, self._written_at = cfg, self._clock()
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        if self._cfg is not None:
+            self._thread.join()
+            self._guarded(self.write)
+
+    def _loop(self) -> None:
+        while not self._has_ended.wait(_LOOK_S):
+            self._guarded(self.look)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Call a function; an error in writing a page must not end a run, and is logged once."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - no error may end the training
+            if not self._has_failed:
+                _log.warning("%s cannot be written: %s: %s", PAGE, type(error).__name__, error)
+            self._has_failed = True
+
+    def look(self) -> None:
+        """Read the rows that were added, and write the page if it is due."""
+        age = self._clock() - self._written_at
+        is_due = age >= _EVERY_S
+        if self._folder.metrics.exists():  # without a row there is nothing to read
+            rows = self._reader().read()
+            is_due = is_due or (rows.num_evaluations > self._evaluations and age >= _AFTER_EVALUATION_S)
+        if is_due:
+            self.write()
+
+    def write(self) -> None:
+        """Write the page now."""
+        rows = self._reader().read()
+        self._evaluations = rows.num_evaluations
+        self._confirm()
+        write_run_page(self._folder, self._folder.path / PAGE, cfg=self._cfg, rows=rows)
+        self._written_at = self._clock()
+
+    def _reader(self) -> MetricsReader:
+        if self._metrics is None:
+            from trainkit.report.web.curves import MetricsReader  # noqa: PLC0415 - after the run has begun
+
+            self._metrics = MetricsReader(self._folder.metrics, rest=lambda: self._has_ended.wait(_REST_S))
+        return self._metrics
