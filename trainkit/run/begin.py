@@ -24,12 +24,12 @@ from trainkit.config.secrets import redacted
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.redaction import mask, redacted_argument
-from trainkit.run.folder.commands import first_command
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
+from trainkit.run.record import first_command
 from trainkit.run.session.outcome import refuse_own_losses
 from trainkit.storage import Free, lacking, num_bytes, storage_error
 from trainkit.trainer.manifest import list_complete

@@ -1,8 +1,12 @@
-"""Record an active run: its log, `status.json` with its state, and `report.html`, its page.
+"""Record a run: its commands, its log, `status.json` with its state, and `report.html`, its page.
 
 The process with the lock of the folder writes them (the only process of a run, its supervisor, or rank 0 of an external
 launch), status and page from separate threads: they cost the steps no time, and their errors do not end or slow down a
 run.
+
+`environment.json` holds the first command of a run, and `settings.json` the keys that differ from its recipe, with the
+origin of each. A command that continues the run adds the keys that it sets, and the step of the checkpoint that it
+continues from.
 """
 
 from __future__ import annotations
@@ -13,16 +17,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from trainkit.cluster.host import Machine, ProcessId
 from trainkit.config.schema import RunConfig
-from trainkit.errors import TrainkitError, status_of_error
+from trainkit.errors import TrainkitError, UnreadableError, status_of_error
+from trainkit.files import read_map, write_json_atomically
 from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import ENDED
@@ -30,6 +36,7 @@ from trainkit.run.folder.status import FILE as STATUS
 from trainkit.run.page import FILE as PAGE
 from trainkit.run.page import write_run_page
 from trainkit.run.process.heartbeat import read_heartbeat
+from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import uncontested
 
 if TYPE_CHECKING:
@@ -48,6 +55,13 @@ _AFTER_EVALUATION_S: Final = 10.0
 """Age in seconds from which a new evaluation triggers a new page."""
 _REST_S: Final = 0.03
 """Seconds that the thread sleeps after 3 ms of reading, until the run ends."""
+_SETTINGS: Final = "settings.json"
+_LIMIT: Final = 1 << 20
+"""Size limit of a record of commands, in bytes."""
+_KEPT: Final = ("argv", "notes")
+"""Keys of `environment.json` that are kept of the first command."""
+_MOST: Final = 1000
+"""Commands that are recorded, the latest ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -245,3 +259,49 @@ class PageWriter:
 
             self._metrics = MetricsReader(self._folder.metrics, rest=lambda: self._has_ended.wait(_REST_S))
         return self._metrics
+
+
+def first_command(environment: Path) -> dict[str, Any]:
+    """Return `begun` for the `environment.json` that replaces this one; an empty dict if no command has begun."""
+    try:
+        before = read_map(environment, {"argv": list, "notes": list}, optional={"begun": dict}, limit=_LIMIT)
+    except UnreadableError:
+        return {}
+    begun = before.get("begun") or {name: before[name] for name in _KEPT}
+    return {"begun": {name: [one for one in begun.get(name) or () if isinstance(one, str)] for name in _KEPT}}
+
+
+def record_settings(folder: Path, changed: Sequence[Mapping[str, Any]]) -> None:
+    """Write `settings.json`; keys recorded by an earlier command of this run stay, unless they are set again.
+
+    A file that cannot be written does not end the run: the page of the run alone reads it.
+    """
+    before = _earlier_commands(folder / _SETTINGS)
+    recorded = {one["key"]: one for one in before.get("settings", []) if _is_setting(one)}
+    for one in changed:
+        earlier = recorded.get(one["key"])
+        recorded[one["key"]] = {**one, "recipe": one["recipe"] if earlier is None else earlier.get("recipe")}
+    content = {"version": 1, "settings": [*recorded.values()], "continued_at": _continued_at(folder, before)}
+    with contextlib.suppress(OSError):
+        write_json_atomically(folder / _SETTINGS, content)
+
+
+def _continued_at(folder: Path, before: Mapping[str, Any]) -> list[int]:
+    """Return the steps at which commands continued the run, including the newest checkpoint if a command continues it
+    now.
+    """
+    steps = [step for step in before.get("continued_at") or [] if type(step) is int]
+    found = list_complete(folder / "checkpoints")[:1] if before else []
+    return [*steps, *(one.step for one in found if one.step not in steps)][-_MOST:]
+
+
+def _earlier_commands(path: Path) -> Mapping[str, Any]:
+    """Return the record of an earlier command; empty if there is none."""
+    try:
+        return read_map(path, {"settings": list}, optional={"continued_at": list}, limit=_LIMIT)
+    except UnreadableError:
+        return {}
+
+
+def _is_setting(content: Any) -> bool:
+    return isinstance(content, dict) and isinstance(content.get("key"), str)

@@ -26,7 +26,6 @@ from trainkit.run.begin import (
     refuse_lack_of_room,
     refuse_own_loss,
 )
-from trainkit.run.folder.commands import record_settings
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
@@ -35,7 +34,7 @@ from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, 
 from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
 from trainkit.run.planning.workers import ChooseWorkers, with_workers
 from trainkit.run.process.heartbeat import beats_of
-from trainkit.run.record import RunRecord, recorded_run
+from trainkit.run.record import RunRecord, record_settings, recorded_run
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import TaskRun
