@@ -15,7 +15,7 @@ import trainkit
 from trainkit.api import evaluation
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.run.folder.lock import locked
+from trainkit.trainer.ownership import locked
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.using import evaluate as verb
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from trainkit.errors import CheckpointError, ConfigError, UnreadableError
-from trainkit.run.folder.lock import discard_lock, locked
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer.checkpoint import SavePolicy, list_complete, save
 from trainkit.trainer.cleanup import delete
-from trainkit.trainer.ownership import MARK, OwnershipToken
+from trainkit.trainer.ownership import MARK, OwnershipToken, discard_lock, locked
 
 PACKAGE = Path(__file__).parents[2] / "trainkit"
 
@@ -174,7 +173,7 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
 
 ALLOWED = {
     "tracking/state.py": "its own draft",
-    "trainer/ownership.py": "removes what carries the token, and renames what does not",
+    "trainer/ownership.py": "removes what carries the token and a lock that no process holds, and renames the rest",
     "api/evaluation.py": "the folder of an evaluation, which this call has made",
     "api/prediction.py": "the parts of a prediction beside its file: by name, and below processes/",
     "inference/parts.py": "parts of a prediction, by the names that it gives them",
@@ -188,14 +187,13 @@ ALLOWED = {
     "trainer/checkpoint/saving.py": "gives a complete draft its name, once nothing is there",
     "verbs/starting/init.py": "a draft of this process, which becomes a folder that was not there",
     "report/events.py": "event files with the token of the run in their names",
-    "report/curves.py": "a picture, set aside before the first run (run/folder/lock.py)",
-    "callbacks/every_run.py": "metrics.jsonl, set aside before the first run (run/folder/lock.py)",
+    "report/curves.py": "a picture, set aside before the first run (run/folder/run_folder.py)",
+    "callbacks/every_run.py": "metrics.jsonl, set aside before the first run (run/folder/run_folder.py)",
     "data/reading/files.py": "a download in a temporary folder of its own; its target was absent",
     "sweeps/backends/launching.py": "the description of a job that this process wrote",
-    "run/backends/attempt.py": ".attempts and .stop, set aside before the first run (run/folder/lock.py)",
+    "run/backends/attempt.py": ".attempts and .stop, set aside before the first run (run/folder/run_folder.py)",
     "run/supervisor/restart_policy.py": "an error report in the live folder of the run",
     "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",
-    "run/folder/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
     "run/session/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
     "run/record.py": "a temporary file of this process",
     "run/page.py": "drafts of the page that killed processes have left: by name, first bytes and age",

@@ -55,7 +55,7 @@ def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_end
 
 def test_a_folder_of_a_killed_run_is_free_once_its_last_worker_has_ended(tmp_path: Path) -> None:
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from trainkit.run.folder.lock import locked\n"
+        "import os, subprocess, sys; from pathlib import Path; from trainkit.trainer.ownership import locked\n"
         "with locked(Path(sys.argv[1])) as lock:\n"
         "    subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=(lock,)); os.kill(os.getpid(), 9)"
     )

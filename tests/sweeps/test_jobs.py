@@ -13,10 +13,9 @@ import pytest
 
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
-from trainkit.run.folder.lock import locked
 from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.slots import Slots
-from trainkit.trainer.ownership import free_name
+from trainkit.trainer.ownership import free_name, locked
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:

@@ -22,12 +22,11 @@ from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.objectives.details import WORST
 from trainkit.objectives.tables import Table
-from trainkit.run.folder.lock import locked
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
 from trainkit.storage import reporting
-from trainkit.trainer.ownership import new_folder
+from trainkit.trainer.ownership import locked, new_folder
 
 VERSION: Final = 1
 """Version of evaluation.json."""

@@ -35,7 +35,6 @@ from trainkit.inference.predicting import predicted
 from trainkit.inference.writing import existing_files, files_of, format_of, ids_of, write_rows
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Objective, Supervised
-from trainkit.run.folder.lock import locked
 from trainkit.run.folder.model_file import load_model
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
@@ -44,6 +43,7 @@ from trainkit.run.planning.build import build_objective
 from trainkit.storage import naming, reporting
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.trainer.ownership import locked
 
 _RECORD: Final = "prediction.json"
 """File that describes the prediction whose parts a folder holds."""

@@ -1,4 +1,6 @@
-"""Mark the folders of a run with a token: a run deletes and replaces only files with its own token.
+"""Own a folder: by a lock while processes use it, and by a token in each folder of a run.
+
+The kernel releases the lock when its holders end. A run deletes and replaces only files with its own token.
 
     RUN/.owner                     the token of the run; it moves with a copy of the folder
     RUN/live/.owner                the same token in each folder that the run creates and later deletes
@@ -17,23 +19,35 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
+import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.files import read_map
+from trainkit.bounded import expect_map, parse_json
+from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
+from trainkit.files import open_descriptor, read_bytes, read_map
+
+if sys.platform == "win32":  # untested there
+    import msvcrt
+else:
+    import fcntl
 
 MARK: Final = ".owner"
 """Name of the file that holds the token."""
 FOLDERS: Final = ("live", "logs")
 """Folders of a run that get another name if the usual one is taken."""
 _MAX_BYTES: Final = 4096
+"""Size limit of a token, and of the content of a lock file."""
+_ENDING_S: Final = 5.0
+"""Seconds in which children of a killed owner are expected to end."""
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -217,3 +231,121 @@ def _is_folder(path: Path) -> bool:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
         return False
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Hold the lock file `path` for the duration of the block.
+
+    The lock belongs to the open file, not to the process: a child that inherits the descriptor (`pass_fds`) keeps the
+    folder locked until it has ended too, even if its parent was killed. A caller that comes right after the kill waits
+    up to 5 s for such children.
+
+    Yields:
+        The descriptor, to be passed to the processes that write into the folder.
+
+    Raises:
+        ConfigError: another process holds the lock, and the error names it; or the file is not trainkit's.
+        UnreadableError: the file is a link, a pipe or otherwise not a regular file.
+    """
+    problem = _why_foreign(path)
+    if problem is not None:
+        rule = f"has a {path.name} that is not a lock file of trainkit: {problem}. Rename it, or choose another folder."
+        raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
+    descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+    try:
+        if not _lock_after_killed_owner(path, descriptor):
+            rule = f"in use by {_owner(path)}. Wait for it to end, or stop it."
+            raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
+        _write_owner(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)  # the last copy closed releases the lock
+
+
+def owner_lives(path: Path) -> bool:
+    """Return whether the process that wrote a lock file lives, or is on another host. Does not try the lock itself."""
+    try:
+        owner = read_map(path, {"host": str, "pid": int}, limit=_MAX_BYTES)
+        if owner["host"] != socket.gethostname():
+            return True
+        os.kill(owner["pid"], 0)
+    except PermissionError:  # a process of another user
+        return True
+    except (OSError, UnreadableError, OverflowError):
+        return False
+    return True
+
+
+def discard_lock(path: Path) -> None:
+    """Delete the lock file of a run that was killed before it began, unless it is held or not trainkit's."""
+    try:
+        if _why_foreign(path) is not None:
+            return
+        descriptor = open_descriptor(path, os.O_RDWR)
+    except UnreadableError:
+        return
+    try:
+        if _try_lock(descriptor):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _why_foreign(path: Path) -> str | None:
+    """Return why a file is not a lock file of trainkit; None if it is one, or absent."""
+    try:
+        content = read_bytes(path, limit=_MAX_BYTES)
+    except AbsentFileError:
+        return None
+    try:
+        if content:  # empty until the first lock
+            expect_map(parse_json(content), {"pid": int, "host": str, "since": str})
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _lock_after_killed_owner(path: Path, descriptor: int) -> bool:
+    """Lock the file; if its owner was killed, wait for the children that inherited the lock and are ending."""
+    until = time.monotonic() + _ENDING_S
+    while not _try_lock(descriptor):
+        if sys.platform == "win32" or time.monotonic() > until or owner_lives(path):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            os.lseek(descriptor, _FAR, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+_FAR = 1 << 20
+"""Windows locks bytes and then forbids reading them: lock one far beyond the content."""
+
+
+def _write_owner(descriptor: int) -> None:
+    signature = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, json.dumps(signature).encode())
+
+
+def _owner(path: Path) -> str:
+    try:
+        held = read_map(path, {"pid": int, "host": str, "since": str}, limit=_MAX_BYTES)
+        return f"process {held['pid']} on {held['host']} since {held['since']}"
+    except UnreadableError:  # between acquiring the lock and writing the owner
+        return "another process"

@@ -1,6 +1,6 @@
 """Prevent two groups of processes from writing into one run folder, even if they cannot see each other's lock.
 
-The lock (`trainkit.run.folder.lock`) keeps a second group out; it relies on `flock`, which local disks, NFS and most
+The lock (`trainkit.trainer.ownership`) keeps a second group out; it relies on `flock`, which local disks, NFS and most
 cluster file systems share between hosts. If a file system does not, or a disconnected host comes back, the fencing
 token remains: the newest group writes its token into the folder, and every group checks that the token is its own
 before it renames a checkpoint or writes the result. Microseconds pass between the check and the rename, which no file

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -25,14 +25,14 @@ from trainkit.bounded import Kind
 from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages, package_arguments
 from trainkit.config.yaml_files import config_dir_arguments
-from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
-from trainkit.run.folder.lock import locked, take_over_folder
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import naming
-from trainkit.trainer.manifest import is_checkpoint
-from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
+from trainkit.trainer.cleanup import owner_of
+from trainkit.trainer.manifest import is_checkpoint, list_complete
+from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, locked, print_notice, set_aside
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -40,6 +40,13 @@ _LIVE: Final = re.compile(r"\.?((nccl_)?rank_\d+|trained|evaluated)(\..*)?")
 """Names of the files that a run writes into the folder of the live state."""
 _BEGUN: Final = re.compile(r"\.lock|\.fence|\.reserve|resolved\.yaml|environment\.json|status\.json|train\.log")
 """Names of the files of a run that has only begun."""
+_FILES: Final = (
+    "environment.json", "plan.json", "report.html", "settings.json", "result.json", "status.json", "metrics.jsonl",
+    "evaluations.jsonl", "updates.jsonl", "restarts.jsonl", "rollbacks.json", "sample.txt", "train.log", ".fence",
+    ".attempts", ".stop", ".reserve", "checkpoints/index.json", "checkpoints/evaluated.json", "plots/*.png",
+    "profile/trace.json", "profile/operations.txt", "tracking/*.json",
+)  # fmt: skip
+"""Files that a run replaces, deletes or appends to by name."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +194,7 @@ class RunFolder:
     def begin(self) -> None:
         """Take the folder over, and delete the outdated files of an earlier attempt of this run.
 
-        These are its result and its live state. Files that the run did not write are kept, or renamed
-        (`take_over_folder`).
+        These are its result and its live state. Files that the run did not write are kept, or renamed (`take`).
 
         Raises:
             CheckpointError: the token of the folder cannot be read.
@@ -202,9 +208,33 @@ class RunFolder:
         self._reserve_room()
 
     def take(self) -> OwnershipToken:
-        """Return the owner of the folder; create its token if it has none (`take_over_folder`)."""
+        """Return the owner of the folder, whose lock is held; create its token if it has none.
+
+        A new folder gets a new token, and existing files with the name of a file of the run are renamed; in the folder
+        of a run, the token is read. A run folder without a token began before tokens existed, or was copied without
+        hidden files: it gets the token of its checkpoints, or a new one, and valid checkpoints without a token count as
+        its own.
+
+        Raises:
+            CheckpointError: the token cannot be read, or the checkpoints are those of several other runs.
+            OSError: the file system refuses.
+        """
+        is_run = os.path.lexists(self.resolved)
         with naming(self.path):
-            return take_over_folder(self.path, is_run=os.path.lexists(self.resolved))
+            try:
+                owner = OwnershipToken.read(self.path)
+            except UnreadableError as error:
+                if is_run:
+                    raise CheckpointError(
+                        f"{error} It identifies the checkpoints of this run. Restore the file, or remove it: then the "
+                        "token is taken from the checkpoints."
+                    ) from None
+                set_aside(self.path / MARK, "was not written by this run")
+                owner = None
+            if owner is None:
+                owner = _recovered_owner(self.path) if is_run else _new_owner(self.path)
+                owner.mark(self.path)
+            return owner
 
     def forget_result(self) -> None:
         """Delete the result of an earlier run, if a run has begun in the folder; else rename it."""
@@ -308,3 +338,35 @@ _RESULT: Final[Mapping[str, Kind]] = {
     "best": (str, type(None)),
 }
 """Types of the values of result.json that are read again."""
+
+
+def _recovered_owner(path: Path) -> OwnershipToken:
+    checkpoints = path / "checkpoints"
+    found = list_complete(checkpoints)
+    owner = owner_of(checkpoints)
+    if not found:  # they may be unreadable for a moment
+        owner = replace(owner, adopts=True)
+    elif not any(owner.wrote(entry.owner) for entry in found):
+        raise CheckpointError(
+            f"{path} has no token ({MARK}), and its checkpoints carry those of several runs. Copy {MARK} from the "
+            f"folder that it was copied from, or start a new run with resume={found[0].folder}"
+        )
+    return replace(owner, folders=_beside(path, ("live",)))
+
+
+def _new_owner(path: Path) -> OwnershipToken:
+    for pattern in _FILES:
+        for taken in sorted(path.glob(pattern)):
+            if taken.is_symlink() or not taken.is_file() or taken.stat().st_size:  # Hydra opens an empty log beforehand
+                set_aside(taken, "was not written by this run")
+    return replace(OwnershipToken.new(), folders=_beside(path, FOLDERS))
+
+
+def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:
+    """Return alternative names for folders of the run whose usual names are in use."""
+    taken = {name: free_name(path / name).name for name in usual if os.path.lexists(path / name)}
+    for name, instead in taken.items():
+        print_notice(
+            f"{path / name} was not written by this run: it is left where it is, and {path / instead} is used."
+        )
+    return taken

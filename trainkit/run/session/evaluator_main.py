@@ -24,13 +24,13 @@ from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import lasting_output
-from trainkit.run.folder.lock import owner_lives
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
 from trainkit.run.session.await_evaluator import bring_up_to_date
 from trainkit.run.signals import EXIT_CODES, StopFlag
 from trainkit.strategies.one_device import OneDevice
+from trainkit.trainer.ownership import owner_lives
 
 
 def main(arguments: list[str]) -> int:

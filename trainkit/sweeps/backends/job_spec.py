@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from trainkit.cluster.host import Machine
 from trainkit.files import read_lines, read_map, write_atomically
-from trainkit.run.folder.lock import discard_lock
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.trainer.ownership import discard_lock
 
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"

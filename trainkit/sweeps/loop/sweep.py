@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from trainkit.run.folder.lock import locked
 from trainkit.run.signals import stop_error, stop_signals
 from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob
@@ -19,6 +18,7 @@ from trainkit.sweeps.results.job_results import PRUNED, SweepState
 from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.results.page import page_at_end
 from trainkit.sweeps.screen import Screen, screen_for
+from trainkit.trainer.ownership import locked
 
 
 class Sweep:

@@ -20,7 +20,6 @@ from typing import Final, Literal, Protocol
 
 from trainkit.errors import TrainkitError
 from trainkit.report.numbers import figure
-from trainkit.run.folder.lock import discard_lock
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit
@@ -39,6 +38,7 @@ from trainkit.sweeps.loop.slots import SlotLease, Slots
 from trainkit.sweeps.results.job_results import SweepState, is_complete
 from trainkit.sweeps.results.metric_stream import Watch, last_line
 from trainkit.sweeps.screen import JobLine, Screen, State, View
+from trainkit.trainer.ownership import discard_lock
 
 LOG: Final = "output.log"
 """The file for the output of a job, in its folder."""
