@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.process.heartbeat import read_heartbeat
 
 _BUSY = "while True: pass"

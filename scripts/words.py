@@ -24,7 +24,7 @@ NAMES: Final = """
 api: launch_of
 callbacks.screen: Closing Opening
 callbacks.screen.reading: _Part
-cluster.host: ProcessMark host_mark
+cluster.host: ProcessMark host_mark waited
 cluster.launch: Launch
 cluster.manifests.job: Engine Job Told
 cluster.spec: _shown
@@ -62,8 +62,7 @@ run.folder.restart_record: note_restart
 run.folder.rollbacks: note_rollback suspect_of
 run.folder.run_folder: take_folder
 run.folder.status: Finding look_at
-run.hang_detection.process_evidence: Evidence waited
-run.hang_detection.watch: Overdue
+run.hang_detection: Evidence Overdue
 run.planning.build: Parts build_parts shaped_model shaping_of
 run.planning.memory: abstract_model
 run.planning.out_of_memory: _Way _narrower _told _ways_out telling_of_memory

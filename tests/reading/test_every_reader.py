@@ -28,7 +28,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "run/estimates/calibrating.py": {"read_text": "a file of its own child", "json.loads": "of the same"},
     "run/estimates/this_machine.py": {"read_text": "/proc and the cgroup file system"},
     "redaction.py": {"read_text": "/proc", "read_bytes": "/proc"},
-    "run/hang_detection/process_evidence.py": {"read_text": "/proc and the cgroup file system"},
+    "run/hang_detection.py": {"read_text": "/proc and the cgroup file system"},
     "strategies/reducers/shared_memory.py": {
         "read_text": "/proc",
         "open": "a memory segment of this run, by descriptor",

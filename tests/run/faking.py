@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from trainkit.cluster.tasks import Task
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.supervisor.attempts import SupervisorSettings
 from trainkit.run.supervisor.supervisor import supervise
 

@@ -14,8 +14,7 @@ from trainkit.cluster.host import ProcessId
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
-from trainkit.run.hang_detection.watch import Limit, OverdueRank
+from trainkit.run.hang_detection import Limit, MemoryEvents, OverdueRank, ProcessEvidence
 from trainkit.run.process.error_report import Reporter, is_after_effect, read_error_report, write_error_report
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit

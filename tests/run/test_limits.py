@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.present import present
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.process.heartbeat import HeartbeatReading, Pauses
 from trainkit.trainer.failpoints import Phase
 

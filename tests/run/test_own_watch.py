@@ -13,7 +13,7 @@ import torch._dynamo
 from tests.end_to_end.hanging import loops_for_ever
 from trainkit.errors import HangError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import report_compiling

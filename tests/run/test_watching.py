@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.host import ThreadTimes, children_of, thread_times, waited_s
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ThreadTimes, children_of, thread_times, waited_s
-from trainkit.run.hang_detection.watch import TimeLimits, Watch
+from trainkit.run.hang_detection import TimeLimits, Watch
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase

@@ -27,7 +27,7 @@ from trainkit.run.begin import (
     refuse_own_loss,
 )
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes

@@ -18,7 +18,7 @@ from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_i
 from trainkit.run.backends.worker import worker_payload
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process_backend import CARRIED, BackendConnection, BackendJob, ProcessBackend
 from trainkit.run.signals import StopFlag, stop_error

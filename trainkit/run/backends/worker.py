@@ -17,8 +17,7 @@ from trainkit.run.backends.attempt import RankError, stop_file, stop_reason
 from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
-from trainkit.run.hang_detection.watch import TimeLimits, Watch
+from trainkit.run.hang_detection import ProcessEvidence, TimeLimits, Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.signals import EXIT_CODES, Reason, signal_of
@@ -142,7 +141,7 @@ def _watch(
         if overdue is not None and overdue.rank == info.rank:  # every rank is ended by its own watch
             failure = hanging(folder, overdue, [info.rank], evidence)
             with open_regular(folder.log_of(info.rank), "ab") as log:
-                log.write(f"{stacks_of(group, folder, info.rank, evidence.pid(info.rank))}\n".encode())
+                log.write(f"{group.stacks(info.rank, folder.stacks_of(info.rank))}\n".encode())
             write_error_report(folder.error_of(info.rank), info.rank, RankError(failure.headline))
             group.kill()
 

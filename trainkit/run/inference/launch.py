@@ -12,7 +12,7 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.secrets import to_environment
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.inference.job import Job, refuse_misfits
 from trainkit.run.inference.task import JobTask
 from trainkit.run.process.heartbeat import beats_of

@@ -18,20 +18,26 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Protocol, Self
 
-from trainkit.cluster.host import ProcessId, num_cores, rank_environ
+from trainkit.cluster.host import ProcessId, children_of, num_cores, rank_environ
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.files import open_descriptor, open_regular
+from trainkit.errors import UnreadableError
+from trainkit.files import open_descriptor, open_regular, read_tail
 from trainkit.report.train_log import unrecorded
-from trainkit.run.signals import blocked_at_start
+from trainkit.run.signals import blocked_at_start, stacks_signal
 from trainkit.trainer import failpoints
+
+_ANSWER_S: Final = 0.3
+"""Seconds that a worker has to write its stacks."""
+_STACKS_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +136,31 @@ class WorkerGroup:
         """Send a signal to every running worker, not to its children."""
         for worker in self._workers.values():
             worker.signal(number)
+
+    def stacks(self, rank: int, file: Path) -> str:
+        """Return the stacks of a worker's threads and of its data loading processes; empty if it cannot write them.
+
+        The other workers also write their stacks, into their own files; one that is just starting writes them later. A
+        stopped process cannot write. The signal kills child processes of the user that do not handle it, shortly before
+        they are killed with their worker.
+
+        Args:
+            rank: the worker.
+            file: the file that it writes them to.
+        """
+        number, mark = stacks_signal(), self.marks.get(rank)
+        if number is None:
+            return ""
+        self.signal(number)
+        for child in children_of(None if mark is None else mark.pid):
+            with contextlib.suppress(OSError):
+                os.kill(child, number)
+        time.sleep(_ANSWER_S)
+        try:
+            stacks = read_tail(file, _STACKS_BYTES)[0].decode(errors="replace").strip()
+        except UnreadableError:
+            return ""
+        return f"Stacks of its threads:\n{stacks}" if stacks else ""
 
     def end(self, rank: int) -> None:
         """End one worker and all its children now, and wait until they have ended."""

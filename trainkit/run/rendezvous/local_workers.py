@@ -19,8 +19,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.secrets import to_environment
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ProcessEvidence, stacks_of
-from trainkit.run.hang_detection.watch import TimeLimits, Watch
+from trainkit.run.hang_detection import ProcessEvidence, TimeLimits, Watch
 from trainkit.run.planning.plan import RunPlan, plan_to_environ
 from trainkit.run.process.fork_server import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
@@ -98,7 +97,7 @@ class LocalWorkerGroup:
                 if overdue is None:
                     continue
                 failure = hanging(folder, overdue, group.running, evidence)
-                return replace(failure, detail=stacks_of(group, folder, failure.rank, evidence.pid(failure.rank)))
+                return replace(failure, detail=group.stacks(failure.rank, folder.stacks_of(failure.rank)))
             if not isinstance(event, ProcessExit):
                 group.signal(signal_of(event))
             elif not is_clean(folder, event, stopping=stop.requested is not None):

@@ -22,7 +22,7 @@ from trainkit.errors import PeerError, TrainkitError
 from trainkit.frames import first_line
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ProcessEvidence
+from trainkit.run.hang_detection import ProcessEvidence
 from trainkit.run.process.error_report import ErrorReport, Reporter, report_from_json
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.rendezvous.barrier import ProcessBarrier

@@ -13,8 +13,7 @@ from typing import Final
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence, stacks_of
-from trainkit.run.hang_detection.watch import TimeLimits, Watch
+from trainkit.run.hang_detection import MemoryEvents, ProcessEvidence, TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup, worker_environ
 from trainkit.run.signals import Reason, StopFlag, resize_signal, signal_of
@@ -187,7 +186,7 @@ class AttemptRunner:
                 self._request_resize(group, continues_at)
                 return None
             failure = hanging(self._folder, overdue, group.running, self._evidence)
-            stacks = stacks_of(group, self._folder, failure.rank, self._evidence.pid(failure.rank))
+            stacks = group.stacks(failure.rank, self._folder.stacks_of(failure.rank))
             failure = replace(failure, detail=stacks)
         if not self._replacing.may_restart(failure):
             return failure

@@ -17,8 +17,7 @@ from typing import Final
 from trainkit.errors import HangError, TrainingError, TrainkitError, UnreadableError
 from trainkit.files import read_tail
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ProcessEvidence
-from trainkit.run.hang_detection.watch import OverdueRank
+from trainkit.run.hang_detection import OverdueRank, ProcessEvidence
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
 from trainkit.run.process.nccl_dumps import dumps_note

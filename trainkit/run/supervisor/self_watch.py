@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
+from trainkit.cluster.host import ThreadTimes
 from trainkit.errors import HangError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.process_evidence import ThreadTimes
-from trainkit.run.hang_detection.watch import OverdueRank, TimeLimits, Watch, threads_of
+from trainkit.run.hang_detection import OverdueRank, TimeLimits, Watch, threads_of
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
 from trainkit.run.supervisor.failure import hanging
