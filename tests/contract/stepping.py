@@ -48,8 +48,8 @@ from trainkit.strategies.capabilities import (
     state_dict_extra,
     traits_here,
     tune,
+    unchanged_listener,
 )
-from trainkit.strategies.loop_capabilities import unchanged_listener
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

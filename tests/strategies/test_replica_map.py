@@ -12,9 +12,9 @@ from tests.launchers.launches import launch_of
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.capabilities import num_slots, proof_problems, traits_here
+from trainkit.strategies.capabilities import proof_problems, traits_here
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.memory_capabilities import replica_parts
+from trainkit.strategies.memory_capabilities import num_slots, replica_parts
 
 FOUR = PlanContext(num_gpus=4)
 HALVES = {"embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 0}

@@ -134,6 +134,6 @@ def test_jobs_beside_each_other_see_other_gpus(tmp_path: Path) -> None:
 )
 def test_a_job_takes_the_devices_of_its_strategy(strategy: str, num_gpus: int, slots: int) -> None:
     from trainkit.config.targets.build import build
-    from trainkit.strategies.capabilities import num_slots
+    from trainkit.strategies.memory_capabilities import num_slots
 
     assert num_slots(build({"_target_": f"trainkit.strategies.{strategy}"}), num_gpus) == slots

@@ -13,7 +13,7 @@ from torch import nn
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext, Traits
+from trainkit.strategies.base import Executor, LeftOut, PlanContext, Strategy, TaskContext, Traits
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
 JsonMap = Mapping[str, object]
@@ -68,19 +68,6 @@ class ResolvesAtStart(Protocol):
 def resolve(strategy: Strategy, build: Callable[[], nn.Module], context: PlanContext) -> Strategy:
     """Return the strategy with all fields set; called in each process before `setup`."""
     return strategy.resolve(build, context) if isinstance(strategy, ResolvesAtStart) else strategy
-
-
-@runtime_checkable
-class DescribesPartition(Protocol):
-    """A strategy that may spread a replica over several devices."""
-
-    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
-        """Return the parts of a replica; pure."""
-
-
-def describe_partition(strategy: Strategy, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
-    """Return the parts of a replica, for the plan; empty if it is not split."""
-    return strategy.describe_partition(model, context) if isinstance(strategy, DescribesPartition) else ()
 
 
 @runtime_checkable
@@ -178,22 +165,6 @@ class PrefersManyShards(Protocol):
 def default_shards_per_replica(strategy: Strategy) -> int:
     """Return the shards of a step that keep a replica busy."""
     return strategy.default_shards_per_replica if isinstance(strategy, PrefersManyShards) else 1
-
-
-@runtime_checkable
-class SizesSlots(Protocol):
-    """A strategy whose tasks do not use one device each."""
-
-    def num_slots(self, num_gpus: int) -> int:
-        """Return the number of GPUs that a job of a sweep needs on a host with `num_gpus`; without GPUs, of cores."""
-
-
-def num_slots(strategy: Strategy, num_gpus: int) -> int:
-    """Return the number of GPUs that a job of a sweep needs; without GPUs, one core per process."""
-    if isinstance(strategy, SizesSlots):
-        return strategy.num_slots(num_gpus)
-    tasks = strategy.tasks(PlanContext(num_gpus=num_gpus))
-    return len({task.device for task in tasks if task.device.startswith("cuda")}) or len(tasks)
 
 
 @runtime_checkable
@@ -395,3 +366,20 @@ class ChecksReplicas(Protocol):
 def check_replicas(executor: Executor) -> str | None:
     """Return the parameter in which replicas differ, with the ranks that do; collective."""
     return executor.check_replicas() if isinstance(executor, ChecksReplicas) else None
+
+
+@runtime_checkable
+class ChecksModel(Protocol):
+    """An executor that checks before each step whether code outside of the steps has changed what a step reads."""
+
+    def expect_unchanged(self) -> None:
+        """Leave the check before the next step out: since the last step, only code of the trainer has run."""
+
+
+def unchanged_listener(executor: Executor, *, checks_always: bool) -> Callable[[], None]:
+    """Return the function that tells an executor to leave out a check; it does nothing if each step is checked."""
+    return executor.expect_unchanged if isinstance(executor, ChecksModel) and not checks_always else _do_nothing
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,14 +1,14 @@
-"""Optional protocols of strategies and executors for the loop of the trainer, or a user's own, as in `capabilities`."""
+"""Optional protocols of strategies and executors for a user's own loop, as in `capabilities`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from trainkit.objectives.base import Access
-from trainkit.strategies.base import Batch, Executor, LoopCall, PlanContext, StepOutcome, Strategy, Ticket
+from trainkit.strategies.base import Batch, LoopCall, PlanContext, StepOutcome, Strategy, Ticket
 from trainkit.strategies.capabilities import refused_access
 
 
@@ -40,20 +40,3 @@ class UpdatesApart(Protocol):
 
     def update(self) -> StepOutcome:
         """Update the parameters with these gradients; collective."""
-
-
-@runtime_checkable
-class ChecksModel(Protocol):
-    """An executor that checks before each step whether code outside of the steps has changed what a step reads."""
-
-    def expect_unchanged(self) -> None:
-        """Leave the check before the next step out: since the last step, only code of the trainer has run."""
-
-
-def unchanged_listener(executor: Executor, *, checks_always: bool) -> Callable[[], None]:
-    """Return the function that tells an executor to leave out a check; it does nothing if each step is checked."""
-    return executor.expect_unchanged if isinstance(executor, ChecksModel) and not checks_always else _do_nothing
-
-
-def _do_nothing() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""Optional protocols by which strategies describe their memory for the plan, as in `capabilities`."""
+"""Optional protocols by which strategies describe their devices and memory for the plan, as in `capabilities`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.objectives.base import Loss, Model
-from trainkit.strategies.base import Batch, PlanContext, Strategy
+from trainkit.strategies.base import Batch, PlanContext, StagePart, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,3 +161,32 @@ class ShardsModel(Protocol):
     @classmethod
     def sharded_over(cls, count: int) -> Mapping[str, int]:
         """Return the keys of `strategy` that shard the model over `count` devices; pure."""
+
+
+@runtime_checkable
+class DescribesPartition(Protocol):
+    """A strategy that may spread a replica over several devices."""
+
+    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+        """Return the parts of a replica; pure."""
+
+
+def describe_partition(strategy: Strategy, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+    """Return the parts of a replica, for the plan; empty if it is not split."""
+    return strategy.describe_partition(model, context) if isinstance(strategy, DescribesPartition) else ()
+
+
+@runtime_checkable
+class SizesSlots(Protocol):
+    """A strategy whose tasks do not use one device each."""
+
+    def num_slots(self, num_gpus: int) -> int:
+        """Return the number of GPUs that a job of a sweep needs on a host with `num_gpus`; without GPUs, of cores."""
+
+
+def num_slots(strategy: Strategy, num_gpus: int) -> int:
+    """Return the number of GPUs that a job of a sweep needs; without GPUs, one core per process."""
+    if isinstance(strategy, SizesSlots):
+        return strategy.num_slots(num_gpus)
+    tasks = strategy.tasks(PlanContext(num_gpus=num_gpus))
+    return len({task.device for task in tasks if task.device.startswith("cuda")}) or len(tasks)

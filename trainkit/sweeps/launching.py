@@ -208,7 +208,7 @@ class Launching:
 
     def _slots_of(self, cfg: RunConfig) -> int:
         from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
-        from trainkit.strategies.capabilities import num_slots  # noqa: PLC0415 - imports torch
+        from trainkit.strategies.memory_capabilities import num_slots  # noqa: PLC0415 - imports torch
 
         slots = self.sweep.slots
         return num_slots(build(cfg.strategy, "strategy"), slots.count if slots.on_gpus else 0)

@@ -13,7 +13,7 @@ from trainkit.errors import Problem
 from trainkit.run.planning.build import Components
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.capabilities import num_slots
+from trainkit.strategies.memory_capabilities import num_slots
 
 
 def elastic_problems(

@@ -32,8 +32,7 @@ from trainkit.run.session.restore import TaskLinks, loader_of, make_run_view, ma
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, SetupRequest, ignore_phase
-from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
-from trainkit.strategies.loop_capabilities import unchanged_listener
+from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune, unchanged_listener
 from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback

@@ -144,7 +144,7 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
     from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
-    from trainkit.strategies.capabilities import describe_partition  # noqa: PLC0415 - imports torch
+    from trainkit.strategies.memory_capabilities import describe_partition  # noqa: PLC0415 - imports torch
 
     try:
         hardware = hardware_of(composition.cfg)
