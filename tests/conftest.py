@@ -24,13 +24,14 @@ from tests.support.browsing import browser
 from tests.support.graphs import fresh_graphs
 from tests.support.installing import clean_environ, installed, wheel
 from tests.support.leaks import look, settled_leaks
+from tests.support.older_torch import compiled_gradients
 from tests.support.pool import Pool
 from tests.support.processes import FastLane
 from tests.support.thinning import thin
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
 
-__all__ = ["browser", "clean_environ", "fresh_graphs", "installed", "wheel"]
+__all__ = ["browser", "clean_environ", "compiled_gradients", "fresh_graphs", "installed", "wheel"]
 
 
 @pytest.fixture(autouse=True)

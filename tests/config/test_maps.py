@@ -60,6 +60,7 @@ def test_the_word_of_other_libraries_names_the_key_that_was_meant(refuse: Callab
     ]
 
 
+@pytest.mark.usefixtures("compiled_gradients")
 def test_a_step_over_several_devices_is_no_graph(refuse: Callable[..., list[str]]) -> None:
     groups = ("strategy=mirrored", "strategy.devices=[[cpu,cpu],[cpu,cpu]]", "strategy.map=auto")
     assert refuse("plan", "recipe=null", *groups, "compile.mode=step") == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -21,6 +22,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
+from trainkit.strategies.base import GraphSettings
+from trainkit.strategies.core.graphs import whole_shards
+from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
 from trainkit.strategies.model_transforms.compiling import Compiled, is_compiled
 from trainkit.strategies.tensor_parallel import TensorParallel
@@ -203,6 +207,13 @@ def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings
     )
     for rank in train(pool, case):
         assert reference.differences(rank.weights, oracle(case)) == []
+
+
+def test_a_torch_that_compiles_no_gradients_compiles_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_shards, "compiles_gradients", lambda: False)
+    request: Any = SimpleNamespace(graphs=GraphSettings(covers="shard", backend="aot_eager"))
+    replica: Any = None
+    assert whole_shards.makers_of(request, replica, ShardStep) == (ShardStep, None)
 
 
 @pytest.mark.slow

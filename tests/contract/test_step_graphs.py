@@ -23,12 +23,7 @@ from trainkit.strategies.core.graphs.formulas import formula_of
 from trainkit.strategies.core.graphs.refusals import step_problems
 from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_graphs"),
-    pytest.mark.skipif(
-        not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 
 GRAPHS = ModelTransforms(compile_mode="step", backend="aot_eager")
 """The same graphs as the default's, without the code that takes seconds to make."""

@@ -146,7 +146,7 @@ GRAPHS: Final = 198
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "fp16_mixed"])
 def test_graphs_of_a_step_read_nothing_and_copy_only_the_numbers_of_the_step(precision: str) -> None:
     graphs = ModelTransforms(compile_mode="step", backend="aot_eager")
@@ -167,7 +167,7 @@ def test_a_read_and_a_copy_are_seen() -> None:
     assert (calls.launches, calls.reads, calls.host_copies) == (1, 1, 1)
 
 
-@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 def test_a_read_inside_a_graph_is_seen() -> None:
     trace = StepTrace()
     with counting_graphs(trace):

@@ -24,12 +24,7 @@ from trainkit.strategies.core.graphs import whole_shards
 from trainkit.strategies.core.graphs.whole_shards import ShardGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_graphs"),
-    pytest.mark.skipif(
-        not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 
 DEFAULT = ModelTransforms(compile_mode="default", backend="aot_eager")
 POINTS = Case(shaping=DEFAULT, num_steps=4)

@@ -128,8 +128,10 @@ PLANNED: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_what_a_small_run_leaves_out_can_be_planned(name: str) -> None:
+def test_what_a_small_run_leaves_out_can_be_planned(name: str, request: pytest.FixtureRequest) -> None:
     arguments = PLANNED[name]
+    if "compile.mode=step" in arguments:
+        request.getfixturevalue("compiled_gradients")
     if "convert=float8" in arguments and find_spec("torchao") is None:
         pytest.skip("needs torchao")
     graphs = ["compile.backend=aot_eager"] if any(one.startswith("compile.mode") for one in arguments) else []

@@ -45,14 +45,19 @@ def step_problems(
     return found
 
 
+def compiles_gradients() -> bool:
+    """Return whether this torch compiles `torch.autograd.grad`, as from 2.11 on."""
+    from torch._dynamo import config  # noqa: PLC0415 - slow to import, and most runs compile nothing
+
+    return hasattr(config, "trace_autograd_ops")
+
+
 def _of_strategy(traits: Traits, strategy: str) -> Iterator[str]:
     if not traits.compiles_step:
         other = "Leave it out" if traits.compiles == "nothing" else "Use compile.mode=default"
         yield f"{strategy} does not run steps as graphs. {other}, or use strategy=mirrored."
-    from torch._dynamo import config  # noqa: PLC0415 - slow to import, and most runs compile nothing
-
-    if not hasattr(config, "trace_autograd_ops"):
-        yield f"needs a torch that compiles torch.autograd.grad, and this one does not. {_DEFAULT}"
+    if not compiles_gradients():
+        yield f"needs torch 2.11 or newer, which compiles torch.autograd.grad. {_DEFAULT}"
 
 
 def _of_settings(context: PlanContext) -> Iterator[str]:

@@ -21,6 +21,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.numerics.random_calls import random_call
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, GraphSettings, SetupRequest, StepContext
+from trainkit.strategies.core.graphs.refusals import compiles_gradients
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph
@@ -58,7 +59,7 @@ def makers_of(
         return shard_step, None
     if settings.covers == "step":
         return shard_step, StepGraphs.of(request, replica, shard_step)
-    if shard_step is not ShardStep or not _may_be_whole(request):
+    if shard_step is not ShardStep or not (compiles_gradients() and _may_be_whole(request)):
         return shard_step, None
     return partial(WholeShards, graph=ShardGraph(replica, request.training, settings)), None
 
