@@ -56,12 +56,12 @@ def events_of_a_step(order: list[int], monkeypatch: pytest.MonkeyPatch, *, prefe
         events.append("gather " + params[0]._param_fqn.rpartition(".0.")[0].removeprefix("blocks."))
         return gather(params, *args, **options)
 
-    monkeypatch.setattr(of_torch, "foreach_all_gather", recorded)
     monkeypatch.setattr(fully, "gather_in_order", lambda model, **_: in_order(model, prefetches=prefetches))
     sharding = Sharding(
         mesh=init_device_mesh("cpu", (8,)), device=torch.device("cpu"), precision=Precision(value="fp32")
     )
     fully_sharded(model, model.blocks, sharding)
+    monkeypatch.setattr(of_torch, "foreach_all_gather", recorded)
     for _ in range(2):
         events.clear()
         model(torch.ones(2, 8)).sum().backward()

@@ -161,6 +161,9 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+            module.unshard()  # the first gather moves uneven shards to other memory, where no update would reach them
+            module.reshard()
     precision.accept_floats(model)
     return model
 
