@@ -24,7 +24,7 @@ from tests.support.browsing import browser
 from tests.support.graphs import fresh_graphs
 from tests.support.installing import clean_environ, installed, wheel
 from tests.support.leaks import look, settled_leaks
-from tests.support.older_torch import compiled_gradients
+from tests.support.older_torch import compiled_gradients, without_pipelines
 from tests.support.pool import Pool
 from tests.support.processes import FastLane
 from tests.support.thinning import thin
@@ -127,6 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A test with a time limit of its own is among the longest: it comes first, so that none is left alone at the end.
     """
     thin(items)
+    without_pipelines(items)
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if not any(item.get_closest_marker("gpu") for item in items):
         return

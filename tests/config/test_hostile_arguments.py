@@ -138,7 +138,7 @@ def test_processes_without_number_are_refused_before_they_are_counted_out(
     assert told == [f"strategy.{key}=1000000000: must be 1,024 or less. (command line)"]
 
 
-def test_replicas_times_ranks_are_bounded_too(refused: Callable[..., list[str]]) -> None:
+def test_replicas_times_ranks_of_a_pipeline_are_bounded_too(refused: Callable[..., list[str]]) -> None:
     told = refused("plan", "strategy=pipeline", "strategy.replicas=1000", "strategy.stages=1000")
     rule = "1000 replicas of 1000 ranks need 1000000 devices, and one host starts 1,024 processes at most. Use fewer."
     assert told == [f"strategy.replicas=1000: {rule} (command line)"]

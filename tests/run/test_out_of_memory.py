@@ -45,7 +45,7 @@ def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
     ]
 
 
-def test_while_the_model_is_placed_what_makes_the_model_smaller_comes_first() -> None:
+def test_while_the_model_is_placed_shards_and_a_pipeline_come_first() -> None:
     lines = told("precision=fp64", step=None)
     assert lines[0].startswith("rank 0, while the model was placed: cpu is out of memory. The run needs ")
     assert [line.split("  ")[1] for line in lines[1:]] == [

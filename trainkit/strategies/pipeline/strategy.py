@@ -36,7 +36,7 @@ from trainkit.strategies.pipeline.schedules import (
 )
 from trainkit.strategies.pipeline.stage_assignment import Limits, StageAssignment, cut_blocks, names_parts
 from trainkit.strategies.pipeline.tracing.trace import programs_of, record
-from trainkit.strategies.pipeline.validation import misfits
+from trainkit.strategies.pipeline.validation import misfits, version_problems
 from trainkit.strategies.tensors.layouts import Placement, dense_strides, in_layout
 from trainkit.strategies.traffic import StepCut, Transfer, WorkShare, precision_of, ranks_of
 
@@ -158,7 +158,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
-        found = []
+        found = version_problems(torch.__version__)
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))

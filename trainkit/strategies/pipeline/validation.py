@@ -12,6 +12,18 @@ from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
 
 
+def version_problems(version: str) -> list[Problem]:
+    """Return a problem if this version of torch is below 2.11: its schedules need a microbatch per stage.
+
+    Example:
+        >>> [str(problem) for problem in version_problems("2.9.1+cu128")], version_problems("2.11.0")
+        (['strategy=pipeline: needs torch 2.11 or newer, and this is 2.9.1+cu128.'], [])
+    """
+    if tuple(map(int, version.split(".")[:2])) >= (2, 11):
+        return []
+    return [Problem(key="strategy", value="pipeline", rule=f"needs torch 2.11 or newer, and this is {version}.")]
+
+
 def misfits(
     cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
 ) -> list[Problem]:
