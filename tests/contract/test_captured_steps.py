@@ -18,7 +18,7 @@ from trainkit.strategies.core.graphs.direct import RepeatedGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.step_values import GraphSettings
 
-pytestmark = pytest.mark.usefixtures("fresh_graphs")
+pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 
 
 class Repeats:

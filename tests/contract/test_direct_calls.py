@@ -19,12 +19,7 @@ from trainkit.strategies.core.graphs.direct import DirectCall, RepeatedGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.step_values import GraphSettings
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_graphs"),
-    pytest.mark.skipif(
-        not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no torch.autograd.grad"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("compiled_gradients", "fresh_graphs")
 
 GRAPHS = ModelTransforms(compile_mode="step", backend="aot_eager")
 POINTS = Case(shaping=GRAPHS, num_steps=14)
