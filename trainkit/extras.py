@@ -6,9 +6,7 @@ there.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
-import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -38,9 +36,13 @@ def packages_of(extra: str) -> tuple[str, ...]:
         (('joblib>=1.4',), ())
     """
     if _PROJECT.is_file():
+        import tomllib  # noqa: PLC0415 - for error messages, and every command imports this module
+
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == "trainkit":
             return tuple(project["optional-dependencies"].get(extra, ()))
+    import importlib.metadata  # noqa: PLC0415 - as above
+
     try:
         found = importlib.metadata.requires("trainkit") or ()
     except importlib.metadata.PackageNotFoundError:
