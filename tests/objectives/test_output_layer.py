@@ -142,7 +142,7 @@ def test_a_model_that_loses_the_loss_of_its_layer_is_named() -> None:
         INSIDE.loss(Loses(**sizes), BATCH)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "GPTJ", "Gemma2"])
 def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_scores(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,8 +150,8 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
 
     monkeypatch.setattr(cross_entropy, "FEW_SCORES", 0)
     sizes = {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    more = {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8, "tie_word_embeddings": True}
-    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    more = {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8, "tie_word_embeddings": family != "GPTJ"}
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "rotary_dim": 2}
     config = getattr(transformers, f"{family}Config")(**sizes, **more, **none)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     labels = TOKENS.masked_fill(TOKENS < 6, -100)
@@ -159,7 +159,7 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
 
     for objective, given in ((ModelComputesLoss(shifted=True), batch), (INSIDE, (TOKENS, labels))):
         plain = type(objective)(**{**vars(objective), "cross_entropy": "plain"})
-        assert (objective.loss(model, given).outputs is None) == (family == "Llama")
+        assert (objective.loss(model, given).outputs is None) == (family != "Gemma2")
         assert objective.loss(model, given).weight == plain.loss(model, given).weight
         torch.testing.assert_close(grads(objective, model, given), grads(plain, model, given), rtol=1e-4, atol=1e-5)
     changed = "the loss is computed from all scores: Gemma2ForCausalLM changes the output of its output layer."

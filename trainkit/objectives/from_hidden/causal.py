@@ -114,7 +114,10 @@ def _in_loss(tree: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _as_logits(tree: ast.AST, name: str) -> Iterator[ast.AST]:
+    """Yield the uses of a variable as the result's `logits`, or in `(logits,) + ...`, the result as a tuple."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and isinstance(node.left, ast.Tuple):
+            yield from (one for one in node.left.elts if _is_named(one, name))
         if isinstance(node, ast.keyword) and node.arg == "logits" and _is_named(node.value, name):
             yield node.value
 
