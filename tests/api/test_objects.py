@@ -131,7 +131,7 @@ class Bare(nn.Module):
         pass
 
 
-def test_a_model_without_its_base_class_is_refused_by_what_it_forgets(tmp_path: Path) -> None:
+def test_a_model_that_does_not_call_super_init_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Bare\.__init__ does not call super\(\).__init__\(\)"):
         train(tmp_path / "run", Bare)
 

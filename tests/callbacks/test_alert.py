@@ -78,7 +78,7 @@ def test_a_webhook_is_an_http_url(url: str) -> None:
         channels_from({WEBHOOK: url})
 
 
-def test_a_finished_run_tells_nothing_unless_asked_to(tmp_path: Path, told: Path) -> None:
+def test_a_finished_run_sends_an_alert_only_if_configured(tmp_path: Path, told: Path) -> None:
     ending = Ending(name="digits", folder=tmp_path, status="finished", reason="all steps done", steps=3)
     Alert().ended(ending)
     assert messages(told) == []
@@ -87,14 +87,14 @@ def test_a_finished_run_tells_nothing_unless_asked_to(tmp_path: Path, told: Path
     assert (message["event"], message["step"], message["folder"]) == ("finished", 3, str(tmp_path))
 
 
-def test_a_signal_is_told_as_a_stop(tmp_path: Path, told: Path) -> None:
+def test_a_signal_sends_an_alert_of_a_stop(tmp_path: Path, told: Path) -> None:
     Alert().ended(Ending(name="digits", folder=tmp_path, status="preempted", reason="a signal", steps=3))
     (message,) = messages(told)
     assert message["event"] == "stopped"
     assert "preempted after 3 steps: a signal" in message["text"]
 
 
-def test_a_failed_run_tells_why(tmp_path: Path, told: Path) -> None:
+def test_the_alert_of_a_failed_run_contains_the_reason(tmp_path: Path, told: Path) -> None:
     with pytest.raises(NonFiniteError):
         trainkit.train([*SHORT, "optimizer=sgd", "optimizer.lr=1e30", "steps=9"], run_dir=tmp_path / "run")
     (message,) = messages(told)
@@ -109,7 +109,7 @@ def test_a_hostile_name_is_text(tmp_path: Path, told: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def test_a_loss_that_is_not_finite_is_told_once(tmp_path: Path, told: Path) -> None:
+def test_a_loss_that_is_not_finite_sends_one_alert(tmp_path: Path, told: Path) -> None:
     run, alert = run_double(tmp_path), Alert()
     for step in (10, 20):
         alert.log(run, {**row(step), "train/loss": math.nan})
@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_is_told_once(tmp_path: Path, told: Path) -> N
     assert [message["event"] for message in messages(told)] == ["nonfinite"]
 
 
-def test_a_metric_better_than_the_threshold_is_told_once_also_after_a_resume(tmp_path: Path, told: Path) -> None:
+def test_a_metric_better_than_the_threshold_sends_one_alert_also_after_a_resume(tmp_path: Path, told: Path) -> None:
     run, alert = run_double(tmp_path), Alert(better_than=0.3)
     for loss in (0.3, 0.29, 0.28):
         alert.eval_end(run, {"val/loss": loss})
@@ -159,7 +159,7 @@ def test_a_redirect_or_an_error_of_a_webhook_is_named_without_its_url(
     assert len(posted) == 1
 
 
-def test_a_webhook_that_is_gone_is_named_without_its_url() -> None:
+def test_an_error_about_an_unreachable_webhook_omits_its_url() -> None:
     trouble = Webhook(url="http://127.0.0.1:9/key-123456").send({"text": ""}, timeout_s=60)
     assert trouble.startswith(f"{WEBHOOK} was not reached")
     assert "123456" not in trouble

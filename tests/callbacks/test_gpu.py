@@ -106,7 +106,7 @@ def test_a_run_without_a_gpu_says_so_once(start: Start, caplog: pytest.LogCaptur
     assert [one.getMessage() for one in caplog.records] == ["callbacks=[gpu] records nothing: rank 0 trains on cpu."]
 
 
-def test_other_ranks_ask_nothing(start: Start) -> None:
+def test_other_ranks_make_no_calls_to_the_driver(start: Start) -> None:
     nvml = NvmlDouble()
     callback, run = start(nvml, is_owner=False)
     assert (dict(callback.row_figures(run)), nvml.asked) == ({}, 0)

@@ -69,7 +69,7 @@ def test_half_a_part_is_no_checkpoint(pool: Pool, tmp_path: Path, asks_before: b
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_of_one_rank_is_told_to_the_others(pool: Pool, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(f"{HERE}.fail", tmp_path, 1, "raise", num_ranks=2, group=True)
     assert told == ["CheckpointError: failpoint in save of step 2", "RuntimeError: failpoint in save of step 2"]
     assert [one.step for one in list_complete(tmp_path)] == [1]

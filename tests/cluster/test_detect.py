@@ -52,7 +52,7 @@ def test_an_empty_environment_is_no_launch() -> None:
 # torchrun
 
 
-def test_torchrun_says_everything() -> None:
+def test_all_facts_of_a_launch_are_read_from_the_variables_of_torchrun() -> None:
     launch = found(TORCHRUN)
     assert (launch.kind, facts(launch)) == ("torchrun", (3, 4, 1, 2, 2))
     assert (launch.store, launch.hosts_store, launch.attempt, launch.name) == (("10.0.0.1", 29400), False, 1, "job7")
@@ -159,7 +159,7 @@ def test_a_requeued_job_counts_its_restarts_under_one_name() -> None:
     assert (again.attempt, again.name) == (2, found(SLURM).name)
 
 
-def test_where_ranks_are_dealt_in_turn_nobody_is_placed() -> None:
+def test_a_cyclic_distribution_of_ranks_gives_no_addresses() -> None:
     assert found(SLURM | {"SLURM_DISTRIBUTION": "cyclic"}).addresses == ()
 
 
@@ -297,11 +297,11 @@ def test_half_of_the_pet_variables_are_refused_by_name() -> None:
         (SLURM | {"WORLD_SIZE": "5"}, "SLURM"),  # a batch script's own notes
     ],
 )
-def test_the_innermost_launcher_is_believed(environ: dict[str, str], kind: str) -> None:
+def test_the_innermost_launcher_is_detected(environ: dict[str, str], kind: str) -> None:
     assert found(environ).kind == kind
 
 
-def test_a_cluster_spelt_out_is_believed_before_the_environment() -> None:
+def test_a_cluster_in_the_config_has_priority_over_the_environment() -> None:
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
     assert present(spec.launch(TORCHRUN | SLURM)).kind == "cluster=spec"
 

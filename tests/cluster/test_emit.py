@@ -211,7 +211,7 @@ def test_names_that_kubernetes_refuses_are_respelt() -> None:
     assert labels == ["a-b-c", "run-1x", "x" * 63]
 
 
-def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_missing_or_refused_flags_of_an_engine_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     shared = "is missing: vertex needs it for several hosts. --shared PLACE. "
     shared += "They write into one run folder; or give hydra.run.dir, a folder that all see."
     assert refused(capsys, "vertex", "--hosts", "2", "--gpus-per-host", "x", "--head", "n", "--time", "90") == [

@@ -132,7 +132,7 @@ def test_a_bad_cluster_is_refused_in_these_words(keys: dict[str, Any], problem: 
     assert refused(lambda: Spec(**keys)) == [problem]
 
 
-def test_all_problems_of_a_cluster_are_told_at_once() -> None:
+def test_all_problems_of_a_cluster_are_reported_together() -> None:
     problems = refused(lambda: Spec(chief=("a:1", "b:1"), worker=("a:1", "c"), ps=("d:0",), task="ps:1"))
     assert [problem.partition(": ")[0] for problem in problems] == [
         "cluster.chief=[a:1, b:1]", "cluster.worker=a:1", "cluster.worker=c", "cluster.ps=d:0", "cluster.task=ps:1",

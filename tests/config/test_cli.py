@@ -48,7 +48,7 @@ def test_tilde_plus_and_equals_make_an_override() -> None:
     assert parse(["~recipe", "+x=1", "++y.z=2"])[0].overrides == ("~recipe", "+x=1", "++y.z=2")
 
 
-def test_several_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--nope", "--config-dir"])
     assert [problem.key for problem in caught.value.problems] == ["--nope", "--config-dir"]
@@ -95,7 +95,7 @@ def test_ls_goes_on_past_a_broken_file(
     assert "broken.yaml: is not YAML" in printed.err
 
 
-def test_explain_tells_value_place_meaning_and_tag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_value_origin_meaning_and_tag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "schedule.end", "recipe=null", "schedule.end=0.1"]) == 0
     assert capsys.readouterr().out == (
         "schedule.end=0.1\n"
@@ -136,7 +136,7 @@ def test_the_composed_config_can_be_printed(capsys: pytest.CaptureFixture[str]) 
         ("trainkit emit slurm --he", ["--head", "--help"]),
     ],
 )
-def test_completion_knows_verbs_choices_keys_and_flags(line: str, expected: list[str]) -> None:
+def test_completion_lists_verbs_choices_keys_and_flags(line: str, expected: list[str]) -> None:
     assert candidates(line, parse([])[0]) == expected
 
 
@@ -150,7 +150,7 @@ def test_completion_knows_verbs_choices_keys_and_flags(line: str, expected: list
         ("--config-dir absent model=ml", ["model=mlp"]),
     ],
 )
-def test_completion_knows_the_users_own_choices(
+def test_completion_lists_the_users_own_choices(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: list[str]
 ) -> None:
     for name in ("conf/model/mine.yaml", "my conf/model/other.yaml"):

@@ -47,7 +47,7 @@ def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_d
     assert values["seed"] == 0
 
 
-def test_every_key_knows_the_line_that_set_it(with_recipe: Callable[..., Composition], tmp_path: Path) -> None:
+def test_the_origin_of_a_key_is_the_line_that_set_it(with_recipe: Callable[..., Composition], tmp_path: Path) -> None:
     composed = with_recipe("optimizer.lr=0.25")
     assert composed.origin("optimizer.lr").where == "command line"
     assert composed.origin("model.hidden").where == f"{tmp_path}/conf/recipe/mine.yaml:9"
@@ -141,11 +141,11 @@ def test_arguments_apply_in_order_and_mappings_are_merged() -> None:
     assert values["seed"] == 2
 
 
-def test_plus_and_plus_plus_say_the_same_as_nothing() -> None:
+def test_plus_and_plus_plus_have_no_effect_before_an_override() -> None:
     assert compose(["recipe=null", "+seed=2", "++epochs=3"]).values["seed"] == 2
 
 
-def test_a_tilde_takes_a_key_away() -> None:
+def test_a_tilde_removes_a_key() -> None:
     assert "plots" not in compose(["recipe=null", "~callbacks.plots"]).values["callbacks"]
 
 
@@ -162,7 +162,7 @@ def test_callbacks_stand_under_their_names() -> None:
     assert composed.choices["callbacks"] == ["plots", "early_stop"]
 
 
-def test_the_run_folder_of_the_command_line_is_told_from_the_default() -> None:
+def test_a_run_folder_given_on_the_command_line_differs_from_the_default() -> None:
     given = compose(["recipe=null", "hydra.run.dir=out/${name}"])
     assert (str(given.run_dir), given.run_dir_given) == ("out/run", True)
     default = compose(["recipe=null"])

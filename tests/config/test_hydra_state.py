@@ -106,7 +106,7 @@ def test_hydras_own_settings_reach_the_job(tmp_path: Path, handlers: None) -> No
     assert run_job(composed, tmp_path, lambda: os.environ["TRAINKIT_OF_THE_TEST"]) == "7"
 
 
-def test_what_files_say_about_hydra_reaches_the_job_too(
+def test_hydra_settings_of_files_apply_to_the_job(
     tmp_path: Path, handlers: None, write_conf: Callable[[Mapping[str, str]], Path]
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})

@@ -51,7 +51,9 @@ def test_the_plan_shows_what_is_where(cwd: Path, capsys: pytest.CaptureFixture[s
     assert list(cwd.iterdir()) == []
 
 
-def test_the_word_of_other_libraries_names_the_key_that_was_meant(refuse: Callable[..., list[str]]) -> None:
+def test_a_key_of_another_library_is_refused_with_the_name_of_the_key_of_trainkit(
+    refuse: Callable[..., list[str]],
+) -> None:
     assert refuse("recipe=null", "device_map=auto") == [
         (
             "device_map: no such key. Did you mean strategy.map? It is a key of strategy=device_map (one replica over "

@@ -217,7 +217,7 @@ def test_resolved_yaml_is_read_back_by_plain_yaml_without_the_secret(tmp_path: P
     assert load_resolved(folder.resolved) == RunConfig(seed=4)
 
 
-def test_environment_json_tells_where_a_run_came_from(tmp_path: Path) -> None:
+def test_environment_json_contains_arguments_seed_packages_and_devices(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     argv = ["trainkit", "logger.w.api_key=k7", "--hub-token=t", "seed=3"]
     write_environment(folder, cfg=RunConfig(seed=3), fingerprint="f00", notes=["a note"], argv=argv)
@@ -228,7 +228,7 @@ def test_environment_json_tells_where_a_run_came_from(tmp_path: Path) -> None:
     assert content["devices"]["cores"] >= 1
 
 
-def test_the_packages_of_targets_are_told() -> None:
+def test_the_packages_of_targets_are_recorded() -> None:
     values = {
         "model": {"_target_": "safetensors.X"},
         "callbacks": {"a": {"_target_": "yaml.Y"}, "b": [{"_target_": "pytest.Z"}]},

@@ -192,7 +192,7 @@ def test_asynchronous_threads_use_every_batch_once_and_say_how_stale_they_are(
 
 
 @pytest.mark.slow
-def test_what_was_under_way_when_a_checkpoint_was_written_is_handed_out_again(
+def test_steps_that_were_unfinished_at_a_checkpoint_are_repeated_after_a_resume(
     tmp_path: Path, applied: list[int]
 ) -> None:
     threads = ("strategy.compute_devices=[cpu,cpu,cpu]", "checkpoint.every_steps=7", "checkpoint.keep_last=9")

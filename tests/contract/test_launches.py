@@ -54,7 +54,7 @@ class ResNet50(Case):
     ("shards", "before"), [(1, 1443), pytest.param(8, 9227, marks=pytest.mark.long)], ids=["whole", "eighths"]
 )
 @pytest.mark.slow
-def test_a_mixed_step_of_resnet_50_asks_for_half_of_the_launches_that_it_once_took(shards: int, before: int) -> None:
+def test_a_mixed_step_of_resnet_50_needs_at_most_half_of_its_earlier_launches(shards: int, before: int) -> None:
     rank = _Rank(None, ResNet50(micro_size=16 // shards))
     executor = rank.setup(0)
     rank.steps(executor, 1)

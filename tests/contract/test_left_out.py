@@ -166,7 +166,7 @@ def test_every_way_of_reading_can_go_back(loader: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_loss_and_gradient_are_both_looked_at_on_all_ranks(kind: str, replicas: int, tmp_path: Path) -> None:
+def test_loss_and_gradient_are_both_checked_on_all_ranks(kind: str, replicas: int, tmp_path: Path) -> None:
     # the second shard: that of rank 1, which writes no checkpoint
     result = run(
         tmp_path / "run", *ODD, f"objective.bad={ORDER[28]}", f"objective.kind={kind}", "numerics.on_nonfinite=skip",
@@ -215,7 +215,7 @@ def test_what_a_loss_scale_cannot_help_is_left_out_at_the_scale_of_before(tmp_pa
 
 
 @pytest.mark.slow
-def test_local_replicas_tell_each_other_what_they_left_out(tmp_path: Path) -> None:
+def test_skipped_samples_of_local_replicas_are_in_the_result_of_the_run(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", *POISONED, "strategy=local_sgd", "strategy.average_every=2", "steps=3",
         "numerics.on_nonfinite=skip",

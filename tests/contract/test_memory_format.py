@@ -61,7 +61,7 @@ def test_auto_leaves_a_model_without_convolutions_alone_and_an_explicit_format_i
     ]
 
 
-def test_what_auto_chose_is_said() -> None:
+def test_a_note_names_the_memory_format_that_auto_chose() -> None:
     (note,) = shaping_notes(zoo.small_resnet(), ModelTransforms(memory_format="auto"))
     assert note == (
         "memory_format: channels_last (auto: convolutions in 16 bits on CUDA). Results differ from contiguous ones by "

@@ -156,9 +156,7 @@ def test_every_policy_uses_every_step_once(policy: Policy, tmp_path: Path, store
     assert len(chief.losses) == 12
 
 
-def test_a_training_continued_in_async_mode_hands_out_what_was_under_way(
-    tmp_path: Path, store: tuple[str, int]
-) -> None:
+def test_a_training_continued_in_async_mode_repeats_unfinished_steps(tmp_path: Path, store: tuple[str, int]) -> None:
     case = replace(CLASSES, num_steps=12, resume_at=5, folder=tmp_path)
     (chief,) = train_in_threads(store, served(case, 3, 1, mode="async"))
     assert len(chief.losses) == 12

@@ -219,6 +219,6 @@ WHOLE = "compile.memory_budget=0.5: has no effect with compile.backend=eager. Us
         (replace(BUDGET, backend="eager"), f"{WHOLE}aot_eager_decomp_partition."),
     ],
 )
-def test_what_cannot_be_had_is_said_before_it_starts(shaping: ModelTransforms, text: str) -> None:
+def test_impossible_selective_settings_are_problems_before_the_start(shaping: ModelTransforms, text: str) -> None:
     found = shaping_problems(gpt(), shaping, compiles="model", strategy="mine")
     assert [str(problem) for problem in found] == [text]

@@ -278,7 +278,7 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
         ),
     ],
 )
-def test_what_a_model_or_a_strategy_cannot_carry_is_said_before_it_starts(
+def test_transforms_that_a_model_or_strategy_does_not_support_are_problems_before_the_start(
     make: Callable[[], nn.Module], shaping: ModelTransforms, compiles: Any, text: str
 ) -> None:
     found: list[Problem] = shaping_problems(make(), shaping, compiles=compiles, strategy="mine")
@@ -316,7 +316,7 @@ def test_max_autotune_uses_no_cuda_graphs() -> None:
     assert not options.get("triton.cudagraphs")
 
 
-def test_a_model_that_draws_is_told_that_compiled_masks_are_others() -> None:
+def test_a_note_of_a_compiled_model_with_dropout_states_that_its_masks_differ() -> None:
     compiled = ModelTransforms(compile_mode="default")
     assert shaping_notes(gpt(dropout=0.1), compiled) == (
         "compile.mode: random numbers of the model differ from those of an eager run, with the same distribution.",

@@ -83,7 +83,7 @@ def test_a_download_is_kept_where_asked_and_only_if_right(
     assert not (target / "train-images-idx3-ubyte.gz").exists()
 
 
-def test_where_fashion_mnist_is_not_the_ways_to_get_it_are_told(
+def test_the_error_of_a_missing_fashion_mnist_names_the_ways_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -77,7 +77,9 @@ def test_slow_and_large_batches_are_read_one_at_a_time(data: Numbers, direct: Ca
     assert data.read == [0, 1, 2, 3]
 
 
-def test_a_sample_that_fails_is_read_once_and_told_at_its_own_step(direct: Callable[[Any], InProcessReader]) -> None:
+def test_a_sample_that_fails_is_read_once_and_its_error_is_raised_in_its_own_step(
+    direct: Callable[[Any], InProcessReader],
+) -> None:
     data = Numbers(broken=6)
     source = direct(data)
     source.read(Ticket(0, (0,)))
@@ -86,7 +88,7 @@ def test_a_sample_that_fails_is_read_once_and_told_at_its_own_step(direct: Calla
     assert data.read == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_ticket_out_of_turn_is_read_anew(direct: Callable[[Any], InProcessReader]) -> None:
+def test_a_ticket_that_is_out_of_order_is_read_again(direct: Callable[[Any], InProcessReader]) -> None:
     source = direct(Numbers())
     source.read(Ticket(0, (0,)))
     assert source.read(Ticket(5, (0,)))[0].flatten().tolist() == [8, 9]

@@ -73,7 +73,7 @@ def test_rows_of_unequal_length_are_padded() -> None:
         ),
     ],
 )
-def test_a_bad_size_is_told(build: Callable[[], object], message: str) -> None:
+def test_a_bad_size_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
 

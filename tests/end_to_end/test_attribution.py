@@ -165,7 +165,9 @@ def cgroup() -> Iterator[Path]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_its_cgroup_ran_out_of_memory_for_is_told_as_that(cwd: Path, cgroup: Path, ranks: int) -> None:
+def test_a_rank_killed_by_the_memory_limit_of_its_cgroup_is_reported_as_out_of_memory(
+    cwd: Path, cgroup: Path, ranks: int
+) -> None:
     assert _in_cgroup(cwd, cgroup, ranks).problems("out of memory", 1) == []
 
 

@@ -69,7 +69,9 @@ def test_a_model_that_draws_or_couples_is_the_same_training_at_one_cut_alone(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_probed_is_not_said_to_be_the_same(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_coupling_that_cannot_be_probed_is_reported_as_not_known(
+    cwd: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     why = "coupling: not probed, a pass on the CPU failed (RuntimeError: not four at a time)"
     assert prove(*THREADS, "model._target_=tests.end_to_end.wrong.Shy", *OURS) == 1
     out = capfd.readouterr().out.splitlines()
@@ -192,7 +194,7 @@ def test_more_than_rounding_is_a_difference_since_its_first_step() -> None:
     assert verdict(tensors(1.0 + 1e-9, 1.0)) == ("different", 1)
 
 
-def test_a_parameter_without_gradient_is_held_to_the_learning_rates() -> None:
+def test_a_parameter_without_gradient_is_compared_within_the_learning_rates() -> None:
     assert verdict(tensors(1.0 + 1e-9, 1.0), no_gradient=frozenset({"param/w"}), allowed=1e-8) == ("rounding", 1)
 
 

@@ -52,7 +52,7 @@ def tasks(folder: Path) -> dict[str, int]:
         ("chief:0", "sync", TOGETHER),
     ],
 )
-def test_a_task_killed_at_a_random_moment_costs_no_more_than_promised(
+def test_a_task_killed_at_a_random_moment_causes_the_documented_restart(
     tmp_path: Path, task: str, mode: str, outcome: str
 ) -> None:
     folder = tmp_path / "run"

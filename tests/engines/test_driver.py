@@ -78,7 +78,7 @@ def train(
 
 
 @pytest.mark.long
-def test_the_ranks_run_to_the_end_and_rank_0_is_heard(
+def test_the_ranks_run_to_the_end_and_the_output_of_rank_0_is_printed(
     folder: RunFolder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake("steps=3")
@@ -121,7 +121,7 @@ def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callab
 
 
 @pytest.mark.long
-def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(
+def test_a_trainkit_error_keeps_its_class_and_is_retried_at_most_once(
     folder: RunFolder, fake: Callable[..., None]
 ) -> None:
     fake("steps=6", raising="1:DataError:/gone")
@@ -137,7 +137,7 @@ def test_a_hanging_rank_is_ended(folder: RunFolder, fake: Callable[..., None]) -
     assert "has made no progress for" in str(caught.value)
 
 
-def test_what_the_engine_says_is_told_without_its_frames(folder: RunFolder, fake: Callable[..., None]) -> None:
+def test_the_message_of_the_engine_is_reported_without_its_frames(folder: RunFolder, fake: Callable[..., None]) -> None:
     with pytest.raises(TrainingError, match=r"^Simple ended the run: no room for 2 workers$"):
         train(folder, engine=Simple(broken=True))
 

@@ -70,7 +70,7 @@ def test_processes_with_other_configs_are_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(
+def test_a_task_that_does_not_join_is_named_when_the_join_timeout_is_over(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     _, error, said = start("supervisor.join_timeout_s=0.4", function="train_alone", num_ranks=1)[0]
@@ -93,7 +93,7 @@ def test_settings_without_effect_are_refused(start: Callable[..., list[Any]], cw
     assert list(cwd.iterdir()) == []
 
 
-def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(
+def test_an_error_of_one_host_is_raised_on_rank_0_and_ends_all_ranks(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     told = start(function="train_with_a_bad_plan")

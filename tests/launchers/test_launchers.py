@@ -111,7 +111,7 @@ def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
     one_run()
 
 
-def test_containers_told_by_pet_variables(one_run: Callable[[], None]) -> None:
+def test_containers_are_detected_by_pet_variables(one_run: Callable[[], None]) -> None:
     group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     told = ended(*(start(*PYTHON, **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
     assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"

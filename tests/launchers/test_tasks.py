@@ -66,7 +66,7 @@ def test_mirrored_is_of_one_host() -> None:
     )
 
 
-def test_what_a_launch_cannot_give_is_told_at_once() -> None:
+def test_all_settings_that_a_launch_cannot_give_are_reported_together() -> None:
     roles = (Task(role="chief", index=0, rank=0), Task(role="ps", index=0, rank=1))
     launch = launch_of(2, tasks=roles, kind="TF_CONFIG")
     role, replicas, devices = problems(MultiWorkerMirrored(replicas=3, devices=("cpu", "cpu", "cpu")), launch)

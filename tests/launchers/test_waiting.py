@@ -30,7 +30,7 @@ def wait_for_ever(patience: WaitReporter) -> None:
         patience.wait(0.5)
 
 
-def test_who_is_missing_is_told_now_and_then_and_the_wait_ends() -> None:
+def test_the_wait_reports_the_missing_task_repeatedly_and_ends_at_its_limit() -> None:
     said: list[str] = []
     clock = Clock()
     who = "worker:1 (10.0.0.2:2222)"

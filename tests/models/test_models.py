@@ -124,7 +124,7 @@ def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_see
         ),
     ],
 )
-def test_a_bad_size_is_told(build: Callable[[], object], message: str) -> None:
+def test_a_bad_size_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
 

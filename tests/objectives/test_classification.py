@@ -59,7 +59,7 @@ def test_narrow_scores_are_widened_and_wide_ones_kept() -> None:
     assert Classification().score(SCORES.double(), LABELS).loss_sum.dtype == torch.float64
 
 
-def test_every_bad_value_is_told_at_once() -> None:
+def test_all_bad_values_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         Classification(class_weights=[], top_k=[1])
 

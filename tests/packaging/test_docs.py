@@ -139,7 +139,7 @@ def test_the_verbs_with_json_are_those_of_the_page() -> None:
     assert len(have) * 2 == len(MODULES), "AGENTS.md says half of them"
 
 
-def test_the_glossary_has_every_word_of_ours() -> None:
+def test_the_glossary_defines_every_word_of_trainkit() -> None:
     page = (ROOT / "docs" / "glossary.md").read_text().splitlines()
     rows = {found[1] for row in page if (found := re.match(r"\| ([a-z ]+) \|", row))} - {"word"}
     words = (

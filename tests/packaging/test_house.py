@@ -25,7 +25,7 @@ def test_no_old_name_is_left() -> None:
     assert len(words.found_names("run.nowhere: Old\nrun.task: Nothing.old")) == 2  # no places to search in
 
 
-def test_what_checks_configs_and_explains_a_full_memory_knows_no_choice_by_name() -> None:
+def test_config_checks_and_memory_remedies_contain_no_name_of_a_choice() -> None:
     choices = {file.stem for group in ("strategy", "precision") for file in ROOT.glob(f"conf/{group}/*.yaml")}
     choices |= {"basic", "slots", "joblib", "ray", "submitit_local", "submitit_slurm"}  # hydra/launcher
     choices |= {"grid", "random", "optuna", "halving"}  # hydra/sweeper

@@ -42,7 +42,7 @@ def test_an_installed_wheel_trains_from_an_empty_folder(
     assert sorted(path.name for path in cwd.iterdir()) == ["out"]
 
 
-def test_an_installed_wheel_knows_every_recipe_and_choice(
+def test_an_installed_wheel_contains_every_recipe_and_choice(
     installed: Path, cwd: Path, clean_environ: dict[str, str]
 ) -> None:
     listed = run(installed, "ls", cwd=cwd, env=clean_environ).stdout

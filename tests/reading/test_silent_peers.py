@@ -62,7 +62,7 @@ def test_a_rank_gives_up_a_store_that_accepts_and_never_answers(
     assert str(caught.value) == f"the store at 127.0.0.1:{silent[1]} accepts connections and does not answer: 0.2 s"
 
 
-def test_a_store_that_falls_silent_is_given_up(board: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_raises_an_error(board: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boards, "_ANSWER_S", 0.2)
     with pytest.raises(RuntimeError, match="the store of the launch does not answer"):
         board.get("a key that nobody sets")  # it waits for the key
@@ -90,7 +90,7 @@ def test_a_foreign_message_is_refused_with_the_place_and_the_reason(board: Store
 
 
 @pytest.mark.parametrize("batch", [[], [1], [1, 2, 3], ["1", 2], [-1, 2]])
-def test_a_word_for_late_tasks_of_another_shape_is_refused(board: StoreClient, batch: list[Any]) -> None:
+def test_a_join_message_with_other_keys_is_refused(board: StoreClient, batch: list[Any]) -> None:
     word = '{"prefix": "p", "likeness": {}, "folder": "f", "fence": "t", "token": "", "batch": %s}'
     board.set("trainkit/open", word % str(batch).replace("'", '"'))
     with pytest.raises(LinkError, match="holds no message of this launch under trainkit/open"):

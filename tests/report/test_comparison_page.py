@@ -97,7 +97,7 @@ def test_a_sweep_has_a_page_with_its_swept_keys_and_the_command_of_each_job(
     assert "optimizer.lr=0.02" in content["runs"][2]["command"]
 
 
-def test_a_run_of_a_sweep_knows_the_spread_over_its_seeds(runs: Path) -> None:
+def test_a_run_of_a_sweep_shows_the_spread_over_its_seeds(runs: Path) -> None:
     spread = spread_of_run(runs / "a")
     losses = [json.loads((runs / name / "result.json").read_text())["metrics"]["val/loss"] for name in "ab"]
     assert spread is not None

@@ -24,7 +24,7 @@ def words(width: int) -> str:
     return "  ".join(text for text, _ in terminal_parts(READING, step=1250, width=width))
 
 
-def test_a_plain_line_says_all() -> None:
+def test_a_plain_line_shows_all_known_values() -> None:
     assert plain_text(READING) == (
         "step 1,240/5,800   21 %  loss 0.1235  val/accuracy 0.9722  412 k samples/s  data wait 3 %  0:12 left"
     )

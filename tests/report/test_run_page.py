@@ -108,7 +108,7 @@ def test_the_page_names_who_set_what_differs(run: Path) -> None:
     assert settings["callbacks"]["tag"] == "cosmetic"
 
 
-def test_the_trust_strip_says_what_is_known(run: Path) -> None:
+def test_the_trust_strip_shows_restarts_samples_and_the_hash_of_the_weights(run: Path) -> None:
     strip = {one["name"]: one["value"] for one in shown(run / "report.html")["trust"]}
     assert strip["restarts"] == strip["samples repeated or skipped"] == "0"
     assert strip["weights (SHA-256)"] == json.loads((run / "result.json").read_text())["weights_sha256"][:12]
@@ -226,7 +226,7 @@ def test_a_layer_of_any_name_is_drawn(tmp_path: Path) -> None:
     assert draw_histograms(tmp_path, title="$x_{", lines=[line]) == [tmp_path / "weights.png"]
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(run: Path, tmp_path: Path) -> None:
+def test_a_named_pipe_instead_of_a_file_does_not_block_the_page(run: Path, tmp_path: Path) -> None:
     folder = copied(run, tmp_path / "run")
     for name in ("metrics.jsonl", "settings.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
@@ -311,7 +311,7 @@ def test_the_page_is_written_each_minute_and_after_an_evaluation(run: Path, tmp_
     assert page.stat().st_mtime_ns != written
 
 
-def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
+def test_a_page_that_cannot_be_written_gives_one_warning_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:

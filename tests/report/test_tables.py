@@ -63,7 +63,7 @@ def test_a_long_value_folds_inside_its_column() -> None:
     ]
 
 
-def test_the_end_tells_result_folder_tensorboard_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_shows_result_folder_tensorboard_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("outputs/digits run")
     (folder / "tensorboard").mkdir(parents=True)

@@ -57,7 +57,7 @@ def test_an_error_is_written_as_the_command_line_shows_it(log: Path) -> None:
     assert log.read_text().splitlines() == ["step 3: no", "stopped", "ValueError: of a user"]
 
 
-def test_a_full_disk_ends_nothing_and_is_told_later(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_lost_to_a_full_disk_are_counted_in_the_log_later(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -126,7 +126,7 @@ def test_on_the_processor_a_small_plan_is_not_compared() -> None:
     assert (peak_bytes(cpu, before=0, planned=10**9) or 0) > 0
 
 
-def test_what_is_not_known_has_no_difference() -> None:
+def test_an_unknown_figure_has_no_difference() -> None:
     assert between(Mark(step=5, seconds=1.0, tcp_bytes=None), Mark(step=5, seconds=2.0, tcp_bytes=3)) == (None, None)
     assert between(Mark(step=5, seconds=1.0, tcp_bytes=None), Mark(step=6, seconds=2.0, tcp_bytes=3)) == (1.0, None)
     assert differences(Figures(), Figures(step_s=1.0)) == dict.fromkeys(("memory", "step_s", "bytes_a_step"))

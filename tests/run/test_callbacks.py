@@ -31,7 +31,7 @@ def endings(monkeypatch: pytest.MonkeyPatch) -> list[Ending]:
     ("error", "status"),
     [(CrashLoopError("rank 1 was killed by SIGKILL\nmore"), "failed"), (TerminatedError("asked to end"), "preempted")],
 )
-def test_an_error_that_no_rank_could_tell_is_told(
+def test_an_error_outside_of_the_ranks_reaches_the_ended_hook(
     tmp_path: Path, endings: list[Ending], error: TrainkitError, status: str
 ) -> None:
     with pytest.raises(type(error)), ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
@@ -39,7 +39,7 @@ def test_an_error_that_no_rank_could_tell_is_told(
     assert [(one.status, one.reason, one.steps) for one in endings] == [(status, str(error).splitlines()[0], None)]
 
 
-def test_a_result_is_told_with_its_steps(tmp_path: Path, endings: list[Ending]) -> None:
+def test_a_result_reaches_the_ended_hook_with_its_steps(tmp_path: Path, endings: list[Ending]) -> None:
     with ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         (tmp_path / "result.json").write_text(
             json.dumps({"status": "finished", "reason": "all steps done", "steps": 7})

@@ -89,7 +89,7 @@ def test_a_gradient_that_no_fault_gives_is_not_explained() -> None:
     assert named(found, gradient_hypotheses(evidence), dict(evidence.gradient)) == []
 
 
-def test_a_gradient_read_from_an_update_does_not_tell_a_wrong_rate_from_a_wrong_sum() -> None:
+def test_a_gradient_read_from_an_update_gives_two_causes_for_a_doubled_value() -> None:
     evidence = step()
     found = {name: evidence.gradient[name] * 2 for name in NAMES}
     hypotheses = gradient_hypotheses(evidence, rate_is_apart=False)
@@ -198,7 +198,7 @@ def test_a_replayed_step_has_the_bits_of_torch_and_leaves_the_checkpoint_as_it_w
     assert float(again.state["optimizer/step/weight"]) == 3.0
 
 
-def test_a_gradient_is_held_to_the_rounding_of_its_terms() -> None:
+def test_a_gradient_is_compared_within_the_rounding_of_its_terms() -> None:
     """Two shards that cancel: their rounding is large beside the sum, and no difference."""
     shards = [Shard(gradient={"w": torch.ones(2) * value}, weight=1.0, size=1) for value in (1.0, -1.0 + 1e-6)]
     expected, errors = add_up(shards, {}), dict[str, float]()
@@ -240,7 +240,7 @@ def test_an_answer_that_fits_nothing_says_what_was_ruled_out() -> None:
     assert second.startswith("  the mean of the shards' means; the gradient of one replica, not added ")
 
 
-def test_causes_that_the_numbers_do_not_tell_apart_are_all_named() -> None:
+def test_all_causes_with_the_same_numbers_are_named() -> None:
     evidence, found = step(), Probed()
     wrong = {"b": evidence.gradient["b"] * 2}
     difference = Difference(step=0, found=wrong, expected=evidence.gradient, allowed={"b": 1e-12})

@@ -51,9 +51,7 @@ def test_the_owner_of_the_folder_may_be_the_one_that_is_lost(folder: RunFolder, 
     assert story(folder, 1)[-1] == "attempt 2: rank 0 of 1"  # of attempt 1 it may not have lived to write
 
 
-def test_several_may_be_lost_at_once_whatever_the_number_of_restarts(
-    folder: RunFolder, fake: Callable[..., None]
-) -> None:
+def test_several_lost_replicas_do_not_count_as_restarts(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1, 3)))
     result = run_fakes(folder, 4, min_replicas=1, max_restarts=1, log=print)
     assert result["status"] == "finished"

@@ -61,7 +61,7 @@ def test_an_engine_watches_over_a_single_process_too() -> None:
     checked(compose(("recipe=null", "cluster=ray", "supervisor.max_restarts=1")))
 
 
-def test_in_a_launch_the_launcher_has_the_say() -> None:
+def test_elastic_settings_are_refused_under_a_launcher_that_restarts_itself() -> None:
     tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
     launch = LaunchEnvironment(
         kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)

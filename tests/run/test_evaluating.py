@@ -96,7 +96,7 @@ def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run: RunFolder) -
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
-def test_the_best_by_its_judgement_outlives_newer_ones(run: RunFolder) -> None:
+def test_the_best_evaluated_checkpoint_is_kept_beside_newer_ones(run: RunFolder) -> None:
     for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
     EvaluatedIndex(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
@@ -142,7 +142,7 @@ def test_any_run_folder_can_be_evaluated_by_hand(run: RunFolder) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_nobody_works_on_is_not_waited_for(run: RunFolder) -> None:
+def test_the_evaluator_does_not_wait_for_a_run_without_a_process(run: RunFolder) -> None:
     run.result.unlink()
     (run.path / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     assert evaluator.main([str(run.path)]) == 0

@@ -153,7 +153,7 @@ def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder
     assert not fail("my_package.model")
 
 
-def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder: RunFolder) -> None:
+def test_if_all_reports_are_lost_connections_the_unresponsive_rank_is_named(folder: RunFolder) -> None:
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     for rank, step in ((0, 4), (1, 3), (2, 4)):
         beat(folder, rank, step)
@@ -206,7 +206,9 @@ def test_a_process_that_took_the_pid_of_a_rank_is_not_taken_for_the_rank(folder:
     assert (evidence.held(1), evidence.has_ended(1)) == (None, True)
 
 
-def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_kill_for_lack_of_memory_is_recognised_by_the_counter_of_the_cgroup(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 3\n")
     evidence = ProcessEvidence(folder, memory=MemoryEvents([tmp_path / "absent", events]))
@@ -218,7 +220,9 @@ def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder: RunFolde
     assert root_cause(folder, [exited(1, -signal.SIGTERM)], [], evidence).headline.endswith("SIGTERM while starting.")
 
 
-def test_where_nobody_counts_lack_of_memory_is_a_guess(folder: RunFolder, tmp_path: Path) -> None:
+def test_without_memory_counters_a_kill_is_reported_as_a_possible_lack_of_memory(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     evidence = ProcessEvidence(folder, memory=MemoryEvents([tmp_path / "absent"]))
     assert root_cause(folder, [exited(1, -9)], [], evidence).headline.endswith("The system may have run out of memory.")
 
@@ -232,11 +236,11 @@ def test_exit_code_0_before_the_end_is_a_failure(folder: RunFolder) -> None:
     assert is_clean(folder, exited(1, 0), stopping=False)
 
 
-def test_exit_codes_of_a_stop_are_clean_where_a_stop_was_asked_for(folder: RunFolder) -> None:
+def test_exit_codes_of_a_stop_are_clean_if_a_stop_was_requested(folder: RunFolder) -> None:
     assert [is_clean(folder, exited(1, 130), stopping=stopping) for stopping in (True, False)] == [True, False]
 
 
-def test_sys_exit_is_told_with_the_line_that_called_it(folder: RunFolder) -> None:
+def test_sys_exit_is_reported_with_the_line_that_called_it(folder: RunFolder) -> None:
     beat(folder, 1, 7)
     say(folder, 1, raised(SystemExit(0)))
     found = root_cause(folder, [exited(1, 0)], [])

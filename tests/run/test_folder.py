@@ -85,7 +85,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"loss": 1.0}
 
 
-def test_a_run_that_begins_again_forgets_its_old_end(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_removes_its_old_result(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_result({"status": "stopped"})
     folder.live.mkdir()

@@ -69,7 +69,7 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training
 
 
 @pytest.mark.long
-def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training: Training) -> None:
+def test_the_run_restarts_with_a_new_fork_server_after_the_first_one_dies(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(nursery, signal.SIGKILL)
     _, told = process.communicate(timeout=120)

@@ -46,7 +46,7 @@ def test_of_many_steps_and_samples_the_first_are_listed() -> None:
     assert found["skipped_steps"][1] == {"step": 2, "samples": list(range(600, 856)), "num_samples": 300}
 
 
-def test_the_suspect_is_known_until_a_checkpoint_holds_what_came_after_it() -> None:
+def test_a_suspect_step_is_kept_until_a_checkpoint_of_a_later_step_is_saved() -> None:
     found = counting(NumericsConfig(on_nonfinite="rollback"))
     found.train_again(Suspect(step=7, checkpoint=4))
     found.saved(7)
@@ -57,7 +57,7 @@ def test_the_suspect_is_known_until_a_checkpoint_holds_what_came_after_it() -> N
 
 
 @pytest.mark.parametrize(("checkpoint", "known"), [(3, False), (4, True), (7, True), (8, False)])
-def test_a_resumed_run_knows_the_step_that_it_trains_for_the_second_time(
+def test_a_resumed_run_finds_its_suspect_step_in_the_record_of_rollbacks(
     checkpoint: int, known: bool, tmp_path: Path
 ) -> None:
     record_rollback(tmp_path, Suspect(step=2, checkpoint=0))

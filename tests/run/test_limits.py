@@ -52,7 +52,7 @@ def test_a_first_step_is_no_measure_for_itself() -> None:
     assert steps.do(400).limit_s == 2000  # with nothing but the first step to go by, the second may take long as well
 
 
-def test_a_slow_first_step_is_forgotten_after_two_minutes_of_steps_of_a_second() -> None:
+def test_a_slow_first_step_has_no_effect_on_the_limit_after_two_minutes_of_steps_of_a_second() -> None:
     steps = Steps().do(40, *[1] * 20)
     assert steps.limit_s == 200
     assert steps.do(*[1] * 100).limit_s == 30
@@ -148,7 +148,7 @@ def test_a_number_is_taken_as_given() -> None:
     )
 
 
-def test_what_was_learnt_is_said_with_what_it_was_learnt_from() -> None:
+def test_the_remedy_names_the_automatic_limit_and_the_pauses_that_it_comes_from() -> None:
     pulse = HeartbeatReading(moment=1.0, step=3, phase="forward", longest_s=6.25)
     assert present(TimeLimits().limit_of(pulse)).remedy(63) == (
         "The limit is 62 s by supervisor.hang_timeout_s=auto, where recent steps paused for 6.2 s at most: "

@@ -87,7 +87,7 @@ def put(path: Path, content: Any) -> None:
 KEPT = {"version": 1, "date": "2026-11-22T00:00:00+00:00", **FOUND, "devices": "cpu", "torch": "2.13.0"}
 
 
-def test_a_file_with_the_expected_keys_is_believed(cache: Path) -> None:
+def test_a_file_with_the_expected_keys_is_read_as_a_proof(cache: Path) -> None:
     plan = plan_of()
     cache.mkdir(parents=True)
     put(cache / f"{key_of(plan)}.json", KEPT)

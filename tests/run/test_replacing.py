@@ -56,7 +56,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder,
     assert [plain(line) for line in said] == [expected]
 
 
-def test_a_task_that_waits_to_be_asked_is_not_hanging(
+def test_an_idle_task_is_not_reported_as_hanging(
     folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)

@@ -27,7 +27,7 @@ def indices(membership: ReplicaMembership) -> list[int]:
     return [task.index for task in membership.tasks]
 
 
-def test_a_replica_is_waited_for_once_and_lost_the_second_time(clock: Clock) -> None:
+def test_a_replica_is_removed_by_its_second_failure(clock: Clock) -> None:
     membership = membership_of(4, clock)
     assert membership.record_failure(2, at_start=False) is None
     expected = "worker:2 (cuda:2) is lost: the run continues with 3 of 4 replicas, and retries it in 60 s."
@@ -43,13 +43,13 @@ def test_a_newer_checkpoint_clears_the_account(clock: Clock) -> None:
     assert membership.record_failure(2, at_start=False) is None
 
 
-def test_one_that_fails_in_a_restart_before_its_first_step_is_lost_at_once(clock: Clock) -> None:
+def test_a_replica_that_fails_in_a_restart_before_its_first_step_is_removed_at_once(clock: Clock) -> None:
     membership = membership_of(4, clock)
     assert membership.record_failure(0, at_start=True) is not None
     assert indices(membership) == [1, 2, 3]
 
 
-def test_a_lost_one_returns_when_it_is_due(clock: Clock) -> None:
+def test_a_lost_replica_returns_after_its_waiting_time(clock: Clock) -> None:
     membership = membership_of(3, clock)
     membership.record_failure(1, at_start=True)
     clock.now = 59.9
@@ -81,7 +81,7 @@ def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock: Cloc
 
 
 @pytest.mark.parametrize("fewest", [None, 3])
-def test_below_the_minimum_nobody_is_lost(clock: Clock, fewest: int | None) -> None:
+def test_without_elasticity_or_at_the_minimum_no_replica_is_removed(clock: Clock, fewest: int | None) -> None:
     membership = membership_of(3, clock, min_replicas=fewest)
     assert [membership.record_failure(0, at_start=True) for _ in range(3)] == [None] * 3
     assert membership.at_minimum == (fewest is not None)

@@ -79,7 +79,7 @@ def test_replicas_that_are_lost_count_in_no_rule() -> None:
     assert [rule.refuse(failed(5, 0, 3), lost=True) for _ in range(9)] == [None] * 9
 
 
-def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder: RunFolder) -> None:
+def test_the_same_exception_of_all_ranks_is_recognised_whichever_rank_is_named_first(folder: RunFolder) -> None:
     folder.live.mkdir(parents=True)
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
     faults = []

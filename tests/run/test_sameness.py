@@ -57,7 +57,7 @@ def test_the_remedy_takes_the_place_of_accumulation() -> None:
     assert found.remedy == "batch.micro_size=16 instead of batch.accumulation"
 
 
-def test_what_is_not_known_is_not_yes() -> None:
+def test_an_unknown_coupling_gives_an_unknown_verdict() -> None:
     found = sameness("strategy=mirrored", coupling=lambda: Coupling(not_probed="it is too large"))
     why = "batch.micro_size is 32 here and 64 under one_device; coupling: not probed, it is too large"
     assert found == Sameness(verdict="unknown", reasons=(why,), remedy="batch.micro_size=32")

@@ -77,7 +77,9 @@ def test_the_second_ctrl_c_ends_everything_at_once(running: subprocess.Popen[str
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["running", "stopped"])
-def test_a_killed_supervisor_leaves_no_orphan(running: subprocess.Popen[str], folder: RunFolder, asleep: bool) -> None:
+def test_no_worker_runs_after_its_supervisor_was_killed(
+    running: subprocess.Popen[str], folder: RunFolder, asleep: bool
+) -> None:
     if asleep:
         for pid in pids_of(folder):
             os.kill(pid, signal.SIGSTOP)

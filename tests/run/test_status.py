@@ -103,7 +103,7 @@ def test_a_machine_that_was_started_again_has_killed_it(folder: RunFolder) -> No
     )
 
 
-def test_of_another_host_the_age_counts_and_is_told(folder: RunFolder) -> None:
+def test_the_status_of_another_host_depends_on_its_age_and_shows_it(folder: RunFolder) -> None:
     written(folder, host="elsewhere", updated=1000.0)
     there = replace(Machine.here(), host="here")
     fresh, old = (read_status(folder, here=there, now=now) for now in (1030.0, 1500.0))
@@ -118,13 +118,13 @@ def test_a_run_that_was_killed_after_its_result_has_ended(folder: RunFolder) -> 
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"state": "running"}', '{"state": []}', "\x00", "[" * 10_000])
-def test_a_file_of_another_author_says_nothing(folder: RunFolder, content: str) -> None:
+def test_a_status_file_with_other_content_gives_an_unknown_state(folder: RunFolder, content: str) -> None:
     (folder.path / FILE).write_text(content)
     folder.result.write_text('{"status": ["finished"]}')
     assert read_status(folder).state == "unknown"
 
 
-def test_a_pipe_in_its_place_keeps_nobody_waiting(folder: RunFolder) -> None:
+def test_a_named_pipe_instead_of_the_status_file_does_not_block(folder: RunFolder) -> None:
     os.mkfifo(folder.path / FILE)
     assert read_status(folder).state == "unknown"
     with StatusFile(folder):

@@ -54,7 +54,7 @@ def test_a_scheduler_may_repeat_itself() -> None:
     assert stop.requested == "preempted"
 
 
-def test_the_first_reason_counts_and_is_told_once() -> None:
+def test_the_first_stop_reason_is_kept_and_reported_once() -> None:
     told: list[str] = []
     with StopFlag(told.append) as stop:
         interrupt(signal.SIGTERM)

@@ -40,7 +40,7 @@ def test_a_slow_link_says_to_use_one_device() -> None:
     assert binding(work, 2)[0] == "bytes"
 
 
-def test_the_link_of_one_server_is_the_wall_and_more_servers_move_it() -> None:
+def test_the_link_of_one_server_is_the_limit_and_more_servers_raise_it() -> None:
     work = replace(WORK, exchange=servers(1e8, 1))
     assert binding(work, 32)[0] == "fullest link"
     found = remedies(work, 32, Remediable(num_servers=1))
@@ -50,5 +50,5 @@ def test_the_link_of_one_server_is_the_wall_and_more_servers_move_it() -> None:
 
 
 @pytest.mark.parametrize(("rates", "last"), [([(1, 10.0), (2, 14.9)], 1), ([(1, 10.0), (2, 15.1), (4, 30.0)], 4)])
-def test_a_replica_pays_that_brings_half_of_the_first(rates: list[tuple[int, float]], last: int) -> None:
+def test_the_knee_is_the_last_replica_that_adds_half_of_the_first(rates: list[tuple[int, float]], last: int) -> None:
     assert knee(rates) == last

@@ -54,7 +54,7 @@ def test_more_numbers_than_expected_end_the_connection(ends: list[Connection]) -
         ends[0].receive()
 
 
-def test_numbers_that_nobody_reads_end_the_connection(ends: list[Connection]) -> None:
+def test_unexpected_bytes_end_the_connection(ends: list[Connection]) -> None:
     ends[0].send("pull", {}, [torch.zeros(4)])
     ends[1].receive()
     with pytest.raises(LinkError, match="a sent 16 unexpected bytes"):
@@ -88,7 +88,7 @@ def test_text_that_is_too_long_is_not_sent(ends: list[Connection]) -> None:
         ends[0].send("push", {"a": "x" * 70_000})
 
 
-def test_a_client_learns_that_the_other_end_holds_another_token_and_tells_it_nothing() -> None:
+def test_a_client_with_another_token_gets_an_error_and_is_counted_as_rejected() -> None:
     with AuthenticatedListener("ps:0", token=b"one") as listener:
         listener.serve(lambda link: None)
         with pytest.raises(LinkError, match="ps:0 does not know the token of this run"):
@@ -100,14 +100,14 @@ def test_a_client_learns_that_the_other_end_holds_another_token_and_tells_it_not
         assert listener.rejected == 1
 
 
-def test_who_listens_nowhere_is_named_with_the_time_that_was_waited() -> None:
+def test_an_unreachable_peer_is_named_with_the_time_of_the_wait() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         address = unused.getsockname()
     with pytest.raises(LinkError, match=rf"ps:1 at 127\.0\.0\.1:{address[1]} cannot be reached: 0\.2 s, .*refused"):
         connect(address, token=TOKEN, name="worker:1", peer="ps:1", timeout_s=0.2)
 
 
-def test_nobody_is_waited_for_once_the_training_is_over() -> None:
+def test_a_connect_does_not_wait_after_the_training_is_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         address = unused.getsockname()
     with pytest.raises(LinkError) as caught:
@@ -186,7 +186,7 @@ def bad_requests() -> list[tuple[str, dict[str, Any], list[Any]]]:
     ]
 
 
-def test_a_peer_with_the_token_that_asks_for_nonsense_is_refused_or_dropped() -> None:
+def test_an_invalid_request_of_an_authenticated_peer_is_refused_or_ends_its_connection() -> None:
     model = Net()
     with serving(model, optimizer_of("sgd")) as farm:
         before = farm.chief.state()

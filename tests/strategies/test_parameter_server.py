@@ -126,7 +126,7 @@ REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
         ),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_impossible_settings_of_a_parameter_server_are_problems_before_the_start(
     strategy: ParameterServer, facts: PlanContext, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -177,7 +177,7 @@ def test_workers_of_several_devices_take_the_gpus_in_turn() -> None:
     assert [strategy.num_slots(num_gpus) for num_gpus in (0, 4, 8)] == [7, 4, 6]
 
 
-def test_it_says_when_it_is_another_training() -> None:
+def test_a_note_of_the_parameter_server_names_a_different_training() -> None:
     assert ParameterServer().notes(nn.Identity()) == ParameterServer(mode="async", workers=1).notes(nn.Identity()) == ()
     (note,) = ParameterServer(mode="async", transfer="bf16").notes(nn.Identity())
     assert note == (
@@ -186,7 +186,7 @@ def test_it_says_when_it_is_another_training() -> None:
     )
 
 
-def test_the_staleness_of_a_run_is_told_by_mean_and_95th_percentile() -> None:
+def test_the_staleness_of_a_run_is_reported_by_mean_and_95th_percentile() -> None:
     assert staleness_summary({0: 5, 3: 90, 9: 5}) == {"mean": 3.15, "p95": 3, "counts": {"0": 5, "3": 90, "9": 5}}
 
 

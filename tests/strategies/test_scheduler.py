@@ -93,7 +93,7 @@ def test_a_worker_ahead_of_the_slowest_waits_for_it() -> None:
     assert scheduler.next("w0") is not None
 
 
-def test_nobody_waits_for_a_worker_that_is_gone() -> None:
+def test_no_step_waits_for_a_lost_worker() -> None:
     scheduler = asynchronous(2, "bound", 0)
     applied(scheduler, taken(scheduler, "w0"), 0)
     assert scheduler.next("w0") is None
@@ -110,14 +110,14 @@ def test_in_the_warmup_one_gradient_at_a_time_is_computed() -> None:
     assert all(scheduler.next(worker) is not None for worker in ("w0", "w1", "w2"))
 
 
-def test_steps_past_the_end_are_not_handed_out() -> None:
+def test_steps_past_the_end_are_not_scheduled() -> None:
     scheduler = AsyncScheduler(plan=PLAN, staleness=Staleness(), until=2)
     with_workers(scheduler, 3)
     assert [taken(scheduler, worker).ticket.step for worker in ("w0", "w1")] == [0, 1]
     assert scheduler.next("w2") is None
 
 
-def test_what_a_checkpoint_found_under_way_is_handed_out_first() -> None:
+def test_steps_that_were_unfinished_at_a_checkpoint_are_scheduled_first() -> None:
     scheduler = asynchronous(3)
     items = [taken(scheduler, worker) for worker in ("w0", "w1", "w2")]
     applied(scheduler, items[1], 0)
@@ -190,7 +190,7 @@ def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
     assert merge.items == (first, second)
 
 
-def test_an_overflowed_step_is_handed_out_again() -> None:
+def test_an_overflowed_step_is_scheduled_again() -> None:
     scheduler = synchronous(4)
     for index in range(4):
         scheduler.report(taken(scheduler, f"w{index}").number, 0)
@@ -201,7 +201,7 @@ def test_an_overflowed_step_is_handed_out_again() -> None:
     assert scheduler.version == 0
 
 
-def test_the_shard_of_a_worker_that_is_gone_is_handed_out_again() -> None:
+def test_the_shard_of_a_lost_worker_is_scheduled_again() -> None:
     scheduler = synchronous(2)
     lost, _ = taken(scheduler, "w0"), taken(scheduler, "w1")
     assert scheduler.leave("w0") == (lost,)
@@ -341,7 +341,7 @@ def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: s
     assert told(replayed.made) == told(recorded.made)
 
 
-def test_a_replay_says_when_it_cannot_go_on() -> None:
+def test_a_replay_that_cannot_continue_raises_an_error() -> None:
     line = (
         UpdateRecord(0, (GradientRef(Ticket(0, (0,)), 0, "w0"),)),
         UpdateRecord(1, (GradientRef(Ticket(1, (0,)), 0, "w1"),)),

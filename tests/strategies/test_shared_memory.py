@@ -63,7 +63,7 @@ def waiting(peer: Peer, timeout_s: float) -> TrainingError:
     return caught.value
 
 
-def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(
+def test_a_killed_rank_is_named_while_it_is_still_a_zombie_process(
     sleeper: tuple[subprocess.Popen[bytes], ProcessId], tmp_path: Path
 ) -> None:
     process, mark = sleeper
@@ -76,7 +76,7 @@ def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(
     assert not words.is_permanent
 
 
-def test_a_later_process_with_its_number_is_not_taken_for_it(
+def test_a_later_process_with_the_same_number_is_not_taken_for_the_peer(
     sleeper: tuple[subprocess.Popen[bytes], ProcessId],
 ) -> None:
     _, mark = sleeper
@@ -84,7 +84,7 @@ def test_a_later_process_with_its_number_is_not_taken_for_it(
     assert str(error).startswith("rank 1 ended")
 
 
-def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(
+def test_a_running_rank_that_sends_no_gradients_is_named_after_the_timeout(
     sleeper: tuple[subprocess.Popen[bytes], ProcessId], tmp_path: Path
 ) -> None:
     error = waiting(Peer(sleeper[1]), timeout_s=0.01)
@@ -146,7 +146,7 @@ def let_go_early(place: Place) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_failed_and_lives_on_tells_the_others_that_it_comes_no_more(pool: Pool) -> None:
+def test_a_rank_that_closes_its_reducer_early_ends_the_wait_of_the_other_ranks(pool: Pool) -> None:
     said = pool.run("tests.strategies.test_shared_memory.let_go_early", num_ranks=2, group=True)
     assert said[0] == "rank 1 ended while rank 0 waited for its gradients."
 

@@ -151,7 +151,7 @@ def test_the_end_of_a_job_is_reported_once(tmp_path: Path) -> None:
         job.kill()  # it has ended: nothing to do
 
 
-def test_a_job_is_asked_to_stop_and_told_to(tmp_path: Path) -> None:
+def test_a_job_can_be_interrupted_and_killed(tmp_path: Path) -> None:
     with started(tmp_path, POLITE, tmp_path / "runs") as (job, ended):
         while not (tmp_path / "runs").exists():
             time.sleep(0.01)

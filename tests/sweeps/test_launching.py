@@ -110,7 +110,7 @@ def test_a_job_that_needs_more_slots_than_there_are_is_refused_before_any_starts
     assert not list(cwd.glob("outputs/sweeps/mine/*/resolved.yaml"))
 
 
-def test_only_the_folder_of_a_sweep_can_be_gone_on_with(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_folder_of_a_sweep_can_be_resumed(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trainkit.cli import main
 
     assert main(["-m", *SHORT[:-1], "seed=1,2", "sweep.resume=gone"]) == 2

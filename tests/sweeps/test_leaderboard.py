@@ -88,11 +88,13 @@ def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "no result"), (2, "exit 2"), (-9, "signal 9"), (None, "not run")])
-def test_a_job_without_a_result_tells_how_it_ended(tmp_path: Path, code: int | None, status: str) -> None:
+def test_the_status_of_a_job_without_a_result_comes_from_its_exit_code(
+    tmp_path: Path, code: int | None, status: str
+) -> None:
     assert read_entry(tmp_path, job="0", exit_code=code).status == status
 
 
-def test_a_result_that_says_finished_is_not_believed_where_the_process_failed(tmp_path: Path) -> None:
+def test_a_job_whose_process_failed_has_its_exit_code_as_status_despite_a_finished_result(tmp_path: Path) -> None:
     assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
 
 

@@ -42,7 +42,7 @@ def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown() -
     assert [row.split()[:2] for row in rows] == [["1", "failed"], ["3", "running"], ["4", "done"]]
 
 
-def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(
+def test_a_pipe_prints_every_change_and_a_terminal_only_messages_beside_the_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     PlainScreen().report("job 0 starts", transient=True)

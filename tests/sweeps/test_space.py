@@ -143,7 +143,7 @@ def test_what_cannot_be_searched_is_refused(
     assert refused(composer, *arguments) == problems
 
 
-def test_an_absent_optuna_is_told_with_the_line_that_installs_it(
+def test_the_error_of_an_absent_optuna_names_the_command_that_installs_it(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

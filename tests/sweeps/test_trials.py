@@ -116,7 +116,9 @@ def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: 
     assert bench.states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
 
 
-def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path, composer: Composer) -> None:
+def test_a_trial_reports_a_row_once_and_is_not_pruned_before_its_first_steps(
+    tmp_path: Path, composer: Composer
+) -> None:
     bench = Bench(tmp_path, composer, min_steps=2)
     whole(bench, [0.3, 0.2, 0.1])
     job = present(bench.source.next())
@@ -126,7 +128,7 @@ def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path
     assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
 
 
-def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path: Path, composer: Composer) -> None:
+def test_no_trial_is_pruned_without_a_pruner(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="none")
     whole(bench, [0.3, 0.2, 0.1])
     assert not bench.told(present(bench.source.next()), 1, 99.0)

@@ -88,7 +88,7 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path: Path) -> 
         job.kill()
 
 
-def test_a_job_whose_warm_process_dies_while_it_is_asked_is_reported_once(
+def test_the_end_of_a_job_is_reported_once_if_the_warm_process_dies_during_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()

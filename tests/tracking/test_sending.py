@@ -27,7 +27,7 @@ def sender_of(folder: Path) -> Sender:
     return Sender(folder=folder, state=begun_state(folder, TrackingState(tracker="wandb", project="digits")))
 
 
-def test_a_tracker_is_told_the_config_flat_and_the_fingerprint(tmp_path: Path, service: Recording) -> None:
+def test_a_tracker_receives_the_flat_config_and_the_fingerprint(tmp_path: Path, service: Recording) -> None:
     text = "name: digits\nbatch: {global_size: 64, drop_last: false}\nresume: null\nlogger: {w: {token: (redacted)}}\n"
     sender_of(run_folder(tmp_path, resolved=text + "sizes: [1, 2]\n")).send_new()
     run = service.opened[0]
