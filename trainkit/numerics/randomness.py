@@ -142,9 +142,9 @@ class BlockKeys:
         if self.silent:
             return
         self._objective = draws_of(type(objective))
-        most = max(self.drawing.most, self._objective)
-        if most is Draws.nothing:
+        if self.drawing.most is self._objective is Draws.nothing:
             return
+        most = max(self.drawing.most, self._objective)
         self._state, self._counts = hash64(*parts), {}
         if most is Draws.anything:
             seed_host(mix64(self._state ^ _HOST) & 0xFFFFFFFF)

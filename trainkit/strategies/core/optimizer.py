@@ -87,13 +87,14 @@ class OptimizerStepper:
 
         Fused kernels pair elements by memory order.
         """
-        found, none_missing = list(grads), True
-        for place, (grad, strides) in enumerate(zip(grads, self._strides, strict=True)):
-            if grad is None:
-                none_missing = False
-            elif not grad.is_sparse and grad.stride() != strides:
-                found[place] = in_layout(grad, strides)
-        return found, none_missing
+        strides = [None if grad is None or grad.is_sparse else grad.stride() for grad in grads]
+        found = list(grads)
+        if strides == self._strides:
+            return found, True
+        for place, (grad, own, wanted) in enumerate(zip(grads, strides, self._strides, strict=True)):
+            if grad is not None and own is not None and own != wanted:
+                found[place] = in_layout(grad, wanted)
+        return found, all(grad is not None for grad in grads)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer]:
