@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.measuring.trainings import config
+from tests.scaling.exchanges import ring
 from trainkit.config.schema import RunConfig
 from trainkit.measuring.figures import Choice
 from trainkit.measuring.replicas import Measured, Scalable, exchange_of, measure, scalable, workload
 from trainkit.measuring.turns import Turn
 from trainkit.scaling.fit import Point, fit
-from trainkit.scaling.model import Link, Workload, predict, predictions, ring, samples_per_s
+from trainkit.scaling.model import Link, Workload, predict, predictions, samples_per_s
 from trainkit.trainer.phase_clock import PARTS
 
 ASSUMED = Workload(

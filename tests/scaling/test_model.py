@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.scaling.exchanges import ring, servers
 from trainkit.scaling.answers import Remediable, binding, knee, knee_of, remedies, servers_needed
 from trainkit.scaling.distributions import StepTimes
-from trainkit.scaling.model import Link, Workload, predict, ring, servers
+from trainkit.scaling.model import Link, Workload, predict
 from trainkit.scaling.simulation import Scene, simulate
 
 WORK = Workload(share_s={1: 0.4}, samples=64, grows=True, per_host=1, between=Link(bandwidth=1.25e9, latency_s=1e-4))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.scaling.published import PUBLISHED, Published
+from tests.scaling.published import PUBLISHED, Published
 
 ROOT = Path(__file__).resolve().parents[2]
 

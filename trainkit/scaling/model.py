@@ -36,29 +36,6 @@ Exchanges = Callable[[int], Exchange]
 """Function from the number of replicas to the exchange of a step."""
 
 
-def ring(num_bytes: float) -> Exchanges:
-    """Return the exchanges of an all-reduce over a ring."""
-
-    def of(replicas: int) -> Exchange:
-        sent = 2 * (replicas - 1) / replicas * num_bytes
-        return Exchange(own_bytes=sent, wall_bytes=sent, messages=2 * (replicas - 1), overlaps=True)
-
-    return of
-
-
-def servers(num_bytes: float, count: int, *, is_async: bool = False) -> Exchanges:
-    """Return the exchanges with parameter servers: variables are pulled, gradients pushed.
-
-    The two directions of a link are used one after the other by a synchronous step, at the same time otherwise.
-    """
-
-    def of(replicas: int) -> Exchange:
-        wall = replicas * num_bytes / count * (1 if is_async else 2)
-        return Exchange(own_bytes=2 * num_bytes, wall_bytes=wall, messages=2, waits=not is_async)
-
-    return of
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """The link between replicas."""
@@ -143,7 +120,8 @@ def predict(work: Workload, replicas: int) -> Step:
     """Return the seconds of a step on `replicas` replicas.
 
     Example:
-        >>> work = Workload(share_s={1: 0.4}, samples=64, grows=True, exchange=ring(1e8), per_host=1)  # 10 Gbit/s
+        >>> ring = lambda n: Exchange(own_bytes=2 * (n - 1) / n * 1e8, messages=2 * (n - 1))
+        >>> work = Workload(share_s={1: 0.4}, samples=64, grows=True, exchange=ring, per_host=1)  # 10 Gbit/s
         >>> round(predict(work, 1).total_s, 3), round(predict(work, 8).total_s, 3)
         (0.4, 0.541)
     """
@@ -251,8 +229,3 @@ def predictions(work: Workload, draw: Draw, counts: Sequence[int], *, base: int 
 def _interval(values: np.ndarray[tuple[int], np.dtype[np.float64]], middle: float) -> Interval:
     low, high = np.quantile(values, [_LOW, _HIGH])
     return Interval(low=min(float(low), middle), middle=middle, high=max(float(high), middle))
-
-
-def log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
-    """Draw a positive number whose logarithm is uniform between two bounds."""
-    return float(np.exp(rng.uniform(math.log(low), math.log(high)))) if high > low else low

@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from trainkit.scaling.model import Exchanges, Interval, Link, Workload, log_uniform, predictions, ring, servers
+from tests.scaling.exchanges import ring, servers
+from trainkit.scaling.model import Exchanges, Interval, Link, Workload, predictions
 
 Range = tuple[float, float]
 """Smallest and largest value; equal if the source states the value."""
@@ -71,6 +72,11 @@ class Published:
             spread=spread,
             overlap=overlap,
         )
+
+
+def log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
+    """Draw a positive number whose logarithm is uniform between two bounds."""
+    return float(np.exp(rng.uniform(math.log(low), math.log(high)))) if high > low else low
 
 
 _DEAN: Final = "Dean, talks of 2016, after Géron 2019, Hands-On Machine Learning, 2nd edition, chapter 19"
