@@ -1,4 +1,4 @@
-"""Formulas of the field for links, queues, staleness and checkpoints; the simulator is tested against them.
+"""Formulas of the field for links and checkpoints; the simulator is tested against them.
 
 Units: seconds, bytes, bytes per second. Order statistics are in `trainkit.scaling.distributions`.
 """
@@ -32,34 +32,6 @@ def ring_all_reduce_s(replicas: int, num_bytes: float, bandwidth: float, latency
     """
     rounds = 2 * (replicas - 1)
     return rounds * (num_bytes / replicas / bandwidth + latency_s)
-
-
-def server_updates_per_s(num_bytes: float, bandwidth: float, servers: int) -> float:
-    """Return the gradients per second that the links of all servers can transfer, each of `num_bytes` in one
-    direction.
-    """
-    return servers * bandwidth / num_bytes
-
-
-def queue_wait_s(arrivals_per_s: float, service_s: float) -> float:
-    """Return the mean wait before service in the queue M/D/1; infinite if it is saturated.
-
-    Example:
-        >>> queue_wait_s(0.5, 1.0)
-        0.5
-
-    Source: Pollaczek 1930 and Khinchine 1932, for a constant service time: rho s / (2 (1 - rho)).
-    """
-    load = arrivals_per_s * service_s
-    return math.inf if load >= 1 else load * service_s / (2 * (1 - load))
-
-
-def mean_staleness(workers: int) -> float:
-    """Return the mean number of updates between reading variables and updating them, by asynchronous workers.
-
-    Each of n - 1 other workers makes on average one update between a worker's reading and its own update.
-    """
-    return float(workers - 1)
 
 
 def checkpoint_interval_s(write_s: float, mtbf_s: float) -> float:
