@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -13,8 +13,6 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
 from trainkit.strategies.traffic import StepCut, Transfer, ranks_a_host, times, traffic_of
 
-_HEADERS: Final = 1000
-"""Bytes of the headers of a message, and of the packets that carry it."""
 LinkKind = Literal["memory", "within_host", "between_hosts"]
 """Path of a byte: memory shared by the tasks of a host, a link within a host, or one between hosts."""
 
@@ -80,15 +78,6 @@ class Traffic:
         `first` to `end`.
         """
         return sum(self.at(step).network_bytes(rank) for step in range(first, end)) / max(end - first, 1)
-
-    def wire_bytes(self) -> float:
-        """Return the bytes of a step that gloo's TCP connections carry, with the headers of messages and packets.
-
-        A message of a ring costs about 1,000 bytes in addition to its content, including acknowledgements: measured
-        with torch 2.13, an all-reduce of two ranks over the loopback device.
-        """
-        ranks = [({rank for pair in one.flows for rank in pair}, one) for one in self.transfers if one.by == "network"]
-        return self.network_bytes() + sum(_HEADERS * len(found) * one.messages for found, one in ranks)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the lines of `trainkit plan`: label, text."""

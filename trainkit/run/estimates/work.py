@@ -61,10 +61,6 @@ class Work:
             operations[round(flops / parts), round(size / parts)] += count  # type: ignore[assignment]
         return Work(operations=operations)
 
-    def plus(self, other: Work) -> Work:
-        """Return the sum of both."""
-        return Work(operations=Counter(self.operations) + Counter(other.operations))
-
     def bound_s(self, hardware: Hardware, precision: str) -> tuple[float, float]:
         """Return the seconds of operations that are bound by computing and of operations bound by memory, at the peaks.
 
