@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
-from trainkit.config.values import above
+from trainkit.callbacks.figures.shown import EvaluationFigures, figure_path
 from trainkit.errors import Problem
-from trainkit.fields import cosmetic
 from trainkit.objectives.tables import MAX_CELLS, Table
 from trainkit.report.drawing import confusion_request
-from trainkit.trainer.events import Callback, Row, Run
+from trainkit.trainer.events import Run
 from trainkit.trainer.planned import Planned
 
 _log = logging.getLogger(__name__)
@@ -23,31 +20,18 @@ TABLE: Final = "confusion"
 """Name of the metric, as `Objective.details` gives it."""
 
 
-@dataclass
-class _Drawn:
-    events: EventFolder = field(default_factory=lambda: EventFolder("confusion"))
-    figures: FigureQueue | None = None
-    has_said: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
-class Confusion(Callback):
+class Confusion(EvaluationFigures):
     """Draws which classes are mistaken for which, after each evaluation: `plots/confusion_val.png`.
 
     Evaluations count the matrix besides the metrics of the objective, each sample once on any number of ranks. The page
     of the run and TensorBoard show it; `tables.jsonl` has the counts of every evaluation.
     """
 
-    observes: ClassVar[bool] = True
-    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
     details: ClassVar[tuple[str, ...]] = (TABLE,)
+    events_name: ClassVar[str] = "confusion"
 
-    every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Least seconds between two drawings during the run; the last evaluation is always drawn."""
-    _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._drawn.figures = FigureQueue(every_s=self.every_s, events=self._drawn.events)
+    _has_said: bool = field(default=False, init=False, repr=False, compare=False)
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective without classes, and too many of them for a table."""
@@ -64,23 +48,13 @@ class Confusion(Callback):
             return [Problem(key=planned.key, rule=rule)]
         return []
 
-    def eval_end(self, run: Run, metrics: Row) -> None:
-        """Collect finished drawings."""
-        if run.is_owner:
-            self._figures.advance(run)
-
-    def log(self, run: Run, row: Row) -> None:
-        """Collect finished drawings, and start the drawings that are due."""
-        if run.is_owner:
-            self._figures.advance(run)
-
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Draw the matrix of each split."""
         if not run.is_owner:
             return
         found = {name: table for name, table in tables.items() if is_confusion(name, table)}
-        if not found and not self._drawn.has_said:
-            self._drawn.has_said = True
+        if not found and not self._has_said:
+            object.__setattr__(self, "_has_said", True)
             _log.warning("callbacks=[confusion] draws nothing: outputs are not (samples, classes), or have no targets.")
         for name, table in found.items():
             split = name.rpartition("/")[0]
@@ -88,26 +62,6 @@ class Confusion(Callback):
             title = f"{run.cfg.name}: confusion matrix of {split}, step {run.state.step:,}"
             counts = [list(row[1:]) for row in table.rows]
             self._figures.ask(run, path, confusion_request(path, title=title, classes=table.columns[1:], counts=counts))
-
-    def rolled_back(self, run: Run, step: int) -> None:
-        """Replace the figures of the steps that are trained again."""
-        self._drawn.events.restart(run.state.step)
-
-    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw the last evaluation."""
-        if run.is_owner:
-            self._figures.finish(run)
-        self._drawn.events.close()
-
-    @property
-    def _figures(self) -> FigureQueue:
-        assert self._drawn.figures is not None
-        return self._drawn.figures
-
-
-def figure_path(run: Run, kind: str, split: str) -> Path:
-    """Return the path of a figure of a split."""
-    return run.folder / "plots" / f"{kind}_{split.replace('/', '_')}.png"
 
 
 def is_confusion(name: str, table: Table) -> bool:

@@ -3,53 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.callbacks.figures.confusion import figure_path
-from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
+from trainkit.callbacks.figures.shown import EvaluationFigures, figure_path
 from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
-from trainkit.config.values import above
 from trainkit.data.splits import read_sample
 from trainkit.errors import Problem
-from trainkit.fields import cosmetic
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.details import WORST
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.tables import Table
 from trainkit.report.drawing import samples_request
-from trainkit.trainer.events import Callback, Row, Run
+from trainkit.trainer.events import Run
 from trainkit.trainer.planned import Planned
 
 
-@dataclass
-class _Drawn:
-    events: EventFolder = field(default_factory=lambda: EventFolder("samples"))
-    figures: FigureQueue | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
-class SamplePictures(Callback):
+class SamplePictures(EvaluationFigures):
     """Draws the 16 samples with the highest loss, after each evaluation: `plots/worst_val.png`.
 
     Each has its class, the guess of the model, and the probability of the guess. Under cross entropy they are the
     mistakes that the model is most confident of. The run's page and TensorBoard show them.
     """
 
-    observes: ClassVar[bool] = True
-    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
     details: ClassVar[tuple[str, ...]] = (WORST,)
-
-    every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Least seconds between two drawings during the run; the last evaluation is always drawn."""
-    _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._drawn.figures = FigureQueue(every_s=self.every_s, events=self._drawn.events)
+    events_name: ClassVar[str] = "samples"
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
@@ -68,16 +51,6 @@ class SamplePictures(Callback):
             return [Problem(key=planned.key, rule=rule)]
         return []
 
-    def eval_end(self, run: Run, metrics: Row) -> None:
-        """Collect finished drawings."""
-        if run.is_owner:
-            self._figures.advance(run)
-
-    def log(self, run: Run, row: Row) -> None:
-        """Collect finished drawings, and start the drawings that are due."""
-        if run.is_owner:
-            self._figures.advance(run)
-
     def eval_tables(self, run: Run, tables: Mapping[str, Table]) -> None:
         """Draw the worst samples of each split."""
         if not run.is_owner:
@@ -95,21 +68,6 @@ class SamplePictures(Callback):
             shown = [(png_bytes(grid(one[None])), caption) for one, caption in zip(images, captions, strict=False)]
             if shown:
                 self._figures.ask(run, path, samples_request(path, title=title, samples=shown))
-
-    def rolled_back(self, run: Run, step: int) -> None:
-        """Replace the figures of the steps that are trained again."""
-        self._drawn.events.restart(run.state.step)
-
-    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw the last evaluation."""
-        if run.is_owner:
-            self._figures.finish(run)
-        self._drawn.events.close()
-
-    @property
-    def _figures(self) -> FigureQueue:
-        assert self._drawn.figures is not None
-        return self._drawn.figures
 
 
 def dataset_of(run: Run, split: str) -> Any:

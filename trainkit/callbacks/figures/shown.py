@@ -6,14 +6,17 @@ import logging
 import struct
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
+from trainkit.config.values import above
 from trainkit.errors import UnreadableError
+from trainkit.fields import cosmetic
 from trainkit.files import read_bytes
 from trainkit.report.drawing import Drawing
 from trainkit.storage import naming
-from trainkit.trainer.events import Run
+from trainkit.trainer.events import Callback, Row, Run
 
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile
@@ -38,10 +41,10 @@ class EventFolder:
         if self._events is None:
             from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
 
-            above = run.folder / "tensorboard"
-            with naming(above):
-                above.mkdir(exist_ok=True)
-            folder = above / self._name
+            parent = run.folder / "tensorboard"
+            with naming(parent):
+                parent.mkdir(exist_ok=True)
+            folder = parent / self._name
             start = run.begun_at if self._start is None else self._start
             self._events = EventFile(folder, purge_after=start if folder.is_dir() else None)
         return self._events
@@ -118,3 +121,48 @@ class FigureQueue:
             return
         self._events.of(run).image(path.stem, png, height=height, width=width, step=step, wall_time=time.time())
         self._events.of(run).flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFigures(Callback):
+    """Draws a figure of each split after an evaluation: a subclass requests it in `eval_tables`."""
+
+    observes: ClassVar[bool] = True
+    decides_by_figures: ClassVar[bool] = True  # an evaluator beside the training gives it no tables
+    events_name: ClassVar[str]
+    """Folder of its events below `tensorboard/`."""
+
+    every_s: Annotated[float, cosmetic, above(0)] = 60.0
+    """Least seconds between two drawings during the run; the last evaluation is always drawn."""
+    _events: EventFolder = field(init=False, repr=False, compare=False)
+    _figures: FigureQueue = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        events = EventFolder(self.events_name)
+        object.__setattr__(self, "_events", events)
+        object.__setattr__(self, "_figures", FigureQueue(every_s=self.every_s, events=events))
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Collect finished drawings."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def log(self, run: Run, row: Row) -> None:
+        """Collect finished drawings, and start the drawings that are due."""
+        if run.is_owner:
+            self._figures.advance(run)
+
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Replace the figures of the steps that are trained again."""
+        self._events.restart(run.state.step)
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Draw the last evaluation."""
+        if run.is_owner:
+            self._figures.finish(run)
+        self._events.close()
+
+
+def figure_path(run: Run, kind: str, split: str) -> Path:
+    """Return the path of a figure of a split."""
+    return run.folder / "plots" / f"{kind}_{split.replace('/', '_')}.png"
