@@ -159,7 +159,8 @@ def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], go
     except ConfigError as error:
         return Tried(way=way, overrides=way.overrides, refused=str(error.problems[0]))
     for number, saver in enumerate(savers):
-        if _is_enough(best) and (goal != "memory" or number):
+        fits = best.figures is not None and best.figures.fits is not False
+        if fits and (goal != "memory" or number):
             break
         overrides = (*way.overrides, *saver)
         try:
@@ -188,7 +189,3 @@ def try_family(family: Iterable[Way], attempt: Callable[[Way], Tried], goal: Goa
             break
         least = min(least, metric(one, goal))
     return found
-
-
-def _is_enough(tried: Tried) -> bool:
-    return tried.figures is not None and tried.figures.fits is not False

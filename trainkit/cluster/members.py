@@ -85,7 +85,8 @@ def task_problem(members: Members, role: str, index: int) -> str | None:
         return None
     if count == 0:
         stand_in = " Without one, worker:0 acts as the chief." if role == "chief" and members.get("worker") else ""
-        return f"the cluster has no {role}.{stand_in} Its tasks: {_tasks_listed(members)}."
+        tasks = ", ".join(f"{name}:{place}" for name in ROLES for place in range(len(members.get(name, ()))))
+        return f"the cluster has no {role}.{stand_in} Its tasks: {tasks}."
     last = "" if count == 1 else f" to {role}:{count - 1}"
     return f"the cluster has {count} {role}{'' if count == 1 else 's'}, {role}:0{last}."
 
@@ -131,10 +132,6 @@ def _unknown_role(role: str) -> str:
     near = closest(role, ROLES)
     hint = f"Did you mean {near}? " if near else ""
     return f"no such role. {hint}There are: {', '.join(ROLES)}."
-
-
-def _tasks_listed(members: Members) -> str:
-    return ", ".join(f"{role}:{index}" for role in ROLES for index in range(len(members.get(role, ()))))
 
 
 def _listed(values: Sequence[Any]) -> str:

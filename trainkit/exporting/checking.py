@@ -100,7 +100,7 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
         batches.append(_cut(samples, sizes[0], check.free))
         _refuse_fixed_length(model, batches[-1])
     theirs = _run(check, batches, folder, layers=False)
-    exact_model = None if check.exact else _in_float64(model)
+    exact_model = None if check.exact else copy.deepcopy(model).double()
     for inputs, found in zip(batches, theirs, strict=True):
         own = _outputs(model, inputs)
         exact = own if exact_model is None else _outputs(exact_model, _doubled(inputs))
@@ -168,10 +168,6 @@ def _bound(own: Tensor, exact: Tensor) -> float:
 def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     with torch.no_grad():
         return tensors_of(model(**inputs))
-
-
-def _in_float64(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double()
 
 
 def _doubled(inputs: Inputs) -> dict[str, Tensor]:

@@ -102,7 +102,8 @@ def _free_or_own(folder: Path, owner: OwnershipToken) -> Path:
 def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
     began = time.perf_counter()
     written = form.write(trained, draft)
-    found = {path.relative_to(draft).as_posix(): path for path in _files_in(draft)}
+    paths = sorted(path for path in draft.rglob("*") if path.is_file() and path.name != MARK)
+    found = {path.relative_to(draft).as_posix(): path for path in paths}
     files = {name: written.files.get(name) or _record(path) for name, path in found.items()}
     config = {
         "format": 1,
@@ -118,10 +119,6 @@ def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
     num_bytes = sum(record.num_bytes for record in files.values())
     seconds = time.perf_counter() - began
     return Exported(folder=draft, num_bytes=num_bytes, seconds=seconds, notes=written.notes)
-
-
-def _files_in(draft: Path) -> list[Path]:
-    return sorted(path for path in draft.rglob("*") if path.is_file() and path.name != MARK)
 
 
 def _record(path: Path) -> FileRecord:

@@ -79,7 +79,7 @@ def generate(
             found[place].append(token)
         on_tokens(places, tokens)
 
-    by_transformers = _is_transformers(model)
+    by_transformers = hasattr(model, "generation_config") and hasattr(model, "generate")
     extend = _by_transformers if by_transformers else _by_scores
     with _evaluating(model):
         for places in _batches(prompts, alone=by_transformers and sampling.temperature > 0):
@@ -140,10 +140,6 @@ def _next_scores(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return outputs[:, -1]
 
     return scores
-
-
-def _is_transformers(model: nn.Module) -> bool:
-    return hasattr(model, "generation_config") and hasattr(model, "generate")
 
 
 class _Streamer:

@@ -90,7 +90,8 @@ class OutputFunction:
         """
         scores = self._objective.predict(self._model, batch)
         if self._outputs.layer:
-            scores, self._kept = _first_tensor(self._kept), None
+            outputs, self._kept = self._kept, None
+            scores = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
         if not isinstance(scores, Tensor) or not scores.dim() or scores.shape[0] != num_rows:
             found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise DataError(f"the model gives {found} for {num_rows} samples: a prediction needs one row per sample.")
@@ -100,8 +101,3 @@ class OutputFunction:
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()
         return scores.softmax(dim=-1) if self._outputs.kind == "probabilities" else scores
-
-
-def _first_tensor(outputs: Any) -> Any:
-    """Return the tensor itself, or the first of a tuple."""
-    return outputs[0] if isinstance(outputs, tuple) and outputs else outputs

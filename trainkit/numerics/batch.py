@@ -220,12 +220,7 @@ def shards_of_rank(num_shards: int, *, rank: int, num_ranks: int, lanes: int | N
     if lanes is None:
         return tuple(range(rank, num_shards, num_ranks))
     own = (lane for lane in lane_order(lanes) if lane % num_ranks == rank)
-    return tuple(shard for lane in own for shard in lane_shards(num_shards, lane=lane, lanes=lanes))
-
-
-def lane_shards(num_shards: int, *, lane: int, lanes: int) -> range:
-    """Return the shards of one lane: every `lanes`-th, starting at the lane's number."""
-    return range(lane, num_shards, lanes)
+    return tuple(shard for lane in own for shard in range(lane, num_shards, lanes))
 
 
 def lane_order(lanes: int) -> Iterator[int]:

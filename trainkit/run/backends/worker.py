@@ -83,7 +83,8 @@ def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | 
         evidence = ProcessEvidence(folder, lambda: group.marks)
         command = [*_WORKER, str(folder.resolved)]
         environ = {**_environ(payload, info, attempt), FENCE: token}
-        group.start(info.rank, command, environ, folder.log_of(info.rank), cwd=_working_dir(payload["cwd"]))
+        cwd = Path(payload["cwd"])  # relative paths of the config start there, if it exists on this host
+        group.start(info.rank, command, environ, folder.log_of(info.rank), cwd=cwd if cwd.is_dir() else None)
         code = _watch(group, exits, folder, info, TimeLimits.of(payload["limits"]), evidence=evidence)
     if code not in _CLEAN or (code == 0 and not folder.done_of(info.rank).exists()):
         raise RankError(_failure_headline(folder, info, code, evidence))
@@ -108,13 +109,6 @@ def _environ(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str]) -
         attempt=int(attempt[0]),
     )
     return worker_environ({**socket_environ(launch), **os.environ, **payload["environ"]}, identity)
-
-
-def _working_dir(cwd: str) -> Path | None:
-    """Return the working directory of the command, if it exists on this host: relative paths of the config
-    start there.
-    """
-    return Path(cwd) if Path(cwd).is_dir() else None
 
 
 def _watch(

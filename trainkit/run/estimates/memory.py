@@ -120,7 +120,7 @@ def part_memories(
         model: the model, with or without data; unchanged.
         counter: context manager around forward and backward of a shard.
     """
-    shards = shards_per_replica(plan)
+    shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
     parts = replica_parts(plan.components.strategy, model, plan.facts, num_shards=shards)
     try:
         found = _Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
@@ -129,11 +129,6 @@ def part_memories(
         return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
     step = _Step(plan=plan, model=model, lines=found, shards=shards)
     return [step.on_device(place, part) for place, part in enumerate(parts)]
-
-
-def shards_per_replica(plan: RunPlan) -> int:
-    """Return the largest number of shards of a step that a replica computes in sequence."""
-    return -(-plan.batch.num_shards(0) // plan.num_replicas)
 
 
 class NoSampleError(Exception):

@@ -170,17 +170,14 @@ def _network_s(traffic: Traffic | None, hardware: Hardware) -> tuple[float, floa
         seconds = max(sent.values(), default=0.0)
         if hardware.whole_host and traffic is not None:  # all ranks share the cores that copy
             inside = sum(size for pair, size in one.flows.items() if traffic.link_of(one, pair) != "between_hosts")
-            seconds = max(seconds, inside / (2 * hardware.within_host.gb_s * 1e9) / _hosts(one.flows, traffic))
+            hosts = len({rank // traffic.ranks_a_host for pair in one.flows for rank in pair}) or 1
+            seconds = max(seconds, inside / (2 * hardware.within_host.gb_s * 1e9) / hosts)
         seconds += one.messages * slowest
         if one.overlaps:
             hidden += seconds
         else:
             shown += seconds
     return hidden, shown
-
-
-def _hosts(flows: Mapping[tuple[int, int], float], traffic: Traffic) -> int:
-    return len({rank // traffic.ranks_a_host for pair in flows for rank in pair}) or 1
 
 
 def _input_s(work: RankWork, hardware: Hardware, measured: Measured | None) -> tuple[float, bool]:

@@ -89,7 +89,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     of_data = [
         *_fields_left_out(plan.components),
         *_splits_left_out(plan.components.datasets),
-        *objective_notes(plan, model),
+        *plan.components.objective.notes(model, plan.components.sample),
     ]
     of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
     return [*keys, *of_data, *notes_of(strategy, model), *of_shaping]
@@ -327,11 +327,6 @@ def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
         rule = f"compiles one backward pass, and {named}, which takes a second. Use compile.mode=off."
         found.append(Problem(key="compile.mode", value=compiled, rule=rule))
     return found
-
-
-def objective_notes(plan: RunPlan, model: nn.Module) -> list[str]:
-    """Return the lines about an objective for the plan and the summary."""
-    return plan.components.objective.notes(model, plan.components.sample)
 
 
 def _term_problems(plan: RunPlan) -> Iterator[Problem]:

@@ -26,7 +26,6 @@ from trainkit.data.evaluation import EvalBatches
 from trainkit.data.splits import validation_splits
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.files import open_regular, read_bytes, read_lines
-from trainkit.objectives.tables import Table
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.adapters import averaged_split
 from trainkit.run.planning.build import average_of, make_optimizer, transformed_model
@@ -180,7 +179,7 @@ class CheckpointEvaluator:
             "step": checkpoint.step,
             "epoch": round(state.epoch, 6),
             **found.figures,
-            **({"tables": _plain_tables(found.tables)} if found.tables else {}),
+            **({"tables": {name: one.to_json() for name, one in found.tables.items()}} if found.tables else {}),
             "checkpoint": checkpoint.folder.name,
             "manifest": mark,
             "seconds": round(time.monotonic() - started, 3),
@@ -266,10 +265,6 @@ class CheckpointEvaluator:
             if isinstance(row.get(name), float | int) and (root / row["checkpoint"]).is_dir()
         }
         self._retention.judge(root, EvaluatedIndex(metrics=metrics))
-
-
-def _plain_tables(tables: Mapping[str, Table]) -> dict[str, Any]:
-    return {name: table.to_json() for name, table in tables.items()}
 
 
 class EvaluationAbortedError(Exception):

@@ -141,7 +141,8 @@ def _until_done(
             fault = fault_of(folder, membership.tasks, failure.rank, begun_at=best, reached=reached)
             at_start = attempt > 0 and not attempts.has_progressed(failure.rank, best)
             lost = membership.record_failure(failure.rank, at_start=at_start)
-            refusal = rule.refuse(fault, lost=lost is not None, remark=_minimum_note(membership))
+            remark = f", with elastic.min_replicas={len(membership.tasks)} left" if membership.at_minimum else ""
+            refusal = rule.refuse(fault, lost=lost is not None, remark=remark)
             if refusal is not None:
                 raise CrashLoopError(f"{refusal}: {failure.error()}")
             record_restart(folder.path, _restart(failure, task, fault, lost=lost))
@@ -192,10 +193,6 @@ def _raise_final(failure: Failure, requested: Reason | None, folder: RunFolder) 
         raise failure.error()
     if requested:
         raise stop_error(requested, str(failure.error(f"It was asked to stop. {_last_checkpoint_note(folder)}")))
-
-
-def _minimum_note(membership: ReplicaMembership) -> str:
-    return f", with elastic.min_replicas={len(membership.tasks)} left" if membership.at_minimum else ""
 
 
 def _restarting(failure: Failure, lost: str | None, reached: int, count: str) -> str:

@@ -87,7 +87,8 @@ class PhasedStep(Generic[R]):
         if self._progress.step != step:
             self._progress = _Progress(step=step)
         done = self._progress.works
-        for part, context in self._passes(step)[len(done) :]:
+        passes = [(part, one) for part in self._parts for one in part.contexts[: part.phase.num_passes(step)]]
+        for part, context in passes[len(done) :]:
             work, status, norm = self._pass(part, context, ticket, batches)
             if status is Status.retry:
                 return StepOutcome(step, status, work.loss_sum, work.weight)
@@ -101,9 +102,6 @@ class PhasedStep(Generic[R]):
         self.forget()
         whole.end_update(step)
         return _outcome(step, done, has_phases=bool(self._training.phases))
-
-    def _passes(self, step: int) -> list[tuple[_Part[R], StepContext]]:
-        return [(part, context) for part in self._parts for context in part.contexts[: part.phase.num_passes(step)]]
 
     def _pass(
         self, part: _Part[R], context: StepContext, ticket: Ticket, batches: Sequence[Batch]

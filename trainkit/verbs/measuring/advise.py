@@ -64,7 +64,7 @@ def run(call: Call) -> int:
     planner = Planner(
         compose=compose,
         hardware=hardware,
-        devices=request.devices or _devices_here(hardware),
+        devices=request.devices or count_gpus() or (num_cores() if hardware.whole_host else 1),
         splits=None if data is None else data.splits,
         knows_length=data is None or data.knows_length,
     )
@@ -136,13 +136,6 @@ def _data_of(call: Call, composition: Composition) -> DeclaredData | None:
         return declared_for(call, composition.cfg)
     except ConfigError as error:
         raise composition.with_origins(error) from error
-
-
-def _devices_here(hardware: Hardware) -> int:
-    """Return the number of GPUs of this machine; without GPUs that of its cores, if the hardware is a host without
-    GPUs.
-    """
-    return count_gpus() or (num_cores() if hardware.whole_host else 1)
 
 
 def _progress(text: str) -> None:
