@@ -247,7 +247,7 @@ def _least_consequential(tags: list[Tagged]) -> Tag:
     return next((tag for tag in order if any(item.tag is tag for item in tags)), Tag.cosmetic)
 
 
-class ChangedKey(TypedDict):
+class SettingKey(TypedDict):
     """A key of a run that differs from its recipe."""
 
     key: str
@@ -262,7 +262,7 @@ class ChangedKey(TypedDict):
     """Effect that the key can have: maths, placement, speed or cosmetic."""
 
 
-def changed_keys(composition: Composition) -> list[ChangedKey]:
+def changed_keys(composition: Composition) -> list[SettingKey]:
     """Return the choices and keys that an experiment, a file of the user or an argument sets otherwise than the recipe.
 
     Empty for a config made by hand, which does not record who set a key.
@@ -271,7 +271,7 @@ def changed_keys(composition: Composition) -> list[ChangedKey]:
     return [*_choices(composition, cfg), *_keys(composition, cfg)]
 
 
-def _choices(composition: Composition, cfg: RunConfig) -> Iterator[ChangedKey]:
+def _choices(composition: Composition, cfg: RunConfig) -> Iterator[SettingKey]:
     """Yield the groups for which an argument takes another choice than the recipe."""
     usual: dict[str, Any] = {}
     for file in composition.files:
@@ -279,7 +279,7 @@ def _choices(composition: Composition, cfg: RunConfig) -> Iterator[ChangedKey]:
             usual |= dict(_defaults(file.document.defaults))
     for group, choice in composition.choices.items():
         if group in GROUPS and group in composition.given and choice != usual.get(group):
-            yield ChangedKey(
+            yield SettingKey(
                 key=group,
                 value=choice,
                 recipe=usual.get(group),
@@ -295,7 +295,7 @@ def _defaults(items: list[Any]) -> Iterator[tuple[str, Any]]:
                 yield str(name).removeprefix("override ").strip().lstrip("/"), choice
 
 
-def _keys(composition: Composition, cfg: RunConfig) -> Iterator[ChangedKey]:
+def _keys(composition: Composition, cfg: RunConfig) -> Iterator[SettingKey]:
     below = _values_below(composition)
     secrets = secret_keys(composition.values)
     for path, value in leaves(redacted(composition.values)[0]):
@@ -305,7 +305,7 @@ def _keys(composition: Composition, cfg: RunConfig) -> Iterator[ChangedKey]:
         if origin == NOWHERE or not by_user or usual == value or path in (("recipe",), ("resume",)):
             continue
         hidden = path in secrets or is_below(path, secrets)
-        yield ChangedKey(
+        yield SettingKey(
             key=dotted(path),
             value=REDACTED if hidden else value,
             recipe=REDACTED if hidden and usual is not None else usual,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from trainkit.config.identity import SettingKey
+
 
 class Result(TypedDict):
     """`RUN/result.json`: how a run ended. Later versions add keys and remove none."""
@@ -120,21 +122,6 @@ class Environment(TypedDict):
     """Notes of the summary."""
     begun: NotRequired[BegunBy]
     """The command that began the run, if a later one has continued it."""
-
-
-class SettingKey(TypedDict):
-    """A key of a run that differs from its recipe."""
-
-    key: str
-    """The key, or a group for its choice."""
-    value: Any
-    """The value of the run; secrets are redacted."""
-    recipe: Any
-    """The value of the recipe, or of the files below it; null if they do not set the key."""
-    set_by: str
-    """`command line`, or the file and line."""
-    tag: str
-    """Effect that the key can have: maths, placement, speed or cosmetic."""
 
 
 class Settings(TypedDict):

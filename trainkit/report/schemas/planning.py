@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 
@@ -69,7 +70,8 @@ class PlannedMemory(TypedDict):
     """Bytes while a checkpoint is copied; includes the copy on the CPU with `checkpoint.background`."""
 
 
-class PlannedRemedy(TypedDict):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRemedy:
     """A change with which the run fits."""
 
     overrides: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,12 +25,12 @@ class Layer:
     """Name of the layer in the model."""
     kind: str
     """Name of the class of the layer."""
+    output: tuple[int, ...] | None = None
+    """Shape of the first tensor that its first call returns; None if the layer is not called, or returns none."""
     parameters: int
     """Elements of the layer's own parameters."""
     trained: int
     """Elements of the layer's own parameters that are trained."""
-    output: tuple[int, ...] | None = None
-    """Shape of the first tensor that its first call returns; None if the layer is not called, or returns none."""
     calls: int = 0
     """Calls in one forward pass."""
     flops: int = 0
@@ -124,15 +124,4 @@ class _Watched:
 
 def layer_rows(summary: ModelSummary) -> list[Mapping[str, Any]]:
     """Return the layers as JSON values."""
-    return [
-        {
-            "name": one.name,
-            "kind": one.kind,
-            "output": None if one.output is None else list(one.output),
-            "parameters": one.parameters,
-            "trained": one.trained,
-            "calls": one.calls,
-            "flops": one.flops if summary.flops is not None else None,
-        }
-        for one in summary.layers
-    ]
+    return [{**asdict(one), **({} if summary.flops is not None else {"flops": None})} for one in summary.layers]

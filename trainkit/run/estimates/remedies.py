@@ -10,6 +10,7 @@ from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
+from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import device_memory
 from trainkit.run.estimates.verdict import verdict_of
@@ -22,24 +23,6 @@ from trainkit.strategies.model_transforms import shaping_problems
 
 MOST: Final = 3
 """Number of remedies."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change of a config, or several, with which a run fits."""
-
-    overrides: str
-    """Arguments to add to the command line."""
-    price: str
-    """Cost of the change."""
-    needs: int
-    """Bytes that the device with the largest use then needs."""
-    fits: bool
-    """Whether that is enough; if no change is enough, the remedies are the closest changes."""
-
-    def document(self) -> dict[str, object]:
-        """Return an element of `remedies` in `trainkit plan --json`."""
-        return {"overrides": self.overrides, "price": self.price, "needs": self.needs, "fits": self.fits}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +38,7 @@ _Kind = Callable[[RunPlan, nn.Module], Iterator[_Change]]
 """Function that yields the changes of one kind, the cheapest first."""
 
 
-def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]:
+def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[PlannedRemedy]:
     """Return the cheapest changes with which a run fits, at most three.
 
     Each kind of change is tried alone, in the order of its price; if fewer than three fit, the kinds are also combined,
@@ -66,7 +49,7 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Re
         model: the model, with or without data; unchanged.
         hardware: the hardware that it must fit.
     """
-    found: list[Remedy] = []
+    found: list[PlannedRemedy] = []
     for kind in _KINDS:
         alone = _cheapest(kind, plan, model, hardware)
         if alone is not None:
@@ -80,9 +63,9 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Re
     return fitting[:MOST] or sorted(found, key=lambda one: one.needs)[:1]
 
 
-def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Remedy]:
+def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[PlannedRemedy]:
     """Return combinations of changes: each kind added to the earlier kinds that help."""
-    found: list[Remedy] = []
+    found: list[PlannedRemedy] = []
     overrides, prices, current = "", "", plan
     needs = verdict_of(plan, device_memory(plan, model), hardware).needs
     for kind in _KINDS:
@@ -103,18 +86,18 @@ def _last_of_each(overrides: str) -> str:
     return " ".join({word.partition("=")[0]: word for word in overrides.split()}.values())
 
 
-def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) -> tuple[Remedy, RunPlan] | None:
+def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) -> tuple[PlannedRemedy, RunPlan] | None:
     """Return the first change of a kind with which the run fits, else the one that needs the least memory; None if
     there is none.
     """
-    best: tuple[Remedy, RunPlan] | None = None
+    best: tuple[PlannedRemedy, RunPlan] | None = None
     for change in kind(plan, model):
         other = _planned(change.cfg, plan)
         if other is None:
             continue
         verdict = verdict_of(other, device_memory(other, model), hardware)
         fits = verdict.fits is True
-        one = Remedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
+        one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
         if best is None or one.needs < best[0].needs:
             best = one, other
         if fits:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -255,10 +255,10 @@ class Row:
     job: str
     folder: Path
     overrides: tuple[str, ...]
-    config: str = ""
-    slots: int = 1
     exit_code: int | None = None
     """None if it was not run or has not ended."""
+    config: str = ""
+    slots: int = 1
     tries: int = 0
     """Number of processes started for it with this config, in this sweep and in the sweeps it resumes."""
     pruned: bool = False
@@ -306,19 +306,7 @@ class SweepState:
 
     def write(self) -> None:
         """Write the file atomically: after a crash it is the previous one or this one."""
-        rows = [
-            {
-                "job": row.job,
-                "folder": os.path.relpath(row.folder, self.folder),
-                "overrides": list(row.overrides),
-                "exit_code": row.exit_code,
-                "config": row.config,
-                "slots": row.slots,
-                "tries": row.tries,
-                "pruned": row.pruned,
-            }
-            for row in self.rows.values()
-        ]
+        rows = [{**asdict(row), "folder": os.path.relpath(row.folder, self.folder)} for row in self.rows.values()]
         content = {"version": 1, "command": list(self.command), "jobs": rows}
         self._keep_others()
         write_atomically(self.folder / FILE, json.dumps(content, indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from trainkit.cluster.launch import LaunchEnvironment
     from trainkit.config.composition import Composition
     from trainkit.numerics.schedules import LearningRate
+    from trainkit.report.schemas.planning import PlannedRemedy
     from trainkit.run.estimates.outlook import Outlook
-    from trainkit.run.estimates.remedies import Remedy
     from trainkit.run.estimates.verdict import Verdict
     from trainkit.run.planning.plan import RunPlan
     from trainkit.strategies.base import StagePart
@@ -95,7 +95,7 @@ class _Planned:
     """The parts of a replica that spans several devices."""
     verdict: Verdict | None
     """Whether the run fits; None without `hardware`."""
-    remedies: Sequence[Remedy]
+    remedies: Sequence[PlannedRemedy]
     """Changes that make it fit, if it does not."""
     notes: Sequence[str]
 
@@ -210,7 +210,7 @@ def _without_length(rows: Mapping[str, str], found: _Planned) -> dict[str, str]:
     return kept if found.num_steps is None else {**kept, "steps": f"{found.num_steps:,}"}
 
 
-def _remedy(one: Remedy) -> tuple[str, ...]:
+def _remedy(one: PlannedRemedy) -> tuple[str, ...]:
     return one.overrides, num_bytes(one.needs), one.price
 
 
@@ -236,7 +236,7 @@ def _document(found: _Planned) -> dict[str, object]:
         ],
         "memory": memory.document(),
         "fits": None if found.verdict is None else found.verdict.fits,
-        "remedies": [one.document() for one in found.remedies],
+        "remedies": [asdict(one) for one in found.remedies],
         **found.outlook.document(),
         "notes": list(found.notes),
     }
