@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic, maths, unit
+from trainkit.fields import cosmetic, unit
 from trainkit.numerics.from_host import tensor_on
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import class_details
-from trainkit.objectives.fields import Field, scores_of
-from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.fields import exact, scores_of
+from trainkit.objectives.metrics import ScoredFields, fresh_metrics
 
 
 class TopK(Metric):
@@ -45,12 +44,13 @@ class TopK(Metric):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification(Supervised):
+class Classification(ScoredFields, Supervised):
     """Cross entropy over classes, summed over samples; metrics: accuracy and top-k.
 
     With class weights, the weight of a sample is that of its class, and the loss is the weighted mean, as in torch.
 
     Example:
+        >>> import torch
         >>> objective = Classification(top_k=[3])
         >>> objective.score(torch.zeros(2, 4), torch.tensor([0, 1])).weight
         2.0
@@ -68,14 +68,6 @@ class Classification(Supervised):
     """One weight per class; null weighs all classes equally."""
     top_k: Annotated[list[int], cosmetic, unit("classes")] = field(default_factory=list)
     """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
-    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
-    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
-    target: Annotated[Field | None, maths(neutral=None)] = None
-    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
-    output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
-    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
-    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
     def __post_init__(self) -> None:
         problems = [*self._problems()]
@@ -100,7 +92,7 @@ class Classification(Supervised):
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, classes) scores against (samples,) int64 classes."""
         outputs = scores_of(outputs, self.output)
-        scores = outputs if outputs.dtype in _EXACT else outputs.float()
+        scores = exact(outputs)
         if targets.is_floating_point():
             targets = targets.to(scores.dtype)
         if self.class_weights is None:
@@ -121,7 +113,3 @@ class Classification(Supervised):
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return a table of classes, the confusion matrix, the calibration and the worst samples."""
         return class_details(dataset, batch_size=batch_size)
-
-
-_EXACT = (torch.float32, torch.float64)
-"""Narrower scores are converted to float32 first: a sum of logarithms in bf16 keeps two digits."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 from trainkit.extras import install_command
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean
 from trainkit.objectives.confusion import ConfusionMatrix, PerClass
+from trainkit.objectives.fields import exact
 from trainkit.objectives.metrics import TorchMetric
 from trainkit.objectives.tables import Result, Table
 
@@ -111,7 +112,7 @@ class Calibration(OfClasses):
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch, by the probabilities of its classes."""
         if _one_class_each(loss):
-            super().update(replace(loss, outputs=_exact(loss.outputs.detach()).softmax(dim=-1)), batch)
+            super().update(replace(loss, outputs=exact(loss.outputs.detach()).softmax(dim=-1)), batch)
 
 
 def _calibration_error(num_classes: int) -> Metric:
@@ -205,14 +206,10 @@ def _one_class_each(loss: Loss) -> bool:
     return outputs.dim() == 2 and targets.dim() == 1
 
 
-def _exact(scores: Tensor) -> Tensor:
-    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
-
-
 def _of_sample(loss: Loss) -> tuple[Tensor, ...] | None:
     if not _one_class_each(loss):
         return None
-    logs = _exact(loss.outputs.detach()).log_softmax(dim=-1)
+    logs = exact(loss.outputs.detach()).log_softmax(dim=-1)
     best = logs.max(dim=-1)
     return functional.nll_loss(logs, loss.targets, reduction="none"), loss.targets, best.indices, best.values.exp()
 
@@ -222,7 +219,7 @@ def _of_window(loss: Loss, *, ignore_index: int) -> tuple[Tensor, ...] | None:
     outputs, targets = loss.outputs, loss.targets
     if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != targets.shape:
         return None
-    logs = _exact(outputs.detach()).log_softmax(dim=-1)
+    logs = exact(outputs.detach()).log_softmax(dim=-1)
     each = functional.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none")
     each = each.view(targets.shape)
     counts = (targets != ignore_index).sum(dim=1)

@@ -5,28 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from trainkit.config.values import above, within
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Loss, Metric, Model, Objective
 from trainkit.objectives.classification import TopK
-from trainkit.objectives.fields import Field, scores_of, split_batch
+from trainkit.objectives.fields import exact, scores_of, split_batch
 from trainkit.objectives.frozen import FrozenModel
-from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.metrics import ScoredFields, fresh_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation(Objective):
+class Distillation(ScoredFields, Objective):
     """Cross entropy of the targets, and of the softened scores of a frozen teacher, summed over samples.
 
     The loss is (1 - share) * labels + share * temperature^2 * teacher, where `teacher` is the Kullback-Leibler
     divergence of both models' scores over the temperature. Both terms are logged.
 
     Example:
+        >>> import torch
         >>> objective = Distillation(teacher=nn.Linear(2, 3), share=0.9)
         >>> loss = objective.loss(nn.Linear(2, 3), (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0])))
         >>> sorted(loss.terms), loss.weight
@@ -47,14 +46,6 @@ class Distillation(Objective):
     """Divisor of the scores of both models; a higher value gives unlikely classes more weight."""
     share: Annotated[float, within(0, 1)] = 0.5
     """The share of the teacher in the loss; the rest is the share of the targets."""
-    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
-    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
-    target: Annotated[Field | None, maths(neutral=None)] = None
-    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
-    output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
-    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
-    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
     _teacher: FrozenModel = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +59,7 @@ class Distillation(Objective):
         inputs, targets = split_batch(batch, self.input, self.target)
         given = inputs if isinstance(self.input, list | tuple) else (inputs,)
         outputs = scores_of(model(*given), self.output)
-        scores, wanted = _exact(outputs), _exact(scores_of(self._teacher(*given)))
+        scores, wanted = exact(outputs), exact(scores_of(self._teacher(*given)))
         soft = functional.kl_div(
             functional.log_softmax(scores / self.temperature, dim=-1),
             functional.log_softmax(wanted / self.temperature, dim=-1),
@@ -86,8 +77,3 @@ class Distillation(Objective):
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, and the metrics of the config."""
         return {"accuracy": TopK(1), **fresh_metrics(self.extra_metrics)}
-
-
-def _exact(scores: Tensor) -> Tensor:
-    """Return scores in float32, or float64 if they already are: a sum of logarithms in bf16 keeps two digits."""
-    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import ConfigError, DataError, Problem, TrainingError
@@ -224,3 +225,8 @@ def _described(outputs: Any) -> str:
     names = [str(name) for name in named_fields(outputs)]
     held = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
     return f"a {type(outputs).__name__}{held}"
+
+
+def exact(scores: Tensor) -> Tensor:
+    """Return scores in float32, or float64 if they already are: a sum of logarithms in bf16 keeps two digits."""
+    return scores if scores.dtype in {torch.float32, torch.float64} else scores.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainkit.errors import Problem
-from trainkit.fields import cosmetic, maths, speed
+from trainkit.fields import speed
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import token_details
-from trainkit.objectives.fields import Field, scores_of
+from trainkit.objectives.fields import exact, scores_of
 from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
 from trainkit.objectives.from_hidden.liger import liger_cross_entropy, liger_problems, refuse_scores
 from trainkit.objectives.from_hidden.output_layer import OutputLayer
-from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.metrics import ScoredFields, fresh_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelling(Supervised):
+class LanguageModelling(ScoredFields, Supervised):
     """Cross entropy summed over tokens; positions whose target is `ignore_index` are padding and do not count.
 
     Example:
@@ -40,18 +40,10 @@ class LanguageModelling(Supervised):
     """Whether training samples may hold padding; false skips counting and divides the loss before backward."""
     ignore_index: int = -100
     """The target of a padded place."""
-    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
-    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
-    target: Annotated[Field | None, maths(neutral=None)] = None
-    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
-    output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
     cross_entropy: Annotated[Literal["chunked", "plain", "liger"], speed] = "chunked"
     """Computation of the loss in training: in the output layer of a model that declares one, `chunked` or by `liger`, a
     kernel for GPUs; or `plain`, from all scores, as for other models.
     """
-    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
-    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the sample's length if no sample is padded; otherwise None, and tokens are counted batch by batch."""
@@ -71,7 +63,7 @@ class LanguageModelling(Supervised):
         outputs = scores_of(outputs, self.output)
         if self.cross_entropy == "liger":
             refuse_scores()
-        scores = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
+        scores = exact(outputs)
         loss_sum = functional.cross_entropy(
             scores.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
         )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 from torch import Tensor
 
+from trainkit.fields import cosmetic, maths
 from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
+from trainkit.objectives.fields import Field
 from trainkit.objectives.tables import Result
 
 MAX_DIMS: Final = 8
@@ -90,6 +93,20 @@ def gather_ragged(tensor: Tensor, collective: Collective) -> list[Tensor]:
 
 _FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPES: Final = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredFields:
+    """The keys of an objective that scores one output of the model."""
+
+    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
+    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
+    target: Annotated[Field | None, maths(neutral=None)] = None
+    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
+    output: Annotated[Field | None, maths(neutral=None)] = None
+    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
+    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
+    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
 
 def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,14 +11,13 @@ from torch.nn import functional
 
 from trainkit.config.values import above
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Loss, Metric, Supervised
-from trainkit.objectives.fields import Field, scores_of
-from trainkit.objectives.metrics import MeanOf, fresh_metrics
+from trainkit.objectives.fields import exact, scores_of
+from trainkit.objectives.metrics import MeanOf, ScoredFields, fresh_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regression(Supervised):
+class Regression(ScoredFields, Supervised):
     """Squared, absolute or Huber error, summed over every predicted number.
 
     Example:
@@ -33,14 +32,6 @@ class Regression(Supervised):
     """Error to sum: squared, absolute, or absolute beyond `delta` and squared within."""
     delta: Annotated[float, above(0)] = 1.0
     """Threshold at which Huber's error changes from squared to absolute; only used by `huber`."""
-    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
-    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
-    target: Annotated[Field | None, maths(neutral=None)] = None
-    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
-    output: Annotated[Field | None, maths(neutral=None)] = None
-    """The output of the model that is scored, by key or index; null: the only one, or `logits`."""
-    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
-    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
     def __post_init__(self) -> None:
         if self.error != "huber" and self.delta != 1:
@@ -61,7 +52,7 @@ class Regression(Supervised):
                 f"the model predicts {tuple(outputs.shape)} for targets of {tuple(targets.shape)}: "
                 "the shapes must agree."
             )
-        found = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
+        found = exact(outputs)
         wanted = targets.to(found.dtype)
         if self.error == "mse":
             loss_sum = functional.mse_loss(found, wanted, reduction="sum")
