@@ -58,7 +58,7 @@ Start = Callable[..., tuple[Gpu, Run]]
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     def started(nvml: object, *, gpus: int = 1, is_owner: bool = True) -> tuple[Gpu, Run]:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(gpu, "_devices", lambda run: [torch.device("cuda", number) for number in range(gpus)])
+        monkeypatch.setattr(gpu, "devices_of", lambda run: [torch.device("cuda", number) for number in range(gpus)])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
         callback, run = Gpu(), run_double(tmp_path, is_owner=is_owner)
         callback.run_start(run)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from trainkit.trainer.events import Run
+
 
 def consumed_joules(devices: Sequence[torch.device]) -> float | None:
     """Return the energy that CUDA devices have consumed since their driver was loaded.
@@ -41,3 +43,9 @@ def handle_of(pynvml: object, device: torch.device) -> object:
     """Return NVML's handle: by the UUID, because CUDA_VISIBLE_DEVICES renumbers the devices of this process."""
     uuid = torch.cuda.get_device_properties(device).uuid
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())  # type: ignore[attr-defined]
+
+
+def devices_of(run: Run) -> list[torch.device]:
+    """Return the CUDA devices that this process computes on."""
+    found = {param.device for param in run.model.parameters()} | {run.device}
+    return sorted((one for one in found if one.type == "cuda"), key=str)

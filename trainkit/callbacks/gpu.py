@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-import torch
-
-from trainkit.callbacks.energy import handle_of
+from trainkit.callbacks.energy import devices_of, handle_of
 from trainkit.config.values import above
 from trainkit.errors import MissingExtraError
 from trainkit.fields import cosmetic
@@ -59,7 +57,7 @@ class Gpu(Callback):
 
         try:
             pynvml.nvmlInit()
-            self._found.handles = [handle_of(pynvml, one) for one in _devices(run)]
+            self._found.handles = [handle_of(pynvml, one) for one in devices_of(run)]
         except pynvml.NVMLError as error:
             _log.warning("callbacks=[gpu] records nothing: NVIDIA's driver answers: %s", error)
             return
@@ -94,9 +92,3 @@ def _figures(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
             yield name, float(ask())
         except nvml.NVMLError:  # this GPU does not report it
             continue
-
-
-def _devices(run: Run) -> list[torch.device]:
-    """Return the CUDA devices that this process computes on."""
-    found = {param.device for param in run.model.parameters()} | {run.device}
-    return sorted((one for one in found if one.type == "cuda"), key=str)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from trainkit.callbacks.compile_time import CompileTime
-from trainkit.callbacks.energy import consumed_joules
+from trainkit.callbacks.energy import consumed_joules, devices_of
 from trainkit.cluster.host import peak_resident_bytes
 from trainkit.config.values import at_least
 from trainkit.fields import cosmetic
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Row, Run, State
-from trainkit.trainer.phase_clock import PARTS, PhaseClock
+from trainkit.trainer.phase_clock import PARTS, PhaseClock, wait_for
 
 FILE: Final = "measured.json"
 """File of a run folder that holds the measurement."""
@@ -86,7 +86,7 @@ class Measurement(Callback):
         running, step = self._running, run.state.step
         running.clock.end_step()
         if running.first_step_at is None:
-            _wait_for(run.device)
+            wait_for(run.device)
             running.first_step_at = time.time()
         if step == running.first:
             self._begin(run)
@@ -121,19 +121,19 @@ class Measurement(Callback):
 
     def _begin(self, run: Run) -> None:
         running = self._running
-        _wait_for(run.device)
+        wait_for(run.device)
         _reset_peak(run)
-        running.joules = consumed_joules(_devices(run))
+        running.joules = consumed_joules(devices_of(run))
         running.clock.begin(run.device)
         running.trained_s, running.since = run.state.seconds, time.perf_counter()
 
     def _end(self, run: Run) -> None:
         running = self._running
-        _wait_for(run.device)
+        wait_for(run.device)
         seconds = time.perf_counter() - running.since
         if self.until is not None:  # without the evaluations
             seconds = run.state.seconds - running.trained_s
-        joules = consumed_joules(_devices(run))
+        joules = consumed_joules(devices_of(run))
         spent = math.nan if joules is None or running.joules is None else joules - running.joules
         weights = sum(float(one) for one in running.weights)
         running.figures = {"seconds": seconds, "targets": weights, "joules": spent, **running.clock.lap()}
@@ -195,25 +195,14 @@ def _reached(state: State, value: float) -> dict[str, float]:
     return {"seconds": state.seconds, "steps": state.step, "samples": state.samples, "value": value}
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _devices(run: Run) -> list[torch.device]:
-    """Return the CUDA devices that this process computes on."""
-    found = {param.device for param in run.model.parameters()} | {run.device}
-    return sorted((one for one in found if one.type == "cuda"), key=str)
-
-
 def _reset_peak(run: Run) -> None:
-    for device in _devices(run):
+    for device in devices_of(run):
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak(run: Run) -> int:
     """Return the most bytes held by this process: on its fullest CUDA device, else in the host's memory."""
-    devices = _devices(run)
+    devices = devices_of(run)
     if devices:
         return max(torch.cuda.max_memory_allocated(device) for device in devices)
     return peak_resident_bytes()

@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, ClassVar
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainkit.callbacks.bottleneck import KernelTimes, StepTimes, breakdown, verdict
@@ -22,7 +21,7 @@ from trainkit.files import read_map
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Run
-from trainkit.trainer.phase_clock import PhaseClock
+from trainkit.trainer.phase_clock import PhaseClock, wait_for
 
 
 @dataclass
@@ -104,10 +103,10 @@ class Profiler(Callback):
         timed = self._running.timed
         timed.clock.end_step()
         if is_first:
-            _wait_for(run.device)
+            wait_for(run.device)
             timed.clock.begin(run.device)
         elif is_last or run.device.type != "cuda":
-            _wait_for(run.device)
+            wait_for(run.device)
             timed.laps.append((perf_counter() - timed.begun, timed.clock.lap()))
         else:
             return
@@ -192,8 +191,3 @@ def _first_steps(times: StepTimes, count: int) -> StepTimes:
 
 def _file_of(run: Run, rank: int) -> Path:
     return run.folder / "profile" / f"rank_{rank}.json"
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

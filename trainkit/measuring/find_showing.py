@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from trainkit.measuring.figures import Spread
 from trainkit.measuring.lr_curve import LrCurve, rounded
 from trainkit.measuring.micro_sizes import TIE, MicroSizeSearch, Size
 from trainkit.measuring.range_test import RangeResult
-from trainkit.measuring.showing import VERSION, machine
+from trainkit.measuring.showing import VERSION, machine, plain
 from trainkit.report.numbers import figure, share
 from trainkit.report.tables import row_lines
 from trainkit.storage import num_bytes
@@ -120,15 +119,11 @@ def _size(one: Size) -> dict[str, Any]:
         "accumulation": one.accumulation,
         "status": one.status,
         "reason": one.reason or None,
-        "samples_per_s": _plain(one.choice.samples_per_s),
-        "step_s": _plain(one.choice.step_s),
+        "samples_per_s": plain(one.choice.samples_per_s),
+        "step_s": plain(one.choice.step_s),
         "peak_bytes": one.choice.peak_bytes or None,
         "predicted_bytes": one.needs,
     }
-
-
-def _plain(spread: Spread | None) -> dict[str, float] | None:
-    return None if spread is None else spread.to_json()
 
 
 def size_lines(found: MicroSizeSearch, overrides: Sequence[str]) -> Iterator[str]:

@@ -155,20 +155,21 @@ def _choice(one: Choice) -> dict[str, Any]:
         "replicas": figures.get("replicas"),
         "device": figures.get("device"),
         "steps": figures.get("steps"),
-        "samples_per_s": _plain(one.samples_per_s),
-        "targets_per_s": _plain(one.targets_per_s),
-        "step_s": _plain(one.step_s),
-        "parts_s": {part: _plain(one.part_s(part)) for part in (*PARTS, "rest")},
+        "samples_per_s": plain(one.samples_per_s),
+        "targets_per_s": plain(one.targets_per_s),
+        "step_s": plain(one.step_s),
+        "parts_s": {part: plain(one.part_s(part)) for part in (*PARTS, "rest")},
         "peak_bytes": one.peak_bytes or None,
-        "start_s": _plain(one.start_s),
-        "first_step_s": _plain(one.first_step_s),
-        "compile_s": _plain(one.compile_s),
+        "start_s": plain(one.start_s),
+        "first_step_s": plain(one.first_step_s),
+        "compile_s": plain(one.compile_s),
         "cold_start_s": None if one.cold is None else one.cold.start_s,
-        "joules_per_sample": _plain(one.joules_per_sample),
-        "until_s": _plain(one.until_s),
+        "joules_per_sample": plain(one.joules_per_sample),
+        "until_s": plain(one.until_s),
         "turns": [dict(turn.figures) for turn in one.turns],
     }
 
 
-def _plain(spread: Spread | None) -> dict[str, float] | None:
+def plain(spread: Spread | None) -> dict[str, float] | None:
+    """Return a spread as a JSON value."""
     return None if spread is None else spread.to_json()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from trainkit.bounded import parse_json
 from trainkit.report.curves import BLUE, GREY, INK, ORANGE, STYLE, save
-from trainkit.report.numbers import compact, figure
+from trainkit.report.numbers import compact, evenly, figure
 
 KINDS: Final = {"gradients": BLUE, "activations": ORANGE, "weights": "#2e8b57"}
 _NUM_QUANTILES: Final = 5
@@ -78,7 +78,7 @@ def draw_histograms(folder: Path, *, title: str, lines: Iterable[bytes | str]) -
 
 
 def _figure(title: str, kind: str, layers: Mapping[str, _Layer]) -> Figure:
-    shown = _evenly(list(layers.items()), _MOST_PANELS)
+    shown = evenly(list(layers.items()), _MOST_PANELS)
     columns = min(_COLUMNS, len(shown))
     rows = -(-len(shown) // columns)
     chart = Figure(figsize=(max(5.2, 2.6 * columns), 0.75 + 1.65 * rows), dpi=110, layout="constrained")
@@ -102,7 +102,7 @@ def _figure(title: str, kind: str, layers: Mapping[str, _Layer]) -> Figure:
 
 
 def _panel(axes: Axes, name: str, layer: _Layer, colour: str, low: float) -> None:
-    places = _evenly(list(range(len(layer.steps))), _MOST_STEPS)
+    places = evenly(list(range(len(layer.steps))), _MOST_STEPS)
     steps = [layer.steps[place] for place in places]
     bands = [[max(layer.quantiles[place][at], low) for place in places] for at in range(5)]
     largest = [layer.largest[place] for place in places]
@@ -131,9 +131,3 @@ def _range(layers: Sequence[_Layer]) -> tuple[float, float]:
 
 def _short(name: str, most: int = 30) -> str:
     return name if len(name) <= most else f"...{name[3 - most :]}"
-
-
-def _evenly(items: Sequence[Any], most: int) -> list[Any]:
-    if len(items) <= most:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

@@ -1,8 +1,12 @@
-"""Format numbers for people: few digits, thousands separators, units."""
+"""Format numbers for people: few digits, thousands separators, units; choose some of many items."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -104,3 +108,15 @@ def clock(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-:--"
     return f"0:{round(seconds):02d}" if seconds < 59.5 else duration(max(60, seconds))
+
+
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` items at equal distances, the first and the last among them.
+
+    Example:
+        >>> evenly(range(10), 4), evenly(range(3), 4)
+        ([0, 3, 6, 9], [0, 1, 2])
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / max(most - 1, 1))] for place in range(most)]

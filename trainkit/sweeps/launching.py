@@ -35,6 +35,7 @@ from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, 
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.results.job_results import FILE
+from trainkit.sweeps.screen import print_line
 from trainkit.trainer.ownership import free_name
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit")
@@ -111,7 +112,7 @@ class Launching:
             jobs: dict[str, SweepJob] = {}
             for _, job in composed:
                 if job.name in jobs:
-                    _print_line(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
+                    print_line(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
                 jobs[job.name] = job
             self.sweep.expect(jobs.values())
             self.run(JobList(jobs.values()))
@@ -274,10 +275,6 @@ def _returned(config: DictConfig, job: SweepJob, code: int | None) -> JobReturn:
     done.status = JobStatus.COMPLETED
     done.return_value = code
     return done
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 - the user's screen
 
 
 _OF_THE_SWEEP: Final = "sweep"

@@ -171,3 +171,8 @@ def screen_for() -> Screen:
     from rich.console import Console  # noqa: PLC0415 - a terminal only
 
     return TableScreen(Console(highlight=False))
+
+
+def print_line(line: str) -> None:
+    """Print a line on the user's screen."""
+    print(line, flush=True)  # noqa: T201

@@ -103,3 +103,9 @@ class PhaseClock:
         found = {part: self._seconds.get(part, 0.0) for part in PARTS}
         self._seconds = {}
         return found
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has computed everything that was started on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

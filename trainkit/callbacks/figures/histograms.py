@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from trainkit.files import open_regular
 from trainkit.objectives.base import Collective
 from trainkit.objectives.from_hidden.output_layer import offered_by
 from trainkit.report.drawing import histograms_request
+from trainkit.report.numbers import evenly
 from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
 from trainkit.trainer.events import Callback, Row, Run
@@ -35,7 +36,6 @@ FILE: Final = "histograms.jsonl"
 """The file of a run folder with a line for each recorded step."""
 KINDS: Final = ("gradients", "activations", "weights")
 Kind = Literal["gradients", "activations", "weights"]
-T = TypeVar("T")
 _Measured = dict[str, tuple[Tensor, Tensor]]
 """Name -> result of `distribution.measure`."""
 
@@ -307,18 +307,6 @@ class Histograms(Callback):
             file.write(content.encode())
         request = histograms_request(run.folder / "plots", title=run.cfg.name, records=path)
         self._figures.ask(run, run.folder / "plots" / "gradients.png", request)
-
-
-def evenly(items: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` items at equal distances, the first and the last among them.
-
-    Example:
-        >>> evenly(range(10), 4), evenly(range(3), 4)
-        ([0, 3, 6, 9], [0, 1, 2])
-    """
-    if len(items) <= most:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
 def summed(measured: _Measured, counted: Mapping[str, bool], ranks: Collective) -> _Measured:

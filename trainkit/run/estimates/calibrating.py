@@ -27,6 +27,7 @@ from trainkit.data.reading.collate import collate
 from trainkit.files import write_json_atomically
 from trainkit.run.estimates.hardware import Link
 from trainkit.run.estimates.this_machine import Calibration, Machine, calibration_file
+from trainkit.trainer.phase_clock import wait_for
 
 _ROUND_S: Final = 0.3
 """Seconds of a round, at least."""
@@ -94,17 +95,12 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    _wait(device)
+    wait_for(device)
     begun = time.perf_counter()
     for _ in range(repeats):
         work()
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - begun
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _matmul_rates(device: torch.device, progress: Progress) -> Iterator[tuple[str, float]]:

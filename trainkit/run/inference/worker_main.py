@@ -18,6 +18,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.signals import StopFlag, exit_without_teardown
 from trainkit.run.worker_main import main
+from trainkit.trainer.ownership import print_notice
 
 if TYPE_CHECKING:
     from typing import Any
@@ -42,17 +43,13 @@ def run_task_of_job(
             identity=identity,
             requested=lambda: stop.requested,
             on_phase=beats_of(identity, folder) or ignore_phase,
-            log=_print_line,
+            log=print_notice,
             report=report,
         )
         result = task.run()
     if result is not None:
         folder.write_result(result)
     return result
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
 if __name__ == "__main__":

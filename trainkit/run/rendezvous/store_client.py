@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from trainkit.cluster.address import Address, is_loopback, own_address
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import ConfigError, HangError, LinkError, Problem
 from trainkit.strategies.rendezvous_store import HostedStore, Pending, call_within
+from trainkit.trainer.ownership import print_notice
 
 _FIRST_S: Final = 3.0
 _LONGEST_S: Final = 60.0
@@ -33,7 +33,7 @@ class WaitReporter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._missing, self._timeout_s, self._log = missing, timeout_s, log or _print
+        self._missing, self._timeout_s, self._log = missing, timeout_s, log or print_notice
         self._clock, self._sleep = clock, sleep
         self._begun = clock()
         self._interval_s = min(_FIRST_S, timeout_s / 2)
@@ -53,10 +53,6 @@ class WaitReporter:
             self._interval_s = min(self._interval_s * 2, _LONGEST_S)
             self._next_line_s = waited + self._interval_s
         self._sleep(moment_s)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
 T = TypeVar("T")

@@ -28,6 +28,7 @@ from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import Trigger
 from trainkit.trainer.metrics_accumulator import CountedWork, Instruments, MetricsAccumulator
+from trainkit.trainer.phase_clock import wait_for
 
 if TYPE_CHECKING:
     from trainkit.run.estimates.hardware import Hardware
@@ -99,8 +100,7 @@ class Account:
 
     def _mark(self) -> None:
         """Store the counters of this moment."""
-        if self._run.device.type == "cuda":
-            torch.cuda.synchronize(self._run.device)
+        wait_for(self._run.device)
         self._journal.pause()
         self._marks.append(self._now())
         self._journal.proceed()

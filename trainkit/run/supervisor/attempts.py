@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cau
 from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
 from trainkit.strategies.rendezvous_store import Rendezvous
+from trainkit.trainer.ownership import print_notice
 
 _GRACE_S: Final = 0.1
 """Seconds that the other ranks have to write their error reports after one has failed."""
@@ -32,11 +32,6 @@ _REPORTED_S: Final = 30.0
 """Seconds that a rank may live after its error report, unless it is saving."""
 _SHUTDOWN_GRACE_S: Final = 5.0
 """Seconds that auxiliary tasks have to end after the training."""
-
-
-def log_to_stderr(line: str) -> None:
-    """Log a line on the terminal."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +56,7 @@ class SupervisorSettings:
     """Ranks that are restarted alone when they die, while the others continue."""
     note_without_checkpoint: str = "There is no checkpoint to restart from."
     """Note on a failure without a checkpoint."""
-    log: Callable[[str], None] = log_to_stderr
+    log: Callable[[str], None] = print_notice
     """Function that logs restarts, and replicas lost and retried."""
 
 

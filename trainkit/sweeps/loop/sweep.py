@@ -17,7 +17,7 @@ from trainkit.sweeps.loop.sweep_loop import SweepLoop
 from trainkit.sweeps.results.job_results import PRUNED, SweepState
 from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.results.page import page_at_end
-from trainkit.sweeps.screen import Screen, screen_for
+from trainkit.sweeps.screen import Screen, print_line, screen_for
 from trainkit.trainer.ownership import locked
 
 
@@ -114,14 +114,14 @@ class Sweep:
         }
         head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
         parts = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
-        _print_line(f"\n{', '.join(parts)}")
+        print_line(f"\n{', '.join(parts)}")
         for line in board.lines():
-            _print_line(f"  {line}")
+            print_line(f"  {line}")
         for what, command in board.commands(self.folder):
-            _print_line(f"  {what}: {command}")
+            print_line(f"  {what}: {command}")
         if page is not None:
-            _print_line(f"  page  {page}")
-        _print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
+            print_line(f"  page  {page}")
+        print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
     def _refuse(self, number: int, source: JobSource) -> None:
         """End the sweep early, with the error of the signal."""
@@ -130,7 +130,3 @@ class Sweep:
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
         text += f"sweep.resume={self.folder}"
         raise stop_error(stop_signals()[signal.Signals(number)], text)
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 - the user's screen

@@ -12,7 +12,7 @@ from trainkit.config.composition import leaves
 from trainkit.config.identity import Difference, difference, tag_of
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.config.secrets import redacted
-from trainkit.errors import ConfigError, UnreadableError, yaml_text
+from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
 from trainkit.files import read_map
 from trainkit.report.web.commands import repeating_command
@@ -21,6 +21,7 @@ from trainkit.report.web.curves import MetricsReader, number
 from trainkit.report.web.run_document import Spread
 from trainkit.sweeps.results.job_results import JobResult, read_entries, read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, command_of, key_value
+from trainkit.sweeps.results.metric_stream import config_of
 
 _SEED: Final = "seed"
 _MOST_DEVICES: Final = 1e6
@@ -97,7 +98,7 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
     entries = read_entries(folder)
     settings = [dict(key_value(text) for text in entry.overrides) for entry in entries]
     keys = dict.fromkeys(key for one in settings for key in one)
-    cfg = next((known for entry in entries if (known := _config(entry.folder)) is not None), None)
+    cfg = next((known for entry in entries if (known := config_of(entry.folder)) is not None), None)
     return Comparison(
         title=f"sweep {folder.absolute().name}",
         goal=board.goal,
@@ -114,15 +115,8 @@ def compare_sweep(folder: Path, board: Leaderboard) -> Comparison:
 
 def wants_page(board: Leaderboard) -> bool:
     """Return whether the jobs of a sweep write pages: the first readable config decides for all."""
-    cfg = next((known for entry in board.entries if (known := _config(entry.folder)) is not None), None)
+    cfg = next((known for entry in board.entries if (known := config_of(entry.folder)) is not None), None)
     return cfg is not None and cfg.report_page
-
-
-def _config(folder: Path) -> RunConfig | None:
-    try:
-        return load_resolved(folder / "resolved.yaml")
-    except (ConfigError, UnreadableError):
-        return None
 
 
 def _tag(cfg: RunConfig | None, key: str) -> str:
@@ -150,7 +144,7 @@ def _usd_a_second(folder: Path) -> float | None:
     plan = _read(folder / "plan.json", {"time": dict, "cost": dict})
     hours, device_hours = number(plan.get("time", {}).get("total_h")), number(plan.get("cost", {}).get("device_h"))
     devices = device_hours / hours if hours and device_hours else 0.0
-    cfg = _config(folder) if 0.5 < devices < _MOST_DEVICES else None
+    cfg = config_of(folder) if 0.5 < devices < _MOST_DEVICES else None
     price = None if cfg is None else number(cfg.hardware.get("price_usd_h"))
     return None if price is None else price * round(devices) / 3600
 
@@ -170,7 +164,7 @@ def spread_of_run(folder: Path) -> Spread | None:
         entries = read_entries(folder.parent) if (folder.parent / "sweep.json").is_file() else []
     except UnreadableError:
         return None
-    cfg = _config(folder) if entries else None
+    cfg = config_of(folder) if entries else None
     if cfg is None:
         return None
     return spreads_of(entries, MonitoredMetric.of(cfg.eval).metric).get(folder.absolute())

@@ -44,7 +44,7 @@ class Watch:
     def look(self) -> Progress:
         """Return the current progress; a value without new rows does not change."""
         if self._cfg is None:
-            self._cfg = _config(self._folder)
+            self._cfg = config_of(self._folder)
         if self._cfg is None:
             return self._last
         self.goal = MonitoredMetric.of(self._cfg.eval).metric
@@ -55,7 +55,8 @@ class Watch:
         return self._last
 
 
-def _config(folder: Path) -> RunConfig | None:
+def config_of(folder: Path) -> RunConfig | None:
+    """Return the config of a job's run; None if it cannot be read."""
     try:
         return load_resolved(folder / "resolved.yaml")
     except (ConfigError, UnreadableError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.files import read_map
+from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
 
@@ -38,7 +39,7 @@ def run(call: Call) -> int:
         checkpoint=which,
         config_dirs=call.config_dirs,
         packages=call.packages,
-        log=_print_line,
+        log=print_notice,
     )
     if "json" in call.flags:
         content = read_map(found.folder / "evaluation.json", {"version": int})  # with null for NaN
@@ -46,11 +47,6 @@ def run(call: Call) -> int:
         return 0
     sys.stdout.write("\n".join(_lines(found)) + "\n")
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _lines(found: Evaluated) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Final
 
 from trainkit.config.grammar import refusal
 from trainkit.redaction import redacted_argument
+from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.pasted import pasted
 from trainkit.verbs.support.weights import checkpoint_flag
@@ -43,15 +44,15 @@ def run(call: Call) -> int:
         overwrite="overwrite" in call.flags,
         config_dirs=call.config_dirs,
         packages=call.packages,
-        log=_print_line,
+        log=print_notice,
     )
     if found.status != "finished":
-        _print_line(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {_command(call)}")
+        print_notice(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {_command(call)}")
         return EXIT_CODES.get(found.status, 1)
     files, seconds = " and ".join(map(str, found.files)), time.perf_counter() - begun
     sys.stdout.write(f"{found.num_rows:,} rows in {duration(seconds)}: {files}\n")
     if found.num_nonfinite:
-        _print_line(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows contain NaN or infinity.")
+        print_notice(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows contain NaN or infinity.")
     return 0
 
 
@@ -59,8 +60,3 @@ def _command(call: Call) -> str:
     """Return the command that continues the prediction."""
     flags = [word for name, text in call.flags.items() for word in (f"--{name}", text) if word]
     return pasted(call, "predict", [*call.arguments, *flags, *map(redacted_argument, call.overrides)])
-
-
-def _print_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
