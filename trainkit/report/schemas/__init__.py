@@ -33,17 +33,17 @@ DOCUMENTS: Final[Mapping[str, Document]] = {
     "diff": Document(about="trainkit diff RUN RUN --json", kind="trainkit.report.schemas.looking.Comparison"),
     "bench": Document(about="trainkit bench --json, and bench.json", kind="trainkit.measuring.documents.BenchDocument"),
     "find_lr": Document(
-        about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.find_documents.FindLrDocument"
+        about="trainkit find lr --json, and find_lr.json", kind="trainkit.measuring.documents.FindLrDocument"
     ),
     "find_micro_size": Document(
         about="trainkit find micro_size --json, and find_micro_size.json",
-        kind="trainkit.measuring.find_documents.FindMicroSizeDocument",
+        kind="trainkit.measuring.documents.FindMicroSizeDocument",
     ),
     "scale": Document(about="trainkit scale --json, and scale.json", kind="trainkit.scaling.documents.ScaleDocument"),
     "scale_simulate": Document(
         about="trainkit scale --simulate --json", kind="trainkit.scaling.documents.SimulationDocument"
     ),
-    "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.advice.AdviceDocument"),
+    "advise": Document(about="trainkit advise --json", kind="trainkit.report.schemas.looking.AdviceDocument"),
     "watch": Document(about="trainkit watch --json", kind="trainkit.watching.documents.Watched"),
     "generate": Document(about="trainkit generate RUN --json", kind="trainkit.report.schemas.files.Generation"),
     "result": Document(about="RUN/result.json", kind="trainkit.report.schemas.files.Result", is_open=True),

@@ -13,7 +13,7 @@ from trainkit.config.values import closest
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.json_output import print_json
-from trainkit.report.numbers import count
+from trainkit.report.numbers import compact, count
 from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import RunStatus, read_status
@@ -22,6 +22,7 @@ from trainkit.watching.board import runs_below
 
 if TYPE_CHECKING:
     from trainkit.report.schemas.looking import ListedChoice, ListedRun, Listing
+    from trainkit.run.estimates.model_summary import Layer, ModelSummary
 
 USAGE: Final = "[GROUP [CHOICE] | RUNS] | --model OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -36,10 +37,8 @@ def run(call: Call) -> int:
     Only the last imports torch.
     """
     if "model" in call.flags:
-        from trainkit.verbs.support.model_summary import list_layers  # noqa: PLC0415 - for --model only
-
         call.check_arity()
-        return list_layers(call, as_json="json" in call.flags)
+        return _list_layers(call, as_json="json" in call.flags)
     call.check_arity(arguments=min(len(call.arguments), 2), overrides=False)
     groups, as_json = _groups(call), "json" in call.flags
     if not call.arguments:
@@ -164,3 +163,51 @@ def _when(moment: float | None) -> str:
         return "" if moment is None else datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):  # not a date
         return ""
+
+
+def _list_layers(call: Call, *, as_json: bool) -> int:
+    """Print the layers of the model of a command line; return the exit code.
+
+    Raises:
+        ConfigError: the config has problems.
+    """
+    composition = call.compose()
+    from trainkit.run.estimates.model_summary import layer_rows, summary_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.memory import meta_model  # noqa: PLC0415
+    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415
+
+    plan = make_plan(composition.cfg)
+    found = summary_of(plan, meta_model(plan))
+    if as_json:
+        totals = {"batch": found.batch, "parameters": found.parameters, "trained": found.trained, "flops": found.flops}
+        print_json({"version": 1, **totals, "note": found.note, "layers": layer_rows(found)})
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in _layer_lines(found))
+    return 0
+
+
+def _layer_lines(found: ModelSummary) -> list[str]:
+    header = ("layer", "class", "output", "parameters", "FLOPs")
+    total = (
+        ""
+        if found.flops is None
+        else f", {compact(found.flops)} FLOPs in a forward pass of {count(found.batch)} samples"
+    )
+    trained = "" if found.trained == found.parameters else f", {count(found.trained)} of them trained"
+    return [
+        *row_lines(header, [_cells(one) for one in found.layers]),
+        f"{count(found.parameters)} parameters{trained}{total}",
+        *([f"note: {found.note}"] if found.note else []),
+    ]
+
+
+def _cells(layer: Layer) -> tuple[str, ...]:
+    shape = "" if layer.output is None else " x ".join(map(str, layer.output))
+    calls = f" ({layer.calls} calls)" if layer.calls > 1 else ""
+    return (
+        f"{layer.name}{calls}",
+        layer.kind,
+        shape,
+        count(layer.parameters),
+        compact(layer.flops) if layer.flops else "0",
+    )
