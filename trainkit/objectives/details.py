@@ -20,8 +20,6 @@ from trainkit.objectives.fields import exact
 from trainkit.objectives.metrics import TorchMetric
 from trainkit.objectives.tables import Result, Table
 
-__all__ = ["BitsPerByte", "Calibration", "OfClasses", "Worst", "class_details", "token_details"]
-
 NUM_WORST: Final = 16
 """Samples in the table of the highest losses."""
 WORST: Final = "worst"

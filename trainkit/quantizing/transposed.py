@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["as_linear", "is_linear"]
-
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes the same as `nn.Linear`.

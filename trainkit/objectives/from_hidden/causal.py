@@ -120,6 +120,3 @@ def _as_logits(tree: ast.AST, name: str) -> Iterator[ast.AST]:
             yield from (one for one in node.left.elts if _is_named(one, name))
         if isinstance(node, ast.keyword) and node.arg == "logits" and _is_named(node.value, name):
             yield node.value
-
-
-__all__ = ["causal_output_layer", "has_plain_loss"]

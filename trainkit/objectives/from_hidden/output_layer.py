@@ -26,19 +26,6 @@ from trainkit.objectives.from_hidden.causal import causal_output_layer
 from trainkit.objectives.from_hidden.cross_entropy import CutVocabulary, ScoreRows, score_rows
 from trainkit.objectives.from_hidden.loss import Loss
 
-__all__ = [
-    "OffersOutputLayer",
-    "OutputLayer",
-    "Scored",
-    "found_loss",
-    "keeps_scores",
-    "offered_by",
-    "output_layer_of",
-    "reason_for_scores",
-    "scored_inside",
-    "scores_kept",
-]
-
 
 class OffersOutputLayer(Protocol):
     """A model whose outputs are the scores of a linear layer, unchanged."""
