@@ -71,10 +71,10 @@ def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
     return node if node and composition.origins[(*node, TARGET)].level > Level.recipe else None
 
 
-def _is_of_others(composition: Composition, path: KeyPath, level: Level = Level.recipe) -> bool:
-    """Return whether no source above a level set a key, or a key below it."""
+def _is_of_others(composition: Composition, path: KeyPath) -> bool:
+    """Return whether no source above the recipe set a key, or a key below it."""
     below = [origin for key, origin in composition.origins.items() if key[: len(path)] == path]
-    return path in composition.origins and all(origin.level <= level for origin in below)
+    return path in composition.origins and all(origin.level <= Level.recipe for origin in below)
 
 
 def _is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:

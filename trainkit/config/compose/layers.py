@@ -143,7 +143,8 @@ class Layers:
     def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
         """Resolve one value; report it if it cannot be resolved."""
         try:
-            found = _as_plain(OmegaConf.select(config, dotted(path), throw_on_missing=True))
+            node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
+            found = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         except (OmegaConfBaseException, RecursionError, TooManyReferencesError) as error:
             where = self.tree.origin_of(path).where
             self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
@@ -232,10 +233,6 @@ def _named_in(pattern: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values that a pattern may refer to: those of the keys named in it, or all if one refers further."""
     named = {key: value for key, value in values.items() if str(key) in pattern}
     return values if any("${" in text for _, text in texts_in(named)) else named
-
-
-def _as_plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def _unresolved(error: Exception) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import DeviceMemory
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
@@ -15,22 +16,6 @@ PROCESS_BYTES: Final = 320 * 2**20
 """Bytes of a process of trainkit without tensors, on the host. Source: benchmarks/results/memory.md, 2026-11."""
 CONTEXT_BYTES: Final = 768 * 2**20
 """Bytes that a process takes of a GPU before its first tensor: the CUDA context, kernels, and workspaces of cuBLAS."""
-
-
-class HasMemory(Protocol):
-    """Memory that tasks of a run may share: of a device, or of a host."""
-
-    @property
-    def name(self) -> str:
-        """Name for the user."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Number of bytes."""
-
-    @property
-    def whole_host(self) -> bool:
-        """Whether all tasks of a host share it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +62,7 @@ class Verdict:
         yield "fits", f"{words[self.fits]}: needs {num_bytes(self.needs)}{more}, {self.name} has {num_bytes(self.has)}"
 
 
-def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: HasMemory) -> Verdict:
+def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMemory) -> Verdict:
     """Return whether a run fits.
 
     The memory of a host is shared by all tasks on it, and that of a device by the tasks on that device.
@@ -93,13 +78,13 @@ def verdict_of(plan: RunPlan, memory: DeviceMemory, hardware: HasMemory) -> Verd
     )
 
 
-def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: HasMemory, sharers: int) -> int:
+def _unstaged(plan: RunPlan, memory: DeviceMemory, hardware: Hardware | HostMemory, sharers: int) -> int:
     """Return the bytes of copies that tasks do not have: only one task has the copy if each holds the whole state."""
     counted = hardware.whole_host and memory.held.staged_here and not plan.components.strategy.traits.is_sharded
     return memory.held.staging_bytes * (sharers - 1) if counted else 0
 
 
-def _sharers(plan: RunPlan, hardware: HasMemory) -> int:
+def _sharers(plan: RunPlan, hardware: Hardware | HostMemory) -> int:
     """Return the largest number of tasks that share a memory."""
     launch = plan.facts.launch
     if hardware.whole_host:

@@ -33,7 +33,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.process.error_report import ErrorReport, read_error_report
+from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
 from trainkit.run.supervisor.failure import Failure
@@ -88,17 +88,10 @@ def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: i
 def raised_by(folder: RunFolder, task: Task) -> RaisedError | None:
     """Return the exception of user code that a task reported; None if it reported none, or another kind of error."""
     report = read_error_report(folder.error_of(task.rank))
-    if report is None or not _is_of_user(report):
+    if report is None or report.is_secondary or _OURS.intersection(report.kinds):
         return None
     text = _ADDRESS.sub("0x", f"{report.kinds[0]}: {report.message}")
     return RaisedError(task=str(task), rank=task.rank, step=report.step, text=text)
-
-
-def _is_of_user(report: ErrorReport) -> bool:
-    """Return whether user code raised the exception: not trainkit, and not because the connection to a rank
-    was lost.
-    """
-    return not report.is_secondary and not _OURS.intersection(report.kinds)
 
 
 def repeated(again: Iterable[RaisedError]) -> str | None:

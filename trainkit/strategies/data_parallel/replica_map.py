@@ -77,10 +77,6 @@ class ReplicaMap:
         """Whether a group has several GPUs."""
         return any(len(set(group) - {"cpu"}) > 1 for group in self.groups)
 
-    def group_of(self, device: str) -> tuple[str, ...]:
-        """Return the group of the replica whose task has this device."""
-        return next(group for group in self.groups if _first(group) == device)
-
     def problems(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return the problems of the map for a model, which may be on the meta device."""
         layout = self._planned(model, context)
@@ -115,7 +111,8 @@ class ReplicaMap:
         Raises:
             ConfigError: the map does not fit the model.
         """
-        return _fitting(self.layout(request.model, self.group_of(request.identity.task.device), request.precision))
+        group = next(one for one in self.groups if _first(one) == request.identity.task.device)
+        return _fitting(self.layout(request.model, group, request.precision))
 
     def _planned(self, model: nn.Module, context: PlanContext) -> DeviceLayout | list[Problem]:
         return self.layout(model, self.groups[0], precision_of(context), context)

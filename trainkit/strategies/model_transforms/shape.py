@@ -246,15 +246,12 @@ def _compiled(model: nn.Module, recomputed: Sequence[nn.Module], compiles: Compi
         return []
     if compiles == "model" and not recomputed and draws_nothing(model):
         return [model]
-    units = [unit.module for unit in repeated_blocks_of(model) if compiles == "model" or _is_cut_by_no_map(unit.module)]
+    blocks = (unit.module for unit in repeated_blocks_of(model))
+    # maps split a model between the elements of a container: other blocks are on one device
+    units = [block for block in blocks if compiles == "model" or not isinstance(block, nn.Sequential)]
     apart = set().union(*(set(module.modules()) for module in recomputed))
     others = [unit for unit in units if unit not in apart and apart.isdisjoint(unit.modules())]
     return [*recomputed, *others] or ([model] if compiles == "model" else [])
-
-
-def _is_cut_by_no_map(module: nn.Module) -> bool:
-    """Return whether a module is always on one device: maps split a model between the elements of a container."""
-    return not isinstance(module, nn.Sequential)
 
 
 def _outermost(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

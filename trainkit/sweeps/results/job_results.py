@@ -107,7 +107,8 @@ def read_entry(
     figures = result.get("metrics") or {}
     metrics = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     seconds, steps = result.get("seconds"), result.get("steps")
-    left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and not _sets(arguments, _STOP)
+    keys = {text.lstrip("+").partition("=")[0] for text in arguments}
+    left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and _STOP not in keys
     return JobResult(
         job=job,
         status=PRUNED if (pruned or left) and exit_code is not None else _status(result, exit_code),
@@ -127,10 +128,6 @@ def _status(result: Mapping[str, Any], exit_code: int | None) -> str:
     if exit_code != 0 and status in ("", "finished"):
         status = f"exit {exit_code}" if exit_code > 0 else f"signal {-exit_code}"
     return status or "no result"
-
-
-def _sets(arguments: Sequence[str], key: str) -> bool:
-    return any(text.lstrip("+").partition("=")[0] == key for text in arguments)
 
 
 def read_entries(folder: Path) -> list[JobResult]:
