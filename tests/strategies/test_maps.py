@@ -201,8 +201,8 @@ def test_a_layer_list_inside_a_top_level_child_is_cut_and_what_is_left_stays_tog
     ]
     assert units[0].entries == (inner, inner.wte, inner.norm)
     given = {"transformer": 0, "transformer.h.0": 1, "head": 2}
-    assert assign(model, units, given, key="m").places == (0, 1, 2, 2)
-    assert assign(model, units, dict(reversed(given.items())), key="m").places == (0, 1, 2, 2)
+    assert assign(model, units, given).places == (0, 1, 2, 2)
+    assert assign(model, units, dict(reversed(given.items()))).places == (0, 1, 2, 2)
 
 
 def test_what_the_model_itself_owns_is_placed_by_its_name() -> None:
@@ -211,7 +211,7 @@ def test_what_the_model_itself_owns_is_placed_by_its_name() -> None:
     model.register_buffer("mean", torch.ones(2))
     units = blocks_of(model)
     assert [[name for name, _ in unit.tensors()] for unit in units] == [["scale"], ["mean"], ["0.weight", "0.bias"]]
-    assert assign(model, units, {"scale": 0, "rest": 1}, key="m").places == (0, 1, 1)
+    assert assign(model, units, {"scale": 0, "rest": 1}).places == (0, 1, 1)
 
 
 def test_bytes_are_those_of_what_is_trained_and_tied_weights_count_once() -> None:

@@ -46,11 +46,6 @@ _RESERVE: Final = 64 * 2**20
 """Bytes of unused address space that are freed for the report of an error, in case of a memory limit."""
 
 
-def unfollowed(step: Callable[[], int]) -> None:
-    """Do nothing: another process reads the step from the heartbeat."""
-    del step
-
-
 @dataclass(kw_only=True)
 class TaskRun:
     """One task of a run in this process."""
@@ -70,8 +65,9 @@ class TaskRun:
     report: Report | None = None
     """Sends an error to the parent and the other ranks, before this rank leaves the group or closes anything; None:
     there are no others."""
-    follow: Callable[[Callable[[], int]], None] = unfollowed
-    """Receives a function that returns the current step, once the training can begin."""
+    follow: Callable[[Callable[[], int]], None] = lambda _: None
+    """Receives a function that returns the current step, once the training can begin; nothing: another process reads
+    the step from the heartbeat."""
     beats: BeatCounter | None = None
     """Counts the heartbeats of a run of one process; None: heartbeats are written to the run folder for other
     processes."""

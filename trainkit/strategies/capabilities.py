@@ -378,8 +378,4 @@ class ChecksModel(Protocol):
 
 def unchanged_listener(executor: Executor, *, checks_always: bool) -> Callable[[], None]:
     """Return the function that tells an executor to leave out a check; it does nothing if each step is checked."""
-    return executor.expect_unchanged if isinstance(executor, ChecksModel) and not checks_always else _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+    return executor.expect_unchanged if isinstance(executor, ChecksModel) and not checks_always else lambda: None

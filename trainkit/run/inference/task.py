@@ -31,11 +31,6 @@ Result = dict[str, Any]
 """Result of rank 0: `status`, and the figures of an evaluation."""
 
 
-def _ignore_error(error: BaseException) -> None:
-    """Report nothing: the only process raises its errors."""
-    del error
-
-
 @dataclass(kw_only=True)
 class JobTask:
     """One rank of a job."""
@@ -47,8 +42,8 @@ class JobTask:
     on_phase: PhaseListener
     log: Callable[[str], None]
     """Function that logs a line of progress."""
-    report: Callable[[BaseException], object] = _ignore_error
-    """Function that reports an error to the parent process."""
+    report: Callable[[BaseException], object] = lambda _: None
+    """Function that reports an error to the parent process; nothing: the only process raises its errors."""
 
     def run(self) -> Result | None:
         """Run the task to its end; return the result on rank 0, None on the others."""

@@ -85,11 +85,6 @@ class ErrorReport:
         return lines[1].strip() if self.problems and len(lines) > 1 else lines[0]
 
 
-def keep_here(report: ErrorReport) -> None:
-    """Do nothing: every process that needs the report can read its file."""
-    del report
-
-
 @dataclass
 class Reporter:
     """Writes the report of one rank about the first error; later errors are treated as its consequences."""
@@ -97,8 +92,8 @@ class Reporter:
     path: Path | None
     """None: no report is written, because the ranks of this process have written theirs."""
     rank: int
-    publish: Callable[[ErrorReport], None] = keep_here
-    """Sends the report to ranks that cannot read the file."""
+    publish: Callable[[ErrorReport], None] = lambda _: None
+    """Sends the report to ranks that cannot read the file; nothing: every process that needs it can."""
     report: ErrorReport | None = field(default=None, init=False)
     """The report; None: nothing has failed."""
 

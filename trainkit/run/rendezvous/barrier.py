@@ -232,7 +232,7 @@ class ProcessBarrier:
 
     def _wait_for(self, key: str) -> None:
         """Wait for a value that rank 0 sets; rank 0 itself logs the ranks that it waits for."""
-        waiter = self._waiter(lambda: [0], log=_ignore)
+        waiter = self._waiter(lambda: [0], log=lambda _: None)
         try:
             while not self._store.has(key):
                 waiter.wait(_POLL_S)
@@ -247,10 +247,6 @@ class ProcessBarrier:
             timeout_s=self._timeout_s,
             log=log or self._log,
         )
-
-
-def _ignore(line: str) -> None:
-    del line
 
 
 _NAME_LENGTH: Final = 64

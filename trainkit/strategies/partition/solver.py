@@ -138,10 +138,8 @@ class PartitionSolver:
             sizes = [size + more for size, more in zip(sizes, kept, strict=True)]
         if self.given is None:
             return self._balanced(units, sizes, counted)
-        assigned = assign(model, units, self.given, key="strategy.map")
-        problems = assigned.problems or validate_layout(
-            units, assigned, self.given, key="strategy.map", noun="device", same=self._place
-        )
+        assigned = assign(model, units, self.given)
+        problems = assigned.problems or validate_layout(units, assigned, self.given, same=self._place)
         if problems:
             return problems
         places = tuple(None if given is None else self._place(given) for given in assigned.places)

@@ -14,6 +14,7 @@ from trainkit.config.values import closest
 from trainkit.errors import Problem
 from trainkit.strategies.partition.blocks import Block, blocks_of
 
+_KEY: Final = "strategy.map"
 REST: Final = "rest"
 """The key for all blocks that no other key names."""
 _RANGE: Final = re.compile(r"(?P<head>(?:.+\.)?)(?P<first>\d+)-(?P<last>\d+)")
@@ -34,21 +35,20 @@ class Assigned:
     """The problems of the keys."""
 
 
-def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place], *, key: str) -> Assigned:
+def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place]) -> Assigned:
     """Find the blocks that each key of a map names.
 
     Args:
         model: its module names are used for suggestions.
         units: the result of `blocks_of`, or parts of it.
         given: module name, prefix, range or `rest` -> place.
-        key: the config key of the map, for the problems.
 
     Returns:
         Places by block, and problems: unknown names, cuts within a block, and blocks that two keys name.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        >>> assign(model, blocks_of(model), {"0-1": 0, "rest": 1}, key="strategy.map").places
+        >>> assign(model, blocks_of(model), {"0-1": 0, "rest": 1}).places
         (0, 0, 1)
     """
     keys: list[str | None] = [None] * len(units)
@@ -65,7 +65,7 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
         if clash is not None:
             rule = f"{units[clash].name} is in {keys[clash]} already. Name each block once."
         if rule is not None:
-            problems.append(Problem(key=f"{key}.{word}", value=place, rule=rule))
+            problems.append(Problem(key=f"{_KEY}.{word}", value=place, rule=rule))
             continue
         for at in taken:
             keys[at] = word
@@ -74,7 +74,7 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
             keys = [REST if one is None else one for one in keys]
         else:
             rule = "names nothing: the other keys name every block. Leave it out."
-            problems.append(Problem(key=f"{key}.{REST}", value=given[REST], rule=rule))
+            problems.append(Problem(key=f"{_KEY}.{REST}", value=given[REST], rule=rule))
     places = tuple(None if one is None else given[one] for one in keys)
     return Assigned(places=places, keys=tuple(keys), problems=problems)
 
@@ -160,24 +160,20 @@ def validate_layout(
     assigned: Assigned,
     given: Mapping[str, Place],
     *,
-    key: str,
-    noun: str,
     same: Callable[[Place], Place | None] = lambda place: place,
 ) -> list[Problem]:
-    """Validate a map whose keys are valid.
+    """Validate a map to devices whose keys are valid.
 
     Args:
         units: the result of `blocks_of`.
         assigned: the place of each block.
         given: the user's map, for the messages.
-        key: its key in the config.
-        noun: the name of a place in messages, `device` or `stage`.
         same: normalises a place: `0` and `/gpu:0` are one device.
     """
     normalised = tuple(None if place is None else same(place) for place in assigned.places)
     assigned = replace(assigned, places=normalised)
-    problems = uncovered(units, assigned, key=key, noun=noun) or _split(units, assigned, given, key, noun)
-    return problems or _crossings(units, assigned, given, key, noun)
+    problems = uncovered(units, assigned, noun="device") or _split(units, assigned, given)
+    return problems or _crossings(units, assigned, given)
 
 
 def leaders_of(units: Sequence[Block]) -> list[int]:
@@ -190,7 +186,7 @@ def leaders_of(units: Sequence[Block]) -> list[int]:
     return leaders
 
 
-def uncovered(units: Sequence[Block], assigned: Assigned, *, key: str, noun: str) -> list[Problem]:
+def uncovered(units: Sequence[Block], assigned: Assigned, *, noun: str) -> list[Problem]:
     """Return a problem if a tensor has no place."""
     without = [unit for unit, place in zip(units, assigned.places, strict=True) if place is None]
     names = [name for unit in without for name, _ in unit.tensors()]
@@ -199,12 +195,10 @@ def uncovered(units: Sequence[Block], assigned: Assigned, *, key: str, noun: str
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     least = next(unit.name for unit in without if any(True for _ in unit.tensors()))
     rule = f"no {noun} for {shown}. Add {least}: {noun.upper()}, or {REST}: {noun.upper()}."
-    return [Problem(key=key, rule=rule)]
+    return [Problem(key=_KEY, rule=rule)]
 
 
-def _split(
-    units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place], key: str, noun: str
-) -> list[Problem]:
+def _split(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
     problems, seen = [], dict[int, tuple[str, int]]()
     for at, unit in enumerate(units):
         for name, tensor in unit.tensors():
@@ -213,15 +207,13 @@ def _split(
             if assigned.places[at] != assigned.places[leader] and word is not None and home is not None:
                 rule = (
                     f"{name} is the same tensor as {other}, which is on {given[home]}. Tied weights stay on one "
-                    f"{noun}: put {unit.name} on {given[home]} too."
+                    f"device: put {unit.name} on {given[home]} too."
                 )
-                problems.append(Problem(key=f"{key}.{word}", value=given[word], rule=rule))
+                problems.append(Problem(key=f"{_KEY}.{word}", value=given[word], rule=rule))
     return problems
 
 
-def _crossings(
-    units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place], key: str, noun: str
-) -> list[Problem]:
+def _crossings(units: Sequence[Block], assigned: Assigned, given: Mapping[str, Place]) -> list[Problem]:
     named = [at for at, place in enumerate(assigned.places) if place is not None]
     places = [assigned.places[at] for at in named]
     leaders = leaders_of(units)
@@ -237,10 +229,10 @@ def _crossings(
         runs[-1][1].append(units[at].name)
     words = ",".join(f"{name}:{spelled[place]}" for place, names in runs for name in collapsed(names))
     rule = (
-        f"activations change their {noun} {count} times on the way through the model, and {least} would suffice. "
+        f"activations change their device {count} times on the way through the model, and {least} would suffice. "
         f"Use {{{words}}}."
     )
-    return [Problem(key=key, rule=rule)]
+    return [Problem(key=_KEY, rule=rule)]
 
 
 def _straightened(named: Sequence[int], places: Sequence[Place | None], leaders: Sequence[int]) -> list[Place | None]:

@@ -148,10 +148,10 @@ def cut_blocks(
     units = in_forward_order(blocks_to_cut(model), programs)
     if given is None:
         return _balanced(units, num_stages, bytes_of, activations(model, units), leaders_among(units, programs))
-    assigned = assign(model, units, given, key="strategy.map")
+    assigned = assign(model, units, given)
     problems = assigned.problems or [
         *_number_problems(given, num_stages),
-        *uncovered(units, assigned, key="strategy.map", noun="stage"),
+        *uncovered(units, assigned, noun="stage"),
     ]
     if problems:
         return problems
