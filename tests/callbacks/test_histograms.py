@@ -198,7 +198,7 @@ def test_of_many_layers_some_at_equal_distances_are_shown_and_the_number_is_said
     callback.phase_listener()("data", 0)
     callback.gradient_listener().take(0, UpdateTensors(grads={}, weights=weights, counted=None, ranks=Alone()))
     callback.step_end(run, None)  # type: ignore[arg-type] # not read
-    callback._written.events.close()
+    callback._events.close()
     assert [*records(tmp_path)[0]["weights"]] == ["w0", "w3", "w6"]
     assert [one.getMessage() for one in caplog.records] == [
         "callbacks=[histograms] shows 3 of 7 of weights: callbacks.histograms.most_layers is the limit."

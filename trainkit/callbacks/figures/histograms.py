@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal
@@ -98,10 +98,7 @@ class Activations:
 class _Recorder:
     """Records the steps that are due; keeps counts on the devices until the step is complete."""
 
-    every_steps: int
-    kinds: Sequence[str]
-    layers: Sequence[str]
-    most_layers: int
+    settings: Histograms
     is_active: bool = False
     """Whether this rank counts: rank 0, and every rank where ranks hold parts."""
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -119,7 +116,7 @@ class _Recorder:
         """Return whether a step is recorded: the first of a training, and every step whose number is a multiple of
         `every_steps`.
         """
-        return self.is_active and (step == 0 or (step + 1) % self.every_steps == 0)
+        return self.is_active and (step == 0 or (step + 1) % self.settings.every_steps == 0)
 
     def on_phase(self, phase: str, step: int) -> None:
         """Start recording when a due step begins; outputs count only in forward passes."""
@@ -135,14 +132,14 @@ class _Recorder:
         del step
         self.counted, self.ranks = tensors.counted, tensors.ranks
         for kind, named in (("gradients", tensors.grads), ("weights", tensors.weights)):
-            if kind in self.kinds:
+            if kind in self.settings.kinds:
                 measured = {name: measure(named[name]) for name in self.chosen(kind, named)}
                 self.found.setdefault(kind, {}).update(measured)
 
     def chosen(self, kind: str, names: Iterable[str]) -> list[str]:
         """Return the layers that match a pattern, thinned evenly if there are too many to show."""
-        fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.layers)]
-        kept = evenly(fitting, self.most_layers)
+        fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.settings.layers)]
+        kept = evenly(fitting, self.settings.most_layers)
         if len(kept) < len(fitting):
             self.left_out[kind] = f"{len(kept)} of {len(fitting)}"
         return kept
@@ -163,14 +160,6 @@ class _Recorder:
             for kind in KINDS
             if kind in found
         }
-
-
-@dataclass
-class _Written:
-    recorder: _Recorder | None = None
-    events: EventFolder = field(default_factory=lambda: EventFolder("histograms"))
-    figures: FigureQueue | None = None
-    has_said: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +188,15 @@ class Histograms(Callback):
     """Parameters or layers of each kind; if there are more, this many are shown at equal distances."""
     every_s: Annotated[float, cosmetic, above(0)] = 60.0
     """Least seconds between two drawings of `plots/` during the run."""
-    _written: _Written = field(default_factory=_Written, init=False, repr=False, compare=False)
+    _recorder: _Recorder = field(init=False, repr=False, compare=False)
+    _events: EventFolder = field(init=False, repr=False, compare=False)
+    _figures: FigureQueue = field(init=False, repr=False, compare=False)
+    _has_said: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._written.recorder = _Recorder(
-            every_steps=self.every_steps, kinds=self.kinds, layers=self.layers, most_layers=self.most_layers
-        )
-        self._written.figures = FigureQueue(every_s=self.every_s)
+        object.__setattr__(self, "_recorder", _Recorder(settings=self))
+        object.__setattr__(self, "_events", EventFolder("histograms"))
+        object.__setattr__(self, "_figures", FigureQueue(every_s=self.every_s))
 
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: gradients that no listener receives, or nothing to show."""
@@ -232,16 +223,6 @@ class Histograms(Callback):
     def gradient_listener(self) -> GradientListener:
         """Return the listener that counts gradients and weights."""
         return self._recorder
-
-    @property
-    def _recorder(self) -> _Recorder:
-        assert self._written.recorder is not None
-        return self._written.recorder
-
-    @property
-    def _figures(self) -> FigureQueue:
-        assert self._written.figures is not None
-        return self._written.figures
 
     def run_start(self, run: Run) -> None:
         """Find the layers; drop the lines of steps that are trained again."""
@@ -273,22 +254,22 @@ class Histograms(Callback):
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the records of the steps that are trained again."""
         if run.is_owner:
-            self._written.events.restart(run.state.step)
+            self._events.restart(run.state.step)
             keep_until(run.folder / FILE, run.state.step)
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the buffered events."""
-        self._written.events.close()
+        self._events.close()
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Draw the figures for the last time."""
         self._recorder.activations.end()
         if run.is_owner:
             self._figures.finish(run)
-        self._written.events.close()
+        self._events.close()
 
     def _write(self, run: Run, found: Mapping[str, Mapping[str, Distribution]]) -> None:
-        events, step = self._written.events.of(run), run.state.step
+        events, step = self._events.of(run), run.state.step
         for kind, named in found.items():
             for name, one in named.items():
                 limits, counts = one.buckets()
@@ -296,8 +277,8 @@ class Histograms(Callback):
                     ends = (one.low, one.high, one.total, one.squares)
                     events.buckets(f"{kind}/{name}", limits, counts, ends=ends, step=step, wall_time=time.time())
         events.flush()
-        if not self._written.has_said and self._recorder.left_out:
-            self._written.has_said = True
+        if not self._has_said and self._recorder.left_out:
+            object.__setattr__(self, "_has_said", True)
             said = ", ".join(f"{what} of {kind}" for kind, what in self._recorder.left_out.items())
             _log.warning("callbacks=[histograms] shows %s: callbacks.histograms.most_layers is the limit.", said)
         lines = {kind: {name: one.to_json() for name, one in named.items()} for kind, named in found.items()}
