@@ -14,6 +14,8 @@ from trainkit.callbacks.screen import pace as pace_module
 from trainkit.callbacks.screen.pace import Interval, Pace, PauseSchedule
 
 STEPS, STEP_S, FIRST_S, ROW_EVERY = 1000, 0.05, 4.0, 10
+LATER_S = 1.0
+"""Seconds that the training loses in its second row."""
 
 
 def truth_and_estimate(pauses: PauseSchedule, costs: Mapping[str, float], *, at: int = STEPS // 10) -> float:
@@ -21,7 +23,7 @@ def truth_and_estimate(pauses: PauseSchedule, costs: Mapping[str, float], *, at:
     now = seconds = 0.0
     pace, estimate, estimated_at = Pace(pauses, begun=(0, 0.0, 0.0)), math.nan, 0.0
     for step in range(1, STEPS + 1):
-        took = FIRST_S if step == 1 else STEP_S
+        took = FIRST_S if step == 1 else STEP_S + LATER_S * (step == 15)
         now, seconds = now + took, seconds + took
         if step % ROW_EVERY == 0:
             pace.row(step, seconds, now=now)

@@ -120,6 +120,9 @@ class _Mark:
 class Pace:
     """Estimates the remaining time from the steps of the last minute and the pauses so far.
 
+    Of a shorter training, the later half counts: the first rows also hold compiling, imports, and the comparison of the
+    plan with what was measured.
+
     A row of metrics contains the training time without pauses; the rest of the elapsed time was spent in pauses.
     Between two rows, an evaluation with the save of a new best model is one pause, and a separate save is another. A
     pause in which neither is due (for example the plan after the first steps) is not expected again. Before the first
@@ -139,6 +142,8 @@ class Pace:
         self._pauses, self._window_s = pauses, window_s
         self._begun = self._last = _Mark(step=begun[0], seconds=begun[1], moment=begun[2])
         self._marks: deque[_Mark] = deque()
+        self._first_s = math.inf
+        """Seconds of training at the first mark."""
         self._evaluations: list[float] = []
         self._saves: list[float] = []
 
@@ -153,9 +158,11 @@ class Pace:
             self._saves.append(paused / saves)
         elif self._saves_by_time(before, mark):
             self._saves.append(paused)
-        if step > self._begun.step and (not self._marks or seconds - self._marks[-1].seconds >= self._window_s / 60):
+        if step > self._begun.step and (not self._marks or seconds - self._marks[-1].seconds >= self._window_s / 240):
             self._marks.append(mark)
-        while len(self._marks) > 2 and seconds - self._marks[0].seconds > self._window_s:
+            self._first_s = min(self._first_s, seconds)
+        oldest = seconds - min(self._window_s, (seconds - self._first_s) / 2)
+        while len(self._marks) > 2 and self._marks[1].seconds <= oldest:
             self._marks.popleft()
         self._last = mark
 
@@ -168,7 +175,7 @@ class Pace:
         last, end = self._last, self._pauses.last_step
         if last.step >= end:
             return 0.0
-        # The first row holds the first step, which compiles and allocates: later rows are measured relative to it.
+        # The first row holds the first step, which compiles and allocates: it is never among the steps that are timed.
         base = self._marks[0] if self._marks and self._marks[0].step < last.step else self._begun
         if last.step <= base.step:
             return math.inf
