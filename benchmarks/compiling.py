@@ -1,9 +1,11 @@
 """Measure compiled steps of one device beside eager ones and a hand-written loop, on one thread.
 
-    python benchmarks/compiling.py [--rounds 15] [--recipes digits convnet gpt]
+    python benchmarks/compiling.py [--rounds 5] [--recipes digits convnet gpt]
 
-All loops of a recipe take turns in one process (`benchmarks/stepping.py`). Compiling is over before the first turn, a
-short last batch included.
+Each training runs in a process of its own, and the processes take turns: a training of trainkit keeps the memory that a
+step frees, and excludes the objects that live to its end from garbage collection, and in one process the others would
+profit from it. Processor time counts, which other programs of the machine change less than that of a clock. Compiling
+is over before the first step that counts, a short last batch included.
 """
 
 from __future__ import annotations
@@ -13,54 +15,87 @@ import os
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import argparse
+import gc
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import torch
 
 from benchmarks import report
-from benchmarks.stepping import RECIPES, plain_loop, take_turns, trainkit_loop
+from benchmarks.stepping import RECIPES, plain_loop, trainkit_loop
 from trainkit.strategies.model_transforms import ModelTransforms
 
-TURNS: Mapping[str, tuple[int, int]] = {"digits": (400, 46), "convnet": (4, 18), "gpt": (3, 6)}
-"""Steps of a turn, and steps before the first turn."""
-MODES: tuple[Literal["off", "default", "step"], ...] = ("off", "default", "step")
+TURNS: Mapping[str, tuple[int, int, int]] = {"digits": (300, 10, 200), "convnet": (18, 12, 2), "gpt": (6, 9, 2)}
+"""Steps before the first that counts; turns, and steps of a turn."""
+BY_HAND = "hand-written loop"
+EAGER = "compile.mode=off"
+TRANSFORMS: Mapping[str, ModelTransforms] = {
+    EAGER: ModelTransforms(),
+    "compile.mode=default": ModelTransforms(compile_mode="default"),
+    "compile.mode=step": ModelTransforms(compile_mode="step"),
+}
+CHANNELS_LAST: Mapping[str, ModelTransforms] = {
+    f"{EAGER}, channels_last": ModelTransforms(memory_format="channels_last"),
+    "compile.mode=default, channels_last": ModelTransforms(compile_mode="default", memory_format="channels_last"),
+    "compile.mode=step, channels_last": ModelTransforms(compile_mode="step", memory_format="channels_last"),
+}
+
+
+def contenders(key: str) -> list[str]:
+    """Return the names of a recipe's trainings."""
+    return [BY_HAND, *TRANSFORMS, *(CHANNELS_LAST if key == "convnet" else ())]
+
+
+def measured(key: str, contender: str) -> float:
+    """Return the seconds of processor time of a step in this process."""
+    torch.set_num_threads(1)
+    recipe, (before, turns, steps) = RECIPES[key], TURNS[key]
+    if contender == BY_HAND:
+        step = plain_loop(recipe)
+    else:
+        step = trainkit_loop(recipe, {**TRANSFORMS, **CHANNELS_LAST}[contender])
+        gc.freeze()  # as a training does before its first step
+    for _ in range(before):
+        step()
+    times = []
+    for _ in range(turns):
+        begun = time.process_time()
+        for _ in range(steps):
+            step()
+        times.append((time.process_time() - begun) / steps)
+    return statistics.median(times)
 
 
 def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recipes", nargs="+", default=list(TURNS), choices=list(TURNS))
+    parser.add_argument("--one", nargs=2, help="print the seconds of one training of a recipe, in this process")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    if given.one:
+        print(measured(*given.one))
+        return
     rows = []
     for key in given.recipes:
-        recipe, (steps, warmup) = RECIPES[key], TURNS[key]
-        loops = {"hand-written loop": plain_loop(recipe)}
-        for mode in MODES:
-            loops[f"compile.mode={mode}"] = trainkit_loop(recipe, ModelTransforms(compile_mode=mode))
-        if recipe.key == "convnet":
-            for mode in MODES:
-                shaping = ModelTransforms(compile_mode=mode, memory_format="channels_last")
-                loops[f"compile.mode={mode}, channels_last"] = trainkit_loop(recipe, shaping)
-        found = take_turns(loops, rounds=given.rounds, steps=steps, warmup=warmup)
+        found: dict[str, list[float]] = {contender: [] for contender in contenders(key)}
+        for _ in range(given.rounds):
+            for contender, seconds in found.items():
+                own = [sys.executable, __file__, "--one", key, contender]
+                done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
+                seconds.append(float(done.stdout.split()[-1]))
         for name, seconds in found.items():
-            eager = found["compile.mode=off" + (", channels_last" if "last" in name else "")]
-            rows.append(
-                [
-                    recipe.title,
-                    name,
-                    f"{statistics.median(seconds) * 1e6:,.0f}",
-                    report.ratio(seconds, found["hand-written loop"]),
-                    report.ratio(seconds, eager),
-                ]
-            )
+            eager = found[EAGER + (", channels_last" if "channels_last" in name else "")]
+            per_step = f"{statistics.median(seconds) * 1e6:,.0f}"
+            rows.append([RECIPES[key].title, name, per_step, report.ratio(seconds, found[BY_HAND])])
+            rows[-1].append(report.ratio(seconds, eager))
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     head = ["", "", "microseconds of processor time a step", "of the hand-written loop", "of the eager step"]
     body = "fp32, AdamW, one thread; medians of rounds (least to most).\n\n" + report.table(head, rows)

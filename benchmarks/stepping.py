@@ -1,14 +1,9 @@
-"""Steps of one device, taken in turns in one process: a hand-written loop beside trainkit's executor.
-
-What counts is the processor time of the process, which other programs on the machine change less than the time of a
-clock; with one thread the two are equal on an idle machine.
-"""
+"""Steps of one device: a hand-written loop, and trainkit's executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from time import process_time
 
 import torch
 from torch import Tensor
@@ -102,25 +97,3 @@ def trainkit_loop(of: Workload, transforms: ModelTransforms) -> Step:
         executor.step(Ticket(number, (0,)), [(inputs.index_select(0, order), targets.index_select(0, order))])
 
     return step
-
-
-def take_turns(loops: Mapping[str, Step], *, rounds: int, steps: int, warmup: int) -> dict[str, list[float]]:
-    """Return each loop's seconds of processor time a step, one number a round.
-
-    Args:
-        loops: the contenders.
-        rounds: turns that count, of each.
-        steps: of a turn.
-        warmup: steps of each before, which compile.
-    """
-    for step in loops.values():
-        for _ in range(warmup):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(rounds):
-        for name, step in loops.items():
-            began = process_time()
-            for _ in range(steps):
-                step()
-            seconds[name].append((process_time() - began) / steps)
-    return seconds
