@@ -33,7 +33,7 @@ from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCaptur
 from trainkit.strategies.core.graphs.direct import RepeatedGraph
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.update import OptimizerTensors, Updates
-from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, refuse_draws
+from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph, refuse_draws
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, divisor_of
@@ -147,7 +147,8 @@ class StepGraphs:
                 sums = self._sums if len(batches) > 1 else None
                 earlier = found.weight if divisor.counted else None
                 clips = update.max_norm is not None
-                *one, norm = self._run(self._finish, batch, values, earlier, sums, updates.tensors, clips)
+                fixed = (earlier, sums, updates.tensors, clips)
+                *one, norm = self._run(self._finish, (batch, values), fixed, unchanged=self._unchanged)
                 found.add(*one)
             if several:
                 replica.buffers.end_forward(training.plan.shard_size(ticket.step, shard) / batch_size)
@@ -176,7 +177,9 @@ class StepGraphs:
 
     def add(self, batch: Batch, values: Tensor) -> tuple[Tensor, Tensor | float, tuple[Tensor, ...]]:
         """Add the gradients of a shard to `sums`; return its loss, weight and terms."""
-        found: tuple[Tensor, Tensor | float, tuple[Tensor, ...]] = self._run(self._add, batch, values, self._sums)
+        found: tuple[Tensor, Tensor | float, tuple[Tensor, ...]] = self._run(
+            self._add, (batch, values), (self._sums,), unchanged=self._unchanged
+        )
         return found
 
     @property
@@ -249,20 +252,21 @@ class StepGraphs:
             with torch.no_grad():
                 return updates.apply(grads, values, tensors, clips=clips)
 
-        self._add, self._finish = self._compiled(add), self._compiled(finish)
-        self._step = self._compiled(step, captures=False)  # the capture would hold a copy of all gradients
+        self._add, self._finish = self._repeated(add), self._repeated(finish)
+        # All gradients are its arguments: comparing their layouts is work in each step, and a capture would copy them.
+        self._step = WholeGraph(step, self._settings, self._replica.device, is_joint=True)
 
-    def _compiled(self, function: Callable[..., Any], *, captures: bool = True) -> RepeatedGraph:
-        if self._pool is None or not captures:
+    def _repeated(self, function: Callable[..., Any]) -> RepeatedGraph:
+        if self._pool is None:
             return RepeatedGraph(function, self._settings, self._replica.device)
         call = CapturingCaller(partial(CudaCapture, self._pool))
         return RepeatedGraph(function, self._settings, self._replica.device, call)
 
-    def _run(self, graph: RepeatedGraph, batch: Batch, values: Tensor, *fixed: Any) -> Any:
+    def _run(self, graph: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         keys = self._keys
         keys.silence(silent=True)
         try:
-            return graph((batch, values), fixed, unchanged=self._unchanged)
+            return graph(*args, **settings)
         except UntraceableError as error:
             raise TrainingError(
                 f"compile.mode=step: this step cannot be one graph: {error}. Use compile.mode=default."
