@@ -299,7 +299,7 @@ class _Scan:
         header.pop("__metadata__", None)
         for entry in header.values():
             expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
-            entry["data_offsets"] = lengths_in(entry["data_offsets"])
+            entry["data_offsets"] = whole_numbers(entry["data_offsets"])  # no shape: their product may be any number
         entries, at = [], 0
         for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
             (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
