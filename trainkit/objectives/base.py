@@ -249,7 +249,7 @@ class Supervised(Objective):
         inputs, targets = self.split_batch(batch)
         given = inputs if isinstance(self.input, list | tuple) else (inputs,)
         offered = None
-        if self.takes_hidden and not torch.compiler.is_compiling():  # a graph of a whole step contains the loss
+        if not torch.compiler.is_compiling() and self.takes_hidden:  # a graph of a whole step contains the loss
             offered = output_layer_of(model)
         if offered is None:
             return self.score(model(*given), targets)
