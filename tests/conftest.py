@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -98,9 +99,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip what starts a process")
 
 
+def _asks_for_gpus(config: pytest.Config) -> bool:
+    """Return whether `-m` names the mark `gpu`, and not to leave its tests out."""
+    return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the session; let signals reach the tests also where pytest runs in the background or under nohup."""
     quick.quicken_launches()
+    if not _asks_for_gpus(config):  # the other tests share out CPUs: with one GPU, two replicas would be too many
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("fast"):
         config.pluginmanager.register(FastLane(config), FastLane.NAME)
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -129,11 +137,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     thin(items)
     without_pipelines(items)
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
-    if not any(item.get_closest_marker("gpu") for item in items):
+    on_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpus:
         return
     import torch
 
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+        for item in on_gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: pytest -m gpu where torch sees one"))

@@ -21,6 +21,7 @@ from tests.support.launches_of_a_step import Calls, StepTrace, counting_graphs
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
+from trainkit.data.reading.collate import to_device
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
@@ -423,7 +424,8 @@ class _Rank:
                 return
             indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
             unchanged_listener(executor, checks_always=self.case.checks_always)()
-            outcome = executor.step(ticket, [self._batch(shard) for shard in indices])
+            batches = [to_device(self._batch(shard), local.device) for shard in indices]
+            outcome = executor.step(ticket, batches)
             if outcome.status is Status.retry:
                 continue
             self.at.step += 1

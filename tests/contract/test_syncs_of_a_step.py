@@ -227,6 +227,7 @@ def waits_of_steps(folder: Path, *run: str, checked: str) -> list[int]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", [*PRECISIONS, "tf32"])
 @pytest.mark.parametrize("strategy", ON_ONE_GPU)
 def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path) -> None:
@@ -239,6 +240,7 @@ def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path) -
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize(("strategy", "mode"), COMPILED)
