@@ -33,8 +33,12 @@ class Bench:
     small: bool
     deadline: float
     """On the clock of `time.monotonic`: a part ends its processes then."""
+    rounds: int = 1
+    """Turns with a hand-written loop, at most."""
     out: Path = ROOT
     """The folder of the results."""
+    at_once: int = 1
+    """Trainings that run at the same time where no time is measured."""
     device_name: str = "CPU"
     """What the driver calls the device."""
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -44,7 +48,8 @@ class Bench:
     def environ(self) -> dict[str, str]:
         """The environment of the processes: `--small` hides the GPUs."""
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.small else {}
-        return {**os.environ, "PYTHONPATH": str(ROOT), **own}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**os.environ, "PYTHONPATH": path, **own}
 
     @property
     def left_s(self) -> float:
@@ -72,11 +77,15 @@ class Bench:
         return ("-" if self.small else "ok" if reached else "missed"), target
 
     def run(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python in the root of the project until the deadline."""
-        return subprocess.run(
+        """Run Python in the root of the project until the deadline; the output of what fails goes to OUT/failed.log."""
+        done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env={**self.environ, **(environ or {})}, capture_output=True,
             text=True, check=False, timeout=max(self.left_s, 1.0),
         )  # fmt: skip
+        if done.returncode:
+            with (self.out / "failed.log").open("a") as log:
+                log.write(f"$ python {' '.join(command)}\n{done.stdout}{done.stderr}\n")
+        return done
 
     def train(self, folder: Path, *overrides: str, fail: str = "") -> tuple[subprocess.CompletedProcess[str], Any]:
         """Train by the command; return the process, and what result.json holds, None if it failed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,19 +72,36 @@ def mapped(bench: Bench) -> Iterator[Row]:
 
 def _compared(bench: Bench, choices: Sequence[Sequence[str]]) -> Iterator[Row]:
     """Compare weights with those of one_device, in every precision."""
+    comparisons = list[_Comparison]()
     for precision in bench.tried(tuple(TOLERANCES)):
         base = (*DIGITS, *DRAWING, f"precision={precision}")
-        yield from _against(bench, (*base, "strategy=one_device"), [(*base, *choice) for choice in choices], precision)
+        comparisons.append(((*base, "strategy=one_device"), [(*base, *choice) for choice in choices], precision))
+    yield from _all_against(bench, comparisons)
 
 
 def modes(bench: Bench) -> Iterator[Row]:
     """Compare compiled steps with eager ones: accumulation x precision x mode."""
+    comparisons = list[_Comparison]()
     for precision in bench.tried(tuple(COMPILED)):
         for shards in bench.tried(SHARDS):
             sizes = ("batch.global_size=64", f"batch.micro_size={64 // shards}")
             base = (*DIGITS, *sizes, f"precision={precision}")
             compiled = [(*base, *bench.compiled(mode)) for mode in bench.tried(MODES)]
-            yield from _against(bench, base, compiled, precision)
+            comparisons.append((base, compiled, precision))
+    yield from _all_against(bench, comparisons)
+
+
+_Comparison = tuple[Sequence[str], Sequence[Sequence[str]], str]
+"""The arguments of a training, those of trainings that must end with the same weights, and the precision."""
+
+
+def _all_against(bench: Bench, comparisons: Sequence[_Comparison]) -> Iterator[Row]:
+    """Run all trainings, some at the same time; then compare their weights."""
+    trainings = dict.fromkeys(one for base, others, _ in comparisons for one in (base, *others))
+    with ThreadPoolExecutor(bench.at_once) as threads:
+        list(threads.map(partial(_weights, bench), trainings))
+    for base, others, precision in comparisons:
+        yield from _against(bench, base, others, precision)
 
 
 def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:
@@ -111,10 +130,11 @@ def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] 
         with tempfile.TemporaryDirectory() as folder:
             done, result = bench.train(Path(folder) / "run", *overrides)
             if result is None:
-                return end_of(done)
-            tensors = load(Path(result["last"])).tensors
-            bench.kept[key] = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
-    found: dict[str, torch.Tensor] = bench.kept[key]
+                bench.kept[key] = end_of(done)
+            else:
+                tensors = load(Path(result["last"])).tensors
+                bench.kept[key] = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
+    found: dict[str, torch.Tensor] | str = bench.kept[key]
     return found
 
 

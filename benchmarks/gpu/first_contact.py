@@ -1,8 +1,9 @@
 """Try trainkit on a GPU for the first time: tests, numbers, exchanges, failures, then speed beside hand-written loops.
 
-    python benchmarks/gpu/first_contact.py [PART ...] [--out FOLDER] [--small]
+    python benchmarks/gpu/first_contact.py [PART ...] [--out FOLDER] [--part-s 540] [--rounds 3] [--small]
 
 Each part takes at most 9 minutes on one device, and all of them at most 45; without PART all run, one after the other.
+`--part-s` and `--rounds` make a part shorter: its seconds at most, and its turns with a hand-written loop at most.
 A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds. A part that fails says so there,
 and the others run; one that has not begun after 45 minutes is written down as not tried. A figure below its target is
 `missed`. `--small` tries this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -77,11 +79,14 @@ def rows_of(name: str, bench: Bench) -> Iterator[Row]:
         yield name, "FAILED", f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "\\|")[:600]
 
 
-def run_part(name: str, out: Path, *, small: bool, end: float, kept: dict[Any, Any]) -> list[Row]:
+def run_part(name: str, options: argparse.Namespace, *, end: float, kept: dict[Any, Any]) -> list[Row]:
     """Run a part, unless all parts have had their time; write its rows, and return them."""
-    begun, rows = time.monotonic(), list[Row]()
+    begun, rows, small, out = time.monotonic(), list[Row](), options.small, options.out
     device = "CPU" if small or not torch.cuda.is_available() else torch.cuda.get_device_name(0)
-    bench = Bench(small=small, deadline=min(begun + PART_S, end), out=out, device_name=device, kept=kept)
+    bench = Bench(
+        small=small, deadline=min(begun + options.part_s, end), rounds=1 if small else options.rounds,
+        at_once=1 if small else max(1, (os.cpu_count() or 1) // 4), out=out, device_name=device, kept=kept,
+    )  # fmt: skip
     print(f"{name} ...", flush=True)
     found = rows_of(name, bench) if begun < end else iter([(name, "not tried", "no time was left")])
     for row in found:
@@ -121,6 +126,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Try trainkit on a GPU for the first time.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; without: all")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "gpu", help="folder of the results")
+    parser.add_argument("--part-s", type=float, default=PART_S, help="seconds of a part, at most")
+    parser.add_argument("--rounds", type=int, default=3, help="turns with a hand-written loop, at most")
     parser.add_argument("--small", action="store_true", help="tiny trainings on the CPU")
     options = parser.parse_args()
     unknown = [name for name in options.parts if name not in PARTS]
@@ -131,11 +138,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     begun, limit = time.monotonic(), SMALL_S if options.small else ALL_S
     kept: dict[Any, Any] = {}
-    rows = [
-        row
-        for name in options.parts or PARTS
-        for row in run_part(name, options.out, small=options.small, end=begun + limit, kept=kept)
-    ]
+    rows = [row for name in options.parts or PARTS for row in run_part(name, options, end=begun + limit, kept=kept)]
     took = time.monotonic() - begun
     print(f"written to {write_page(options.out)} after {took:.0f} s; missed: {sum(row[1] == 'missed' for row in rows)}")
     if took > limit:

@@ -52,7 +52,7 @@ def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     times: dict[str, list[float]] = {"hand": [], **{mode: [] for mode in modes}}
     failed: dict[str, str] = {}
     flops, took_s = 0, 0.0
-    for number in range(1 if bench.small else 3):
+    for number in range(bench.rounds):
         if number and bench.left_s < 1.2 * took_s:
             break  # the rounds so far are reported
         begun = time.monotonic()
