@@ -20,6 +20,8 @@ from tests.support import reference, zoo
 from tests.support.pool import Pool
 from trainkit.errors import TrainingError
 from trainkit.numerics.precision import Value
+from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
+from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.strategies.core.graphs import whole_shards
 from trainkit.strategies.core.graphs.whole_shards import ShardGraph
 from trainkit.strategies.model_transforms import ModelTransforms
@@ -73,6 +75,20 @@ def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: lis
     )
     assert made
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("asked", ["auto", "chunked"])
+@pytest.mark.slow
+def test_the_graph_holds_the_loss_from_all_scores_unless_chunks_are_asked_for(
+    asked: Any, made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    monkeypatch.setitem(linear_cross_entropy.__kwdefaults__, "few", 0)
+    trial = stepping.TASKS["gpt"]._replace(objective=lambda: LanguageModelling(cross_entropy=asked))
+    monkeypatch.setitem(stepping.TASKS, "gpt", trial)
+    case = replace(TOKENS, task="gpt", num_steps=2)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, oracle(case)) == []
+    assert [graph.is_whole for graph in made] == [asked == "auto"]
 
 
 @pytest.mark.long

@@ -40,9 +40,10 @@ class LanguageModelling(ScoredFields, Supervised):
     """Whether training samples may hold padding; false skips counting and divides the loss before backward."""
     ignore_index: int = -100
     """The target of a padded place."""
-    cross_entropy: Annotated[Literal["chunked", "plain", "liger"], speed] = "chunked"
+    cross_entropy: Annotated[Literal["auto", "chunked", "plain", "liger"], speed] = "auto"
     """Computation of the loss in training: in the output layer of a model that declares one, `chunked` or by `liger`, a
-    kernel for GPUs; or `plain`, from all scores, as for other models.
+    kernel for GPUs; or `plain`, from all scores, as for other models. `auto`: `plain` in a compiled graph of model and
+    loss, else `chunked`.
     """
 
     def weight_per_sample(self, sample: Any) -> float | None:
@@ -76,7 +77,8 @@ class LanguageModelling(ScoredFields, Supervised):
 
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, features) hidden states against (samples, length) tokens."""
-        compute = partial(linear_cross_entropy, score=output.score, part=output.part)
+        only_eager = self.cross_entropy == "auto"
+        compute = partial(linear_cross_entropy, score=output.score, part=output.part, only_eager=only_eager)
         if self.cross_entropy == "liger":
             compute = partial(liger_cross_entropy, is_cut=output.part is not None)
         loss_sum = compute(

@@ -51,9 +51,10 @@ class ModelComputesLoss(Objective):
     """Targets that the model ignores in its mean."""
     shifted: bool = False
     """Whether the model shifts the labels itself, so that the first of a row is not a target (causal models)."""
-    cross_entropy: Annotated[Literal["chunked", "plain"], speed] = "chunked"
+    cross_entropy: Annotated[Literal["auto", "chunked", "plain"], speed] = "auto"
     """Computation of the loss of a causal model of transformers in training, with `shifted`: `chunked`, in its output
-    layer, without all scores; or by the model's own code.
+    layer, without all scores; or `plain`, by the model's own code. `auto`: `plain` in a compiled graph of model and
+    loss, else `chunked`.
     """
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """Metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
@@ -107,6 +108,7 @@ class ModelComputesLoss(Objective):
             bias=output.layer.bias,
             score=output.score,
             part=output.part,
+            only_eager=self.cross_entropy == "auto",
         )
         return Loss(loss_sum, (following != self.ignore_index).sum(), None, None, labels)
 

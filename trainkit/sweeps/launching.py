@@ -289,7 +289,7 @@ _ADDED: Final[Mapping[str, object]] = {
     "convert": {},
     "eval.beside": False,
     "data.distribute": "samples",
-    "objective.cross_entropy": "chunked",
+    "objective.cross_entropy": "auto",
     "strategy.process_group": "auto",
     "memory_format": "auto",
     "compile.memory_budget": None,

@@ -88,6 +88,7 @@ def linear_cross_entropy(
     score: ScoreRows = score_rows,
     part: CutVocabulary | None = None,
     few: int = FEW_SCORES,
+    only_eager: bool = False,
 ) -> Tensor:
     """Return the sum of the cross entropies of `hidden @ weight.T + bias`; differentiable once.
 
@@ -102,6 +103,8 @@ def linear_cross_entropy(
         score: computes a chunk; a compiled `score_rows`, for example. Not used with `part`.
         part: the part of the vocabulary that `weight` holds; None: all.
         few: up to this many scores, the plain loss computes all at once, which is faster.
+        only_eager: whether a compiled graph of the loss may compute it from all scores instead; the node of autograd
+            has an attribute of this name.
 
     Example:
         >>> hidden, weight = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
@@ -115,7 +118,9 @@ def linear_cross_entropy(
         scores = functional.linear(hidden, weight, bias)
         exact = scores.to(_sum_dtype(scores.dtype))
         return functional.cross_entropy(exact, targets, reduction="sum", ignore_index=ignore_index)
-    work = _Work(targets, ignore_index=ignore_index, dtype=dtype, score=score, part=part)
+    work = _Work(
+        targets, ignore_index=ignore_index, dtype=dtype, score=score, part=part, only_eager=only_eager
+    )  # fmt: skip
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
     return total
 
@@ -131,6 +136,7 @@ class _Work:
     """The dtype of the products."""
     score: ScoreRows
     part: CutVocabulary | None
+    only_eager: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -146,6 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Compute chunk by chunk."""
         dtype, targets, part = work.dtype, work.targets, work.part
+        ctx.only_eager = work.only_eager
         wide = _sum_dtype(dtype)
         needed = ctx.needs_input_grad
         rows, layer = hidden.detach(), weight.detach()

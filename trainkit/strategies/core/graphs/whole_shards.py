@@ -164,7 +164,7 @@ def _has_own_derivative(loss: Tensor) -> bool:
         node = pending.pop()
         if node is None or node in seen:
             continue
-        if torch.autograd.function.BackwardCFunction in type(node).__mro__:
+        if torch.autograd.function.BackwardCFunction in type(node).__mro__ and not getattr(node, "only_eager", False):
             return True
         seen.add(node)
         pending.extend(following for following, _ in node.next_functions)
