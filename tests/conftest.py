@@ -107,7 +107,9 @@ def _asks_for_gpus(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the session; let signals reach the tests also where pytest runs in the background or under nohup."""
     quick.quicken_launches()
-    if not _asks_for_gpus(config):  # the other tests share out CPUs: with one GPU, two replicas would be too many
+    if _asks_for_gpus(config):
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive a test
+    else:  # the other tests share out CPUs: with one GPU, two replicas would be too many
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("fast"):
         config.pluginmanager.register(FastLane(config), FastLane.NAME)

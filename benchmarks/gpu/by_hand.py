@@ -1,29 +1,17 @@
-"""Train by a hand-written loop, for comparison: one process, one device, the whole step compiled on a GPU.
-
-    python benchmarks/gpu/by_hand.py gpt|resnet|resnet_shards|mlp --device cuda --steps 60 [--small]
-
-The last line of the output is JSON: seconds a step of each window, and floating-point operations of a step.
-"""
+"""Train by a hand-written loop, for comparison: one process, one device, the whole step compiled on a GPU."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu.workloads import WORKLOADS, Workload
+from benchmarks.gpu.workloads import Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,21 +61,3 @@ def train(workload: Workload, device: torch.device, *, steps: int, window: int) 
             stamps.append(time.perf_counter())
     found = [(later - stamp) / window for stamp, later in itertools.pairwise(stamps)]
     return found, counter.get_total_flops() * len(inputs) // 2
-
-
-def main() -> None:
-    """Train, and print the result as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("workload", choices=list(WORKLOADS))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--window", type=int, default=5)
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
-    workload = WORKLOADS[options.workload](options.small)
-    found, flops = train(workload, torch.device(options.device), steps=options.steps, window=options.window)
-    print(json.dumps({"step_s": found, "flops": flops}))
-
-
-if __name__ == "__main__":
-    main()

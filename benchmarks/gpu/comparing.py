@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.bench import ALONE, Bench, Row, end_of, verdict
+from benchmarks.gpu.bench import ALONE, ROOT, Bench, Row, end_of, verdict
 
 TOLERANCES: Final = {"fp64": 1e-10, "fp32": 1e-4, "bf16_mixed": 3e-2}
 """The largest relative difference of weights after 20 steps, by precision: many times its rounding."""
@@ -37,13 +36,20 @@ def maps(*, small: bool) -> tuple[tuple[str, ...], ...]:
 
 def tests(bench: Bench) -> Iterator[Row]:
     """Run the tests that need a GPU."""
-    chosen = ["tests/contract/test_device_map.py"] if bench.small else []
-    done = bench.run("-m", "pytest", "-q", "-m", "gpu", "--numprocesses", "0", *chosen)
+    chosen = ["tests/contract/test_device_map.py"] if bench.small else _files_of_tests()
+    at_once = ("--numprocesses", str(bench.at_once if bench.at_once > 1 else 0), "--maxprocesses", str(bench.at_once))
+    done = bench.run("-m", "pytest", "-q", "-m", "gpu", *at_once, *chosen)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
     yield "pytest -m gpu", verdict(done.returncode == 0), lines[-1].strip("= ")
     for line in lines:
         if line.startswith(("FAILED", "ERROR")):
             yield line.split(" - ")[0], "FAILED", line.partition(" - ")[2]
+
+
+def _files_of_tests() -> list[str]:
+    """Return the files with tests that need a GPU: to collect all tests takes longer than to run these."""
+    found = (path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text())
+    return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
 def prove(bench: Bench) -> Iterator[Row]:
@@ -96,12 +102,14 @@ _Comparison = tuple[Sequence[str], Sequence[Sequence[str]], str]
 
 
 def _all_against(bench: Bench, comparisons: Sequence[_Comparison]) -> Iterator[Row]:
-    """Run all trainings, some at the same time; then compare their weights."""
+    """Run all trainings, some at the same time, and compare their weights."""
     trainings = dict.fromkeys(one for base, others, _ in comparisons for one in (base, *others))
     with ThreadPoolExecutor(bench.at_once) as threads:
-        list(threads.map(partial(_weights, bench), trainings))
-    for base, others, precision in comparisons:
-        yield from _against(bench, base, others, precision)
+        running = {one: threads.submit(_weights, bench, one) for one in trainings}
+        for base, others, precision in comparisons:
+            for one in (base, *others):
+                running[one].result()
+            yield from _against(bench, base, others, precision)
 
 
 def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:

@@ -1,9 +1,10 @@
 """Try trainkit on a GPU for the first time: tests, numbers, exchanges, failures, then speed beside hand-written loops.
 
-    python benchmarks/gpu/first_contact.py [PART ...] [--out FOLDER] [--part-s 540] [--rounds 3] [--small]
+    python benchmarks/gpu/first_contact.py [PART ...] [--out FOLDER] [--part-s 540] [--rounds 3] [--at-once N] [--small]
 
 Each part takes at most 9 minutes on one device, and all of them at most 45; without PART all run, one after the other.
 `--part-s` and `--rounds` make a part shorter: its seconds at most, and its turns with a hand-written loop at most.
+Trainings whose time is not measured run at the same time: as many as a quarter of the processor cores.
 A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds. A part that fails says so there,
 and the others run; one that has not begun after 45 minutes is written down as not tried. A figure below its target is
 `missed`. `--small` tries this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no
@@ -48,6 +49,7 @@ PART_S: Final = 540
 """Seconds of a part, at most."""
 ALL_S: Final = 45 * 60
 """Seconds of all parts, at most; a part that has not begun by then is not tried."""
+AT_ONCE: Final = "trainings that run at the same time where no time is measured"
 SMALL_S: Final = 300
 """The same of `--small`."""
 
@@ -85,7 +87,7 @@ def run_part(name: str, options: argparse.Namespace, *, end: float, kept: dict[A
     device = "CPU" if small or not torch.cuda.is_available() else torch.cuda.get_device_name(0)
     bench = Bench(
         small=small, deadline=min(begun + options.part_s, end), rounds=1 if small else options.rounds,
-        at_once=1 if small else max(1, (os.cpu_count() or 1) // 4), out=out, device_name=device, kept=kept,
+        at_once=1 if small else options.at_once, out=out, device_name=device, kept=kept,
     )  # fmt: skip
     print(f"{name} ...", flush=True)
     found = rows_of(name, bench) if begun < end else iter([(name, "not tried", "no time was left")])
@@ -128,6 +130,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=report.RESULTS / "gpu", help="folder of the results")
     parser.add_argument("--part-s", type=float, default=PART_S, help="seconds of a part, at most")
     parser.add_argument("--rounds", type=int, default=3, help="turns with a hand-written loop, at most")
+    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 4), help=AT_ONCE)
     parser.add_argument("--small", action="store_true", help="tiny trainings on the CPU")
     options = parser.parse_args()
     unknown = [name for name in options.parts if name not in PARTS]

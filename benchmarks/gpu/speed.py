@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +13,7 @@ from typing import Any, Final
 
 from benchmarks import report
 from benchmarks.gpu.bench import ALONE, Bench, Row, end_of
+from benchmarks.gpu.turns import HAND
 from benchmarks.gpu.workloads import WORKLOADS, Workload
 from trainkit.run.estimates.hardware import recognised
 
@@ -22,6 +21,8 @@ TOKENS_A_SECOND: Final = 470_000
 """GPT-2 124M on one H100."""
 UTILISATION: Final = 0.45
 """MFU of the GPT of 1.3 B parameters."""
+_TO_START_S: Final = 15.0
+"""Seconds of a process before its first turn."""
 PLANNED: Final = 10.0
 """Per cent by which a peak of memory may differ from the planned one."""
 
@@ -49,44 +50,54 @@ def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     """Measure steps in turns with a hand-written loop; a ratio is that of samples a second."""
     workload, goal = WORKLOADS[name](bench.small), GOALS[name]
     modes = (goal.mode, "off") if bench.small and goal.most_of_eager else bench.tried((goal.mode, "off"))
-    times: dict[str, list[float]] = {"hand": [], **{mode: [] for mode in modes}}
-    failed: dict[str, str] = {}
-    flops, took_s = 0, 0.0
-    for number in range(bench.rounds):
-        if number and bench.left_s < 1.2 * took_s:
-            break  # the rounds so far are reported
-        begun = time.monotonic()
-        found = _by_hand(bench, name)
-        if isinstance(found, str):
-            yield f"{workload.title}: hand-written loop", "FAILED", found
-            return
-        times["hand"].append(statistics.median(found["step_s"]))
-        flops = found["flops"]
-        for mode in modes:
-            seconds = _seconds_a_step(bench, [*workload.overrides, *workload.sizes, *bench.compiled(mode)])
-            if isinstance(seconds, str):
-                failed[mode] = seconds
-            else:
-                times[mode].append(seconds)
-        took_s = time.monotonic() - begun
-    peak = peak_of(bench, "bf16_mixed" if workload.mixed else "fp32")
-    paces = {kind: _pace(statistics.median(one), workload, flops, peak) for kind, one in times.items() if one}
-    yield f"{workload.title}: hand-written loop", "-", paces["hand"]
+    seconds = bench.left_s - _TO_START_S
+    done = bench.run(
+        "benchmarks/gpu/turns.py", name, HAND, *modes, "--rounds", str(bench.rounds), "--seconds", f"{seconds:.0f}",
+        *(("--small",) if bench.small else ()),
+    )  # fmt: skip
+    turns = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    times = {kind: [statistics.median(one["step_s"]) for one in turns if _is_of(one, kind)] for kind in (HAND, *modes)}
+    if not times[HAND]:
+        yield f"{workload.title}: hand-written loop", "FAILED", _error_of(turns, HAND) or end_of(done)
+        return
+    flops, peak = next(one["flops"] for one in turns if _is_of(one, HAND)), peak_of(bench, workload.precision)
+    paces = {
+        kind: _pace(statistics.median(one), workload, flops, peak) + _memory(turns, kind)
+        for kind, one in times.items()
+        if one
+    }
+    yield f"{workload.title}: hand-written loop", "-", paces[HAND]
     for mode in modes:
         title = f"{workload.title}: trainkit, {' '.join(bench.compiled(mode))}"
-        if mode in failed:
-            yield title, "FAILED", failed[mode]
+        if not times[mode]:
+            yield title, "FAILED", _error_of(turns, mode) or end_of(done)
         else:
             yield from _judged(bench, title, times, mode=mode, goal=goal, pace=paces[mode])
-    if name == "gpt" and goal.mode not in failed:
+    if name == "gpt" and times[goal.mode]:
         yield _tokens(bench, workload, statistics.median(times[goal.mode]))
+
+
+def _is_of(turn: Mapping[str, Any], kind: str) -> bool:
+    return turn["kind"] == kind and "step_s" in turn
+
+
+def _error_of(turns: Sequence[Mapping[str, Any]], kind: str) -> str:
+    return next((one["error"] for one in turns if one["kind"] == kind and "error" in one), "")
+
+
+def _memory(turns: Sequence[Mapping[str, Any]], kind: str) -> str:
+    """Return the peak of a kind in words, on a GPU."""
+    peaks = [one["peak"] for one in turns if _is_of(one, kind) and one["peak"] is not None]
+    return f", peak {max(peaks) / 2**30:.1f} GiB" if peaks else ""
 
 
 def _judged(
     bench: Bench, title: str, times: Mapping[str, Sequence[float]], *, mode: str, goal: Goal, pace: str
 ) -> Iterator[Row]:
     """Yield the row of a mode beside the hand-written loop, and that of the goal's mode beside eager steps."""
-    ratio, shown = _median_ratio(times["hand"], times[mode]), report.ratio(times["hand"], times[mode])
+    rounds = min(len(times[HAND]), len(times[mode]))
+    hand, ours = times[HAND][:rounds], times[mode][:rounds]
+    ratio, shown = _median_ratio(hand, ours), report.ratio(hand, ours)
     if mode == goal.mode and goal.least_of_hand is not None:
         result, target = bench.judged(ratio, least=goal.least_of_hand)
         yield title, result, f"{shown} of the speed of the hand-written loop ({target}); {pace}"
@@ -110,7 +121,7 @@ def large(bench: Bench) -> Iterator[Row]:
     workload = WORKLOADS["gpt_large"](bench.small)
     hardware = ("hardware=laptop",) if bench.small else ()
     eight = ("convert=float8", *(("convert.emulate=true",) if bench.small else ()))
-    for kind, more in bench.tried((("float8", eight), ("bf16", ()))):
+    for kind, more in bench.tried((("bf16", ()), ("float8", eight))):
         title = f"{workload.title}, fsdp in a world of one, {kind}"
         if kind == "float8" and find_spec("torchao") is None:
             yield title, "not tried", "torchao is not installed"
@@ -143,35 +154,6 @@ def _large_rows(
         return
     judged, target = bench.judged(abs(differs), most=PLANNED)
     yield f"{title}: memory", judged, f"{at_end['memory'] / 2**30:.1f} GiB, {differs:+.1f} % of the plan ({target} %)"
-
-
-def _by_hand(bench: Bench, name: str) -> dict[str, Any] | str:
-    own = ("--device", "cpu", "--small") if bench.small else ("--device", "cuda")
-    steps, window = _steps(bench)
-    done = bench.run("benchmarks/gpu/by_hand.py", name, "--steps", str(steps), "--window", str(window), *own)
-    if done.returncode:
-        return end_of(done)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def _seconds_a_step(bench: Bench, overrides: Sequence[str]) -> float | str:
-    """Return the median seconds a step of windows after the first third of the steps; or why there are none."""
-    steps, window = _steps(bench)
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        found = _trained(bench, run, [*overrides, "strategy=one_device"], steps=steps, log_every=window)
-    if isinstance(found, str):
-        return found
-    stamps = [(row["step"], row["seconds"]) for row in found[0] if row["step"] >= steps // 3]
-    pairs = itertools.pairwise(stamps)
-    median: float = statistics.median((later[1] - one[1]) / (later[0] - one[0]) for one, later in pairs)
-    return median
-
-
-def _steps(bench: Bench) -> tuple[int, int]:
-    """Return the steps of a training, and those of a window that is timed."""
-    return (9, 2) if bench.small else (60, 5)
 
 
 def _trained(

@@ -24,6 +24,8 @@ class Workload:
     """Whether it computes in bfloat16, with weights in fp32."""
     units: int
     """What a sample counts as: tokens of a text, 1 for an image."""
+    steps: int = 36
+    """Steps of a training that is timed; the first third of them is not."""
     channels_last: bool = False
     """Whether a hand-written loop puts the channels of weights and images last."""
     overrides: tuple[str, ...]
@@ -31,13 +33,23 @@ class Workload:
     make_batch: Callable[[], tuple[Tensor, Tensor]]
 
     @property
+    def window(self) -> int:
+        """Steps that are timed together."""
+        return max(2, self.steps // 9)
+
+    @property
     def sizes(self) -> tuple[str, ...]:
         """The overrides of the batch and the precision."""
         return (
             f"batch.global_size={self.batch}",
             f"batch.micro_size={self.batch // self.parts}",
-            f"precision={'bf16_mixed' if self.mixed else 'fp32'}",
+            f"precision={self.precision}",
         )
+
+    @property
+    def precision(self) -> str:
+        """The value of `precision`."""
+        return "bf16_mixed" if self.mixed else "fp32"
 
 
 def gpt(small: bool) -> Workload:
@@ -68,7 +80,7 @@ def _language_model(
 
     return Workload(
         title=f"GPT, {layers} layers of width {width}, {batch} x {context} tokens",
-        batch=batch, parts=parts, mixed=True, units=context,
+        batch=batch, parts=parts, mixed=True, units=context, steps=9 if batch < 16 else 36,
         overrides=(
             "model=gpt", f"model.num_layers={layers}", f"model.num_heads={heads}", f"model.width={width}",
             f"model.context={context}", f"model.vocab_size={vocabulary}", "data=synthetic_tokens",
@@ -96,7 +108,7 @@ def resnet(small: bool, *, parts: int = 1) -> Workload:
 
     return Workload(
         title=f"ResNet-{depth}, {batch} images of {size} x {size}, shards: {parts}",
-        batch=batch, parts=parts, mixed=True, units=1, channels_last=True,
+        batch=batch, parts=parts, mixed=True, units=1, steps=9 if small else 36, channels_last=True,
         overrides=(
             "model=resnet", f"model.depth={depth}", f"model.num_classes={classes}", "data=synthetic",
             f"data.shape=[3,{size},{size}]", f"data.num_classes={classes}", f"data.num_samples={4 * batch}",
@@ -117,7 +129,7 @@ def mlp(small: bool) -> Workload:
 
     return Workload(
         title="MLP 64-128-10, batch 64",
-        batch=64, parts=1, mixed=False, units=1,
+        batch=64, parts=1, mixed=False, units=1, steps=9 if small else 450,
         overrides=("data=digits", "model=mlp", "model.in_features=64", "model.hidden=[128]", "model.out_features=10"),
         make_model=make_model, make_batch=make_batch,
     )  # fmt: skip

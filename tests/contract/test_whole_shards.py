@@ -82,7 +82,7 @@ def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: lis
 def test_the_graph_holds_the_loss_from_all_scores_unless_chunks_are_asked_for(
     asked: Any, made: list[ShardGraph], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
-    monkeypatch.setitem(linear_cross_entropy.__kwdefaults__, "few", 0)
+    monkeypatch.setitem(linear_cross_entropy.__kwdefaults__ or {}, "few", 0)
     trial = stepping.TASKS["gpt"]._replace(objective=lambda: LanguageModelling(cross_entropy=asked))
     monkeypatch.setitem(stepping.TASKS, "gpt", trial)
     case = replace(TOKENS, task="gpt", num_steps=2)

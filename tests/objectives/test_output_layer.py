@@ -148,7 +148,7 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
 ) -> None:
     import transformers  # slow: only this test pays for it
 
-    monkeypatch.setitem(cross_entropy.linear_cross_entropy.__kwdefaults__, "few", 0)
+    monkeypatch.setitem(cross_entropy.linear_cross_entropy.__kwdefaults__ or {}, "few", 0)
     sizes = {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8, "tie_word_embeddings": family != "GPTJ"}
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "rotary_dim": 2}
