@@ -249,7 +249,8 @@ class Supervised(Objective):
         inputs, targets = self.split_batch(batch)
         given = inputs if isinstance(self.input, list | tuple) else (inputs,)
         offered = None
-        if not torch.compiler.is_compiling() and self.takes_hidden:  # a graph of a whole step contains the loss
+        # a graph of a whole step contains the loss; what is cheapest to ask comes first
+        if self._has_hidden_loss and not torch.compiler.is_compiling() and self.takes_hidden:
             offered = output_layer_of(model)
         if offered is None:
             return self.score(model(*given), targets)

@@ -74,14 +74,17 @@ class Memory:
         self._tensors = [
             (tensor.to(self._home).view(_SIGNED.get(tensor.dtype, tensor.dtype)), tensor.dtype) for tensor in values
         ]
+        self._has_unsigned = any(bits.dtype != dtype for bits, dtype in self._tensors)
         self._version = 0
         self._block = torch.empty(0, dtype=torch.int64)
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Gather; several shards are views of one gathered batch."""
         index = self._index(ticket)
-        gathered = tuple([bits.index_select(0, index).view(dtype) for bits, dtype in self._tensors])
-        batch: Any = gathered if self._keys is None else dict(zip(self._keys, gathered, strict=True))
+        gathered = [bits.index_select(0, index) for bits, _ in self._tensors]
+        if self._has_unsigned:  # a view takes as long as a small operation
+            gathered = [bits.view(dtype) for bits, (_, dtype) in zip(gathered, self._tensors, strict=True)]
+        batch: Any = tuple(gathered) if self._keys is None else dict(zip(self._keys, gathered, strict=True))
         if self._arrive is not None:
             batch = self._arrive(batch)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
