@@ -30,7 +30,7 @@ class Reading:
     memory: tuple[float, float] | None = None
     """Bytes held by rank 0, now and at the peak."""
     launches: float | None = None
-    """Operations that the host starts in a step."""
+    """Operations that the host starts in a step, of a run that compiles nothing."""
     skipped: int = 0
     """Steps skipped because they were not finite."""
     remaining_s: float = float("inf")
