@@ -17,6 +17,7 @@ from trainkit.numerics.random_calls import random_call
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.strategies.model_transforms.autotuning import quiet_autotuning
 from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
 from trainkit.strategies.model_transforms.memory_budget import BACKENDS
 from trainkit.strategies.model_transforms.memory_format import (
@@ -202,6 +203,8 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     recomputed = recomputed_modules(model, shaping)
     if shaping.compiles_modules:
         mode = shaping.inductor_mode
+        if shaping.compile_mode == "max-autotune":
+            quiet_autotuning()
         for module in _compiled(model, recomputed, compiles):
             module.forward = Compiled(module, backend=shaping.backend, mode=mode, budget=shaping.memory_budget)
         if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside
