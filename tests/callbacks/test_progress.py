@@ -20,6 +20,24 @@ def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path: Path, capsys: pytes
     ]
 
 
+def test_the_last_line_comes_once_with_its_evaluation_and_earlier_values_name_their_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, progress = run_double(tmp_path, step=80, num_steps=100), Progress(every_s=1e-9)
+    progress.eval_end(run, {"step": 80, "val/loss": 0.3})
+    for step in (90, 100):
+        run.state.step = step
+        progress.log(run, row(step))
+    progress.eval_end(run, {"step": 100, "val/loss": 0.2})
+    progress.run_end(run, {})
+    found = [line.partition("  412 k")[0] for line in capsys.readouterr().out.splitlines()]
+    assert found == [
+        "step 80/100   80 %  val/loss 0.3000",
+        "step 90/100   90 %  loss 0.5000  val/loss 0.3000 of step 80",
+        "step 100/100  100 %  loss 0.5000  val/loss 0.2000",
+    ]
+
+
 def test_between_two_lines_nothing_is_printed_but_the_last_row_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

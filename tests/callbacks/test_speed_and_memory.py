@@ -56,6 +56,8 @@ def test_mfu_is_the_work_of_the_samples_over_the_peak() -> None:
     found = instruments.figures(seconds=2.0, samples=400, targets=400.0, waited_s=3.0)
     assert (found["mfu"], found["launches"], found["data_wait"]) == (0.4, 70.0, 1.0)
     assert instruments.overall()["samples_per_s"] == 200.0  # without the first row
+    instruments.know(CountedWork(flops_a_sample=2e9, peak_flops=1e12, launches=None))  # a compiled run
+    assert instruments.overall().keys() == found.keys() - {"launches"}
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """How many kernels a step of a convnet asks a GPU for; most once went to the buffers of its batch normalisation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -77,7 +77,11 @@ def test_a_step_of_gpt_2_of_four_shards_launches_no_more(precision: str, most: i
     plan = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}"]).cfg)
     work = outlook_of(plan, meta_model(plan)).work
     assert work is not None
-    assert counted_work(work, None, plan).launches <= most
+    counted = counted_work(work, None, plan)
+    assert counted.launches is not None
+    assert counted.launches <= most
+    compiled = make_plan(api.compose(["recipe=null", *GPT_2, f"precision={precision}", "compile.mode=default"]).cfg)
+    assert counted_work(work, None, compiled) == replace(counted, launches=None)
 
 
 def test_a_gradient_that_a_shard_does_not_use_stays_as_it_is() -> None:

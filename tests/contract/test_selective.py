@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from tests.contract.stepping import Case, train
+from tests.contract.stepping import Case, _Rank, train
 from tests.contract.test_shaping import EAGERLY, TOKENS, gpt, kept_bytes, two_shards
 from tests.support.pool import Pool
 from tests.support.present import present
@@ -163,9 +164,23 @@ def test_weights_have_the_bits_of_a_training_that_keeps_all(settings: dict[str, 
 BUDGET = ModelTransforms(**EAGERLY, memory_budget=0.5)
 
 
+def kept_in_a_step(shaping: ModelTransforms) -> int:
+    """Bytes that autograd keeps of the shards of a training step."""
+    rank, kept = _Rank(None, Case(task="gpt", global_size=4, micro_size=2, shaping=shaping)), list[int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    executor = rank.setup(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rank.steps(executor, 1)
+    return sum(kept)
+
+
 @pytest.mark.long
-def test_a_memory_budget_is_what_a_compiled_block_keeps() -> None:
-    whole, half, none = (kept_bytes(replace(BUDGET, memory_budget=share)) for share in (1.0, 0.5, 0.0))
+def test_a_memory_budget_is_what_the_compiled_blocks_of_a_training_keep() -> None:
+    whole, half, none = (kept_in_a_step(replace(BUDGET, memory_budget=share)) for share in (1.0, 0.5, 0.0))
     assert none < half < whole
 
 
@@ -179,13 +194,30 @@ def test_a_memory_budget_changes_no_gradient() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_memory_budget_is_refused_for_a_model_with_dropout() -> None:
+def test_a_memory_budget_is_refused_for_a_model_with_dropout_and_taken_without() -> None:
+    assert shaping_problems(gpt(), BUDGET, compiles="model", strategy="mine") == []
+    assert BUDGET.graph_settings is None  # blocks are compiled, by the backend that has the budget
     (problem,) = shaping_problems(gpt(dropout=0.1), BUDGET, compiles="model", strategy="mine")
     assert str(problem) == (
         "compile.memory_budget=0.5: is for models that draw no random numbers: a compiled backward pass would draw "
         "different ones from the forward pass. Set the dropout to 0, or use activation_checkpointing=selective without "
         "compile.mode."
     )
+
+
+class Hidden(nn.Module):
+    """Draws random numbers by an argument, which no name in its code shows."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.5)
+
+
+@pytest.mark.slow
+def test_a_budgeted_graph_that_draws_ends_the_run() -> None:
+    hidden = nn.Sequential(Hidden(), nn.Linear(4, 4))
+    assert shaping_problems(hidden, BUDGET, compiles="model", strategy="mine") == []
+    with pytest.raises(TrainkitError, match=r"^compile\.memory_budget: the model draws random numbers"):
+        apply_transforms(hidden, BUDGET, compiles="model")(torch.ones(1, 1, 4, 4))
 
 
 @pytest.mark.slow

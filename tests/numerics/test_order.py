@@ -112,7 +112,7 @@ def test_fewer_shards_than_replicas_is_a_problem_with_the_size_that_occupies_all
     (problem,) = found
     assert str(problem) == (
         "batch.micro_size=50: cuts a step of 100 samples into 2 shards, fewer than the 4 replicas. "
-        "The largest batch.micro_size that occupies all is 33."
+        "Use batch.micro_size=25, which occupies all."
     )
 
 

@@ -187,6 +187,8 @@ def test_the_kernel_of_liger_gets_the_hidden_states_and_is_refused_elsewhere(mon
         calls.append(settings)
         return cross_entropy.linear_cross_entropy(hidden, weight, targets, bias=bias)
 
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)  # where it is installed as well
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (missing,) = liger.validate_model(model, BATCH)
     assert str(missing).startswith("objective.cross_entropy=liger: needs Liger Kernel: pip install")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: SimpleNamespace())

@@ -135,7 +135,11 @@ class Profiler(Callback):
         if run.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         recording = profile(
-            activities=activities, profile_memory=self.memory, with_stack=self.stacks, record_shapes=True
+            activities=activities,
+            profile_memory=self.memory,
+            with_stack=self.stacks,
+            record_shapes=True,
+            acc_events=True,  # there is one cycle; without it torch 2.11 warns that earlier ones are lost
         )
         recording.start()
         self._running.profile = recording

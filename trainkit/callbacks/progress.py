@@ -36,10 +36,10 @@ class PlainLine:
         self._unshown: Reading | None = None
 
     def update(self, reading: Reading) -> None:
-        """Print the reading if a line is due."""
+        """Print the reading if a line is due; that of the last step waits for its evaluation, until `close`."""
         self._unshown = reading
         now = self._clock()
-        if now >= self._due:
+        if now >= self._due and reading.step < reading.num_steps:
             self._due = now + self._every_s
             self._show()
 
@@ -140,6 +140,7 @@ class _Shown:
     line: LiveLine | None = None
     row: Row = field(default_factory=dict)
     metric: tuple[str, float] | None = None
+    metric_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,7 @@ class Progress(Callback):
         name = MonitoredMetric.of(run.cfg.eval).metric
         if name in metrics:
             self._shown.metric = (name, metrics[name])
+            self._shown.metric_step = int(metrics.get("step", run.state.step))
         self._show(run)
 
     def rolled_back(self, run: Run, step: int) -> None:
@@ -202,6 +204,7 @@ class Progress(Callback):
                 num_steps=run.num_steps,
                 loss=shown.row.get("train/loss"),
                 metric=shown.metric,
+                metric_step=shown.metric_step,
                 samples_per_s=shown.row.get("samples_per_s"),
                 data_wait=shown.row.get("data_wait"),
                 targets_per_s=shown.row.get("targets_per_s"),

@@ -280,10 +280,10 @@ def resolve_batch(
         return [Problem(key="batch.micro_size", value=micro_size, rule=rule)]
     num_shards = -(-global_size // micro_size)
     if num_shards < num_replicas:
-        largest = _largest_micro(global_size, num_replicas)
+        even = _even_micro(global_size, num_replicas)
         remedy = (
-            f"The largest batch.micro_size that occupies all is {largest}."
-            if largest
+            f"Use batch.micro_size={even}, which occupies all."
+            if even
             else f"Use batch.global_size={num_replicas} or more."
         )
         cut = f"{num_shards} shard{'' if num_shards == 1 else 's'}"
@@ -297,9 +297,14 @@ def _too_few(global_size: int, shards: int, num_replicas: int) -> Problem:
     return Problem(key="batch.global_size", value=global_size, rule=rule)
 
 
-def _largest_micro(global_size: int, num_replicas: int) -> int:
-    """Return the largest micro size that gives at least `num_replicas` shards; 0 if there is none."""
-    fits = (size for size in range(global_size, 0, -1) if -(-global_size // size) >= num_replicas)
+def _even_micro(global_size: int, num_replicas: int) -> int:
+    """Return the micro size of `num_replicas` equal shards, or the largest below it that gives as many; 0 if none does.
+
+    Example:
+        >>> _even_micro(64, 2), _even_micro(5, 4), _even_micro(3, 4)
+        (32, 1, 0)
+    """
+    fits = (size for size in range(-(-global_size // num_replicas), 0, -1) if -(-global_size // size) >= num_replicas)
     return next(fits, 0)
 
 

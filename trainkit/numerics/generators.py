@@ -130,6 +130,33 @@ class HostStates:
         np.random.set_state(self.numpy)  # noqa: NPY002
 
 
+class GeneratorStates:
+    """The states of the generators from which a step may draw: torch's of some devices, `random` and NumPy.
+
+    Example:
+        >>> before = GeneratorStates([])
+        >>> _ = torch.rand(1)
+        >>> before.moved(), GeneratorStates([]).moved()
+        (True, False)
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._generators = generators_of(devices)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._host = HostStates.now()
+
+    def moved(self) -> bool:
+        """Return whether any number was drawn since."""
+        now = (generator.get_state() for generator in self._generators)
+        return not all(map(torch.equal, self._states, now)) or self._host.moved()
+
+    def restore(self) -> None:
+        """Set these states again."""
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        self._host.restore()
+
+
 class Untouched:
     """Seed the default generators for a `with` block, and restore their states at its end.
 

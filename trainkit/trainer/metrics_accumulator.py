@@ -37,8 +37,8 @@ class CountedWork:
     """Floating-point operations of forward, recomputation and backward, divided by the samples of the step."""
     peak_flops: float | None
     """Operations per second of all devices of the run; None: unknown."""
-    launches: int
-    """Operations that the host of the busiest rank starts in a step, in eager mode."""
+    launches: int | None
+    """Operations that the host of the busiest rank starts in a step; None: a compiled step starts fewer."""
 
 
 @dataclass(kw_only=True)
@@ -126,7 +126,7 @@ class Instruments:
         work = self._work
         if work is not None and work.peak_flops is not None:
             found["mfu"] = speed * work.flops_a_sample / work.peak_flops
-        if work is not None:
+        if work is not None and work.launches is not None:
             found["launches"] = float(work.launches)
         if time.monotonic() - self._memory_read >= (0.0 if self._clock is not None else _MEMORY_S):
             self._memory, self._memory_read = memory_of(self._device), time.monotonic()

@@ -20,6 +20,8 @@ class Reading:
     """Mean training loss of the latest logged row."""
     metric: tuple[str, float] | None = None
     """Name and value of the latest evaluation."""
+    metric_step: int | None = None
+    """The step of that evaluation; None: this step."""
     samples_per_s: float | None = None
     data_wait: float | None = None
     """Fraction of the time spent waiting for data, 0 to 1."""
@@ -30,7 +32,7 @@ class Reading:
     memory: tuple[float, float] | None = None
     """Bytes held by rank 0, now and at the peak."""
     launches: float | None = None
-    """Operations that the host starts in a step."""
+    """Operations that the host starts in a step, of a run that compiles nothing."""
     skipped: int = 0
     """Steps skipped because they were not finite."""
     remaining_s: float = float("inf")
@@ -62,7 +64,9 @@ def plain_text(reading: Reading) -> str:
     if reading.loss is not None:
         parts.append(f"loss {fixed(reading.loss)}")
     if reading.metric is not None:
-        parts.append(f"{reading.metric[0]} {fixed(reading.metric[1])}")
+        step = reading.metric_step
+        of = "" if step is None or step == reading.step else f" of step {count(step)}"
+        parts.append(f"{reading.metric[0]} {fixed(reading.metric[1])}{of}")
     if reading.samples_per_s is not None:
         parts.append(f"{compact(reading.samples_per_s)} samples/s")
     if reading.data_wait is not None:

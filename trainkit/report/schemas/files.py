@@ -43,7 +43,8 @@ class Result(TypedDict):
     measured: NotRequired[dict[str, Any] | None]
     """The same figures as measured after `steps` steps, and `at_end`, each with its difference `per_cent`.
 
-    `at_end` has `samples_per_s`, `targets_per_s`, `mfu`, `data_wait`, `launches` and, in bytes, `memory_peak`, too.
+    `at_end` has `samples_per_s`, `targets_per_s`, `mfu`, `data_wait`, `launches` (`compile.mode=off` only) and, in
+    bytes, `memory_peak`, too.
     """
     plan_error: NotRequired[str]
     """The reason why the run could not be compared with its plan."""

@@ -189,8 +189,10 @@ def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> Co
     peak = None if hardware is None else hardware.peak_flops(plan.components.precision.value)
     if peak is not None and hardware is not None:
         peak *= work.num_devices / (work.tasks_a_host if hardware.whole_host else 1)
-    launches = work.shard.num_operations * work.shards + work.update.num_operations
-    return CountedWork(flops_a_sample=work.flops / plan.batch.global_size, peak_flops=peak, launches=round(launches))
+    launches = None
+    if plan.cfg.compile.mode == "off":  # a compiled kernel does several operations, a CUDA graph all of them
+        launches = round(work.shard.num_operations * work.shards + work.update.num_operations)
+    return CountedWork(flops_a_sample=work.flops / plan.batch.global_size, peak_flops=peak, launches=launches)
 
 
 def hardware_under(device: torch.device) -> Hardware | None:

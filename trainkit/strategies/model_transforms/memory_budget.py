@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from trainkit.errors import TrainingError
+from trainkit.numerics.generators import GENERATORS_LOCK, GeneratorStates
+
 BACKENDS: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """The backends of torch.compile that split a graph into forward and backward, and choose the tensors that are kept
 between them.
@@ -40,4 +43,25 @@ class BudgetedBackend:
         options = {"config_patches": patches} if patches else {}
         with config.patch(activation_memory_budget=self.budget):
             compiled: Callable[..., Any] = lookup_backend(self.backend)(graph, list(inputs), **options)
-        return compiled
+        return _FirstRunChecked(compiled)
+
+
+class _FirstRunChecked:
+    """A compiled graph whose first run shows whether it draws random numbers: its random operations are fixed."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._compiled, self._is_checked = compiled, False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._is_checked:
+            return self._compiled(*args)
+        with GENERATORS_LOCK:
+            before = GeneratorStates({one.device for one in args if isinstance(one, Tensor)})
+            found = self._compiled(*args)
+            if before.moved():
+                raise TrainingError(
+                    "compile.memory_budget: the model draws random numbers, and a compiled backward pass would draw "
+                    "different ones from the forward pass. Set its dropout to 0, or leave the key out."
+                )
+        self._is_checked = True
+        return found

@@ -13,9 +13,11 @@ from torch import nn
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
+from trainkit.numerics.random_calls import random_call
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.strategies.model_transforms.autotuning import quiet_autotuning
 from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
 from trainkit.strategies.model_transforms.memory_budget import BACKENDS
 from trainkit.strategies.model_transforms.memory_format import (
@@ -133,10 +135,12 @@ class ModelTransforms:
 
     @property
     def graph_settings(self) -> GraphSettings | None:
-        """Settings of what an executor compiles as a whole: a step, or a shard unless parts are recomputed."""
+        """Settings of what an executor compiles as a whole: a step, or a shard unless parts are recomputed, by a budget
+        too: a graph of all blocks would compute them all again before the backward pass of the last one.
+        """
         if self.compile_mode == "step":
             return GraphSettings(covers="step", backend=self.backend, cuda_graphs=self.cuda_graphs)
-        if not self.compiles or self.recomputes:
+        if not self.compiles or self.recomputes or self.memory_budget is not None:
             return None
         return GraphSettings(covers="shard", backend=self.backend, mode=self.inductor_mode)
 
@@ -199,6 +203,8 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     recomputed = recomputed_modules(model, shaping)
     if shaping.compiles_modules:
         mode = shaping.inductor_mode
+        if shaping.compile_mode == "max-autotune":
+            quiet_autotuning()
         for module in _compiled(model, recomputed, compiles):
             module.forward = Compiled(module, backend=shaping.backend, mode=mode, budget=shaping.memory_budget)
         if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside
@@ -307,7 +313,7 @@ def _budget_problems(model: nn.Module, shaping: ModelTransforms) -> Iterator[Pro
     elif shaping.backend not in BACKENDS:
         rule = f"has no effect with compile.backend={shaping.backend}. Use one of {', '.join(BACKENDS)}."
         yield Problem(key=key, value=budget, rule=rule)
-    elif not draws_nothing(model):
+    elif random_call(model, None) is not None:
         rule = (
             "is for models that draw no random numbers: a compiled backward pass would draw different ones from the "
             "forward pass. Set the dropout to 0, or use activation_checkpointing=selective without compile.mode."

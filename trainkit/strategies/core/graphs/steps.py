@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import GeneratorStates
 from trainkit.strategies.base import (
     Batch,
     GraphSettings,
@@ -33,7 +34,7 @@ from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCaptur
 from trainkit.strategies.core.graphs.direct import RepeatedGraph
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.update import OptimizerTensors, Updates
-from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph, refuse_draws
+from trainkit.strategies.core.graphs.whole import UntraceableError, WholeGraph, refuse_draws
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep, divisor_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from trainkit.errors import TrainingError, TrainkitError
 from trainkit.frames import first_line
-from trainkit.numerics.generators import GENERATORS_LOCK, HostStates, generators_of
+from trainkit.numerics.generators import GENERATORS_LOCK, GeneratorStates
 from trainkit.strategies.core.graphs.pooling import keep_pool_kernels
 from trainkit.strategies.step_values import GraphSettings
 
@@ -20,33 +20,6 @@ _MOST_GRAPHS: Final = 64
 
 class UntraceableError(Exception):
     """A function cannot be one graph, for the reason of the message; it has not run."""
-
-
-class GeneratorStates:
-    """The states of the generators from which a step may draw: torch's of some devices, `random` and NumPy.
-
-    Example:
-        >>> before = GeneratorStates([])
-        >>> _ = torch.rand(1)
-        >>> before.moved(), GeneratorStates([]).moved()
-        (True, False)
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._generators = generators_of(devices)
-        self._states = [generator.get_state() for generator in self._generators]
-        self._host = HostStates.now()
-
-    def moved(self) -> bool:
-        """Return whether any number was drawn since."""
-        now = (generator.get_state() for generator in self._generators)
-        return not all(map(torch.equal, self._states, now)) or self._host.moved()
-
-    def restore(self) -> None:
-        """Set these states again."""
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        self._host.restore()
 
 
 class WholeGraph:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.random_calls import random_call
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, GraphSettings, SetupRequest, StepContext
 from trainkit.strategies.core.graphs.refusals import compiles_gradients
 from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.steps import StepGraphs
-from trainkit.strategies.core.graphs.whole import GeneratorStates, UntraceableError, WholeGraph
+from trainkit.strategies.core.graphs.whole import UntraceableError, WholeGraph
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import MakeStep
