@@ -63,9 +63,13 @@ class PlannedMemory(TypedDict):
     activations: int | None
     """Largest sum of batches, tensors saved for backward, outputs and temporary tensors; null if unknown."""
     peak: int | None
+    """Peak bytes of a step or an evaluation; null if unknown."""
+    step: int | None
     """Peak bytes of a step; null if unknown."""
-    moment: Literal["forward", "backward", "exchange", "optimizer step"] | None
-    """The part of a step with the peak; null if unknown."""
+    evaluation: int | None
+    """Peak bytes of an evaluation; null if unknown, or if the run evaluates nothing."""
+    moment: Literal["forward", "backward", "exchange", "optimizer step", "evaluation"] | None
+    """The part of a step with the peak, or the evaluation; null if unknown."""
     checkpoint: int
     """Bytes while a checkpoint is copied; includes the copy on the CPU with `checkpoint.background`."""
 

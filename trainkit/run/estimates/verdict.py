@@ -40,7 +40,7 @@ class Verdict:
     """
 
     needs: int
-    """Bytes at the peak of a step, of all processes that share the memory."""
+    """Bytes at the peak of a step or an evaluation, of all processes that share the memory."""
     has: int
     """Bytes of memory."""
     name: str
