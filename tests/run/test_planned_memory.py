@@ -150,6 +150,31 @@ def test_an_evaluation_that_reads_numbers_is_unknown_alone(monkeypatch: pytest.M
     assert found.notes()[0].startswith("activations of an evaluation are not known: the model or the objective reads")
 
 
+@pytest.mark.parametrize(
+    ("hardware", "more", "mib"),
+    [
+        ("h200", "seed=0", 64),
+        ("a100_80gb", "seed=0", 16.25),
+        ("a100_80gb", "numerics.reproducible=true", 64),
+        ("mi300x", "seed=0", 0),
+    ],
+)
+def test_the_workspaces_of_cublas_count_on_hardware_that_has_them(hardware: str, more: str, mib: float) -> None:
+    found, without = planned("recipe=digits", more, f"hardware={hardware}"), planned("recipe=digits", more)
+    assert found.held.workspace_bytes == mib * 2**20
+    assert found.step == (without.step or 0) + mib * 2**20
+    assert (f"workspaces of cuBLAS {mib:.3g} MiB" in dict(found.rows())["memory a device"]) == (mib > 0)
+
+
+def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(api.compose(["recipe=digits"]).cfg, num_gpus=1)
+    model = meta_model(plan)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert device_memory(plan, model).held.workspace_bytes == 0, "a plan alone uses no GPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device_memory(plan, model).held.workspace_bytes == 64 * 2**20
+
+
 def test_an_objective_that_reads_numbers_leaves_the_activations_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(_self: object, model: Model, batch: tuple[torch.Tensor, ...]) -> Loss:
         total = model(batch[0]).sum()
@@ -191,6 +216,6 @@ def test_the_plan_as_json_has_bytes_a_device(cwd: Path, capsys: pytest.CaptureFi
     memory = found["memory"]
     assert (found["version"], found["fits"]) == (1, None)
     assert memory["moment"] == "evaluation"
-    assert memory["peak"] == memory["evaluation"] > memory["step"] > 0
+    assert memory["peak"] == memory["evaluation"] > memory["step"] > 0 == memory["workspaces"]
     assert memory["peak"] > memory["parameters"] + memory["optimizer"] + memory["activations"]
     assert list(cwd.iterdir()) == []

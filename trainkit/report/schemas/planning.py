@@ -56,6 +56,8 @@ class PlannedMemory(TypedDict):
     """State of the optimizer; null if unknown."""
     frozen: int
     """Models that the objective runs but does not train."""
+    workspaces: int
+    """Workspaces of cuBLAS, of known hardware."""
     staging: int
     """The copy of the state on the host that is written in the background; included in `peak` if the device is the
     CPU.

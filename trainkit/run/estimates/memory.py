@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from trainkit.frames import named_first_line
 from trainkit.numerics.precision import Precision
 from trainkit.run.estimates.activations import LiveStorages, Moment, Peak, Timeline
+from trainkit.run.estimates.hardware import hardware_of, hardware_under
 from trainkit.run.estimates.passes import EvaluatedBatch, Line, NoSampleError, Shard, batch_bytes
 from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory_capabilities import ReplicaPart, replica_parts
+from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart, replica_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class DeviceMemory:
             parts += f", gathered temporarily {num_bytes(held.gathered_bytes)}"
         if held.frozen_bytes:
             parts += f", frozen models {num_bytes(held.frozen_bytes)}"
+        if held.workspace_bytes:
+            parts += f", workspaces of cuBLAS {num_bytes(held.workspace_bytes)}"
         if held.staging_bytes and held.staged_here:
             parts += f", copy for checkpoints {num_bytes(held.staging_bytes)}"
         yield "memory a device", f"{num_bytes(held.total_bytes)} and activations: {parts}"
@@ -96,6 +100,7 @@ class DeviceMemory:
             "gathered": held.gathered_bytes,
             "optimizer": held.optimizer_bytes,
             "frozen": held.frozen_bytes,
+            "workspaces": held.workspace_bytes,
             "staging": held.staging_bytes,
             "activations": self.activations,
             "peak": self.peak,
@@ -134,7 +139,7 @@ def part_memories(
     try:
         found = Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        held = memory_of(plan, model)
+        held = _held(plan, model)
         return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
     step = _Step(plan=plan, model=model, lines=found, shards=shards)
     memories = [step.on_device(place, part) for place, part in enumerate(parts)]
@@ -143,6 +148,17 @@ def part_memories(
     except Exception as error:  # noqa: BLE001 - as above
         return [replace(one, unknown_because=_reason(error)) for one in memories]
     return [step.evaluated(*one) for one in zip(memories, evaluated, strict=True)] if evaluated else memories
+
+
+def _held(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = None) -> Memory:
+    """Return the memory that depends only on the model, with the workspaces of cuBLAS on the planned hardware, else on
+    the GPU of this process.
+    """
+    hardware = hardware_of(plan.cfg)
+    if hardware is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # a plan alone uses no GPU
+        hardware = hardware_under(torch.device(plan.tasks[0].device))
+    size = 0 if hardware is None else hardware.workspace_bytes(reproducible=plan.components.numerics.reproducible)
+    return replace(memory_of(plan, model, estimate), workspace_bytes=size)
 
 
 def _reason(error: Exception) -> str:
@@ -167,7 +183,7 @@ class _Step:
     def on_device(self, place: int, part: ReplicaPart) -> DeviceMemory:
         """Return the memory of the device of a part."""
         precision = self.plan.components.precision
-        held = memory_of(self.plan, self.model, part.memory)
+        held = _held(self.plan, self.model, part.memory)
         bucket = held.bucket_bytes
         lasting = held.total_bytes - (held.gradient_bytes if bucket is None else 0)
         in_backward = held.gradient_bytes if bucket is None else bucket

@@ -15,7 +15,7 @@ from trainkit.storage import num_bytes
 PROCESS_BYTES: Final = 320 * 2**20
 """Bytes of a process of trainkit without tensors, on the host. Source: benchmarks/results/memory.md, 2026-11."""
 CONTEXT_BYTES: Final = 768 * 2**20
-"""Bytes that a process takes of a GPU before its first tensor: the CUDA context, kernels, and workspaces of cuBLAS."""
+"""Bytes that a process takes of a GPU before its first tensor: the CUDA context and kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

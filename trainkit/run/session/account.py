@@ -130,6 +130,7 @@ class Account:
             self._journal.proceed()
 
     def _hold(self, first: Mark, last: Mark) -> None:
+        from trainkit.run.estimates.hardware import hardware_under  # noqa: PLC0415 - a short run plans nothing
         from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - a short run plans nothing
 
         plan, run = self._plan, self._run
@@ -202,15 +203,6 @@ def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> Co
     if plan.cfg.compile.mode == "off":  # a compiled kernel does several operations, a CUDA graph all of them
         launches = round(work.shard.num_operations * work.shards + work.update.num_operations)
     return CountedWork(flops_a_sample=work.flops / plan.batch.global_size, peak_flops=peak, launches=launches)
-
-
-def hardware_under(device: torch.device) -> Hardware | None:
-    """Return the figures of a rank's GPU; None on other devices, and for a GPU without figures."""
-    if device.type != "cuda":
-        return None
-    from trainkit.run.estimates.hardware import recognised  # noqa: PLC0415 - a short run plans nothing
-
-    return recognised(torch.cuda.get_device_name(device))
 
 
 def tcp_bytes() -> int | None:
