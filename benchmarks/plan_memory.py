@@ -229,7 +229,7 @@ def cells(arguments: Sequence[str]) -> list[str]:
     """Return what was measured and predicted, as MiB and ratios; the refusal where the config is not legal."""
     try:
         parts, is_sharded = planned(arguments)
-        if parts[0].peak is None:
+        if parts[0].step is None:
             return ["-", "-", "-", "-", *parts[0].notes()]
         ranks = [
             Compared.of(rank, parts[rank % len(parts)], found, copies=is_sharded or rank == 0)
@@ -269,7 +269,7 @@ class Compared:
         """Compare a rank with its part of the plan; `copies`: whether it has a copy for checkpoints."""
         held = plan.held
         lasting = held.parameter_bytes + held.gradient_bytes + (held.optimizer_bytes or 0)
-        peak = (plan.peak or 0) - (0 if copies else held.staging_bytes)
+        peak = (plan.step or 0) - (0 if copies else held.staging_bytes)
         return cls(rank=rank, lasting=lasting / found["lasting"], planned=peak, measured=found["peak"])
 
 

@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional
 
 from tests.objectives.ranks import Alone, on_ranks
+from trainkit.objectives import details, language_modelling
 from trainkit.objectives.base import Collective
+from trainkit.objectives.fields import exact
 from trainkit.objectives.language_modelling import LanguageModelling, Perplexity
 
 SCORES = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -56,3 +58,33 @@ def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
 
     assert on_ranks(2, evaluate) == [pytest.approx(expected, rel=1e-6)] * 2
     assert math.isnan(Perplexity().compute(Alone()))
+
+
+def test_an_evaluation_copies_some_scores_at_once_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, targets = torch.randn(2, 6, 8).bfloat16(), torch.arange(12).view(2, 6) % 8
+    targets[1, 3:] = -100
+    whole, copied = LanguageModelling().score(scores, targets).loss_sum, list[int]()
+
+    def counted(some: torch.Tensor) -> torch.Tensor:
+        copied.append(some.numel())
+        return exact(some)
+
+    monkeypatch.setattr(language_modelling, "exact", counted)
+    monkeypatch.setattr(language_modelling, "MOST_SCORES", 40)
+    with torch.no_grad():
+        found = LanguageModelling().score(scores, targets).loss_sum
+    assert copied == [40, 40, 16]
+    torch.testing.assert_close(found, whole, rtol=1e-6, atol=0.0)  # some roundings of a float32 sum
+
+
+def test_the_worst_windows_are_the_same_from_parts_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = LanguageModelling().score(torch.randn(5, 6, 8).bfloat16(), torch.randint(8, (5, 6)))
+
+    def worst() -> object:
+        metric = LanguageModelling().details(None, batch_size=5).metrics["worst"]
+        metric.update(loss, None)
+        return metric.compute(Alone())
+
+    whole = worst()
+    monkeypatch.setattr(details, "MOST_SCORES", 100)
+    assert worst() == whole

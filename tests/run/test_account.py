@@ -25,8 +25,9 @@ def trained(folder: Path, *overrides: str) -> dict[str, object]:
 
 
 def test_after_20_steps_the_plan_and_the_measured_step_stand_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(account, "peak_bytes", lambda *_, **__: 10**6)
     result = trained(tmp_path / "run", "steps=24", "hardware=laptop")
     plan, measured = result["plan"], result["measured"]
     assert isinstance(plan, dict)
@@ -37,7 +38,10 @@ def test_after_20_steps_the_plan_and_the_measured_step_stand_side_by_side(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("plan: after 20 steps ")]
     assert len(lines) == 1
     written = json.loads((tmp_path / "run/plan.json").read_text())
-    assert (written["memory"]["peak"], written["time"]["step_s"]) == (plan["memory"], plan["step_s"])
+    assert (written["memory"]["step"], written["time"]["step_s"]) == (plan["memory"], plan["step_s"])
+    found = [one["per_cent"]["memory"] for one in (measured, measured["at_end"])]
+    planned = [written["memory"]["step"], written["memory"]["evaluation"]]  # it evaluates after 23 steps
+    assert found == [round(100 * (10**6 / size - 1), 1) for size in planned]
 
 
 def test_a_shorter_run_plans_nothing(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from trainkit.config.identity import difference, fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.config.yaml_files import shipped_conf
 from trainkit.errors import ConfigError
-from trainkit.run.estimates.hardware import Hardware, hardware_of
+from trainkit.run.estimates.hardware import Hardware, hardware_of, hardware_under
 from trainkit.run.estimates.this_machine import Calibration, Machine, ThisMachine, calibration_file
-from trainkit.run.session.account import hardware_under
 from trainkit.sweeps.launching import identity
 
 CHOICES = sorted(path.stem for path in (shipped_conf() / "hardware").glob("*.yaml"))

@@ -73,10 +73,22 @@ def test_every_remedy_makes_the_run_fit(planned: Callable[..., dict[str, Any]]) 
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_alone_does_not_fit_gets_smaller_batches(planned: Callable[..., dict[str, Any]]) -> None:
+    small = (*GPT, "batch.global_size=2", "eval.batch_size=16", "hardware.memory_gib=0.3186")
+    found = planned(*small)
+    assert (found["fits"], found["memory"]["moment"]) == (False, "evaluation")
+    (only,) = found["remedies"]
+    assert (only["overrides"], only["fits"]) == ("eval.batch_size=8", True)
+
+
+@pytest.mark.slow
 def test_changes_are_joined_where_none_is_enough_alone(planned: Callable[..., dict[str, Any]]) -> None:
     tight = (*GPT, "hardware.memory_gib=0.3158")
     (first, *_) = planned(*tight)["remedies"]
-    assert first["overrides"] == "batch.micro_size=1 checkpoint.background=false activation_checkpointing=full"
+    assert (
+        first["overrides"]
+        == "batch.micro_size=1 checkpoint.background=false activation_checkpointing=full eval.batch_size=8"
+    )
     assert planned(*tight, *first["overrides"].split())["fits"] is True
 
 

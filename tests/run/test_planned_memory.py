@@ -13,6 +13,7 @@ from tests.support.storages import Counting
 from trainkit import api
 from trainkit.cli import main
 from trainkit.objectives.base import Loss, Model
+from trainkit.objectives.classification import Classification
 from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.estimates.memory import DeviceMemory, device_memory
 from trainkit.run.planning.memory import meta_model
@@ -69,10 +70,28 @@ def test_the_planned_peak_is_that_of_a_step(arguments: tuple[str, ...], cwd: Pat
         api.train(api.compose([*arguments, *SHORT]))
     held = found.held
     lasting = held.parameter_bytes + held.gradient_bytes + (held.optimizer_bytes or 0)
-    assert found.peak is not None
+    assert found.step is not None
     assert lasting == pytest.approx(counting.lasting, rel=0.1), "with the batches and the data"
-    step = found.peak - held.staging_bytes  # a thread allocates the copy, where no operation is counted
+    step = found.step - held.staging_bytes  # a thread allocates the copy, where no operation is counted
     assert step == pytest.approx(counting.peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("recipe=cifar10", "data=synthetic", "data.shape=[3,32,32]", "data.num_samples=64", "data.val_samples=128"),
+        (*GPT, "model.vocab_size=2048", "objective.cross_entropy=plain", "precision=bf16_mixed"),
+    ],
+    ids=["convnet", "gpt"],
+)
+@pytest.mark.slow
+def test_the_planned_peak_of_an_evaluation_is_the_measured_one(arguments: tuple[str, ...], cwd: Path) -> None:
+    own = (*arguments, "batch.global_size=2", "eval.batch_size=16", "checkpoint.background=false")
+    found = planned(*own)
+    with Counting() as counting:
+        api.train(api.compose([*own, *SHORT, "eval.every_steps=1"]))
+    assert (found.moment, found.peak) == ("evaluation", found.evaluation)
+    assert found.evaluation == pytest.approx(counting.peak, rel=0.03), "outputs of an earlier batch are freed"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +139,42 @@ def test_each_place_holds_what_its_modules_compute() -> None:
     assert line.gradient_bytes(1) == (4 * 64 + 4) * 4
 
 
+def test_an_evaluation_that_reads_numbers_is_unknown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(self: Classification, model: Model, batch: tuple[torch.Tensor, ...]) -> Loss:
+        found = self.score(model(batch[0]), batch[1])
+        return found if torch.is_grad_enabled() else Loss(found.loss_sum, float(found.loss_sum))
+
+    monkeypatch.setattr(Classification, "loss", reads)
+    found = planned("recipe=digits")
+    assert (found.peak, found.moment, found.evaluation) == (found.step, "backward", None)
+    assert found.notes()[0].startswith("activations of an evaluation are not known: the model or the objective reads")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "more", "mib"),
+    [
+        ("h200", "seed=0", 64),
+        ("a100_80gb", "seed=0", 16.25),
+        ("a100_80gb", "numerics.reproducible=true", 64),
+        ("mi300x", "seed=0", 0),
+    ],
+)
+def test_the_workspaces_of_cublas_count_on_hardware_that_has_them(hardware: str, more: str, mib: float) -> None:
+    found, without = planned("recipe=digits", more, f"hardware={hardware}"), planned("recipe=digits", more)
+    assert found.held.workspace_bytes == mib * 2**20
+    assert found.step == (without.step or 0) + mib * 2**20
+    assert (f"workspaces of cuBLAS {mib:.3g} MiB" in dict(found.rows())["memory a device"]) == (mib > 0)
+
+
+def test_a_run_on_a_gpu_with_figures_counts_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(api.compose(["recipe=digits"]).cfg, num_gpus=1)
+    model = meta_model(plan)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert device_memory(plan, model).held.workspace_bytes == 0, "a plan alone uses no GPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device_memory(plan, model).held.workspace_bytes == 64 * 2**20
+
+
 def test_an_objective_that_reads_numbers_leaves_the_activations_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(_self: object, model: Model, batch: tuple[torch.Tensor, ...]) -> Loss:
         total = model(batch[0]).sum()
@@ -127,7 +182,7 @@ def test_an_objective_that_reads_numbers_leaves_the_activations_unknown(monkeypa
 
     monkeypatch.setattr("trainkit.objectives.classification.Classification.loss", reads)
     found = planned("recipe=digits")
-    assert (found.peak, found.activations) == (None, None)
+    assert (found.peak, found.activations, found.evaluation) == (None, None, None)
     assert found.notes() == [
         (
             "activations are not known: the model or the objective reads the values of a tensor (.item(), float(), "
@@ -160,6 +215,7 @@ def test_the_plan_as_json_has_bytes_a_device(cwd: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)
     memory = found["memory"]
     assert (found["version"], found["fits"]) == (1, None)
-    assert memory["moment"] == "backward"
+    assert memory["moment"] == "evaluation"
+    assert memory["peak"] == memory["evaluation"] > memory["step"] > 0 == memory["workspaces"]
     assert memory["peak"] > memory["parameters"] + memory["optimizer"] + memory["activations"]
     assert list(cwd.iterdir()) == []

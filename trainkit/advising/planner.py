@@ -13,6 +13,7 @@ from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.outlook import outlook_of
+from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
@@ -49,9 +50,11 @@ class Planner:
     def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
         """Plan a way; if it does not fit, with overrides that save memory."""
         savers = [] if base.is_given("activation_checkpointing") else [("activation_checkpointing=full",)]
-        smaller = () if base.is_given("batch.micro_size") else self._smaller_shards(way)
+        smaller = self._smaller(
+            way, shards=not base.is_given("batch.micro_size"), evaluations=not base.is_given("eval.batch_size")
+        )
         last = savers[-1] if savers else ()
-        return try_way(way, self.figures, savers=chain(savers, ((*last, size) for size in smaller)), goal=goal)
+        return try_way(way, self.figures, savers=chain(savers, ((*last, *sizes) for sizes in smaller)), goal=goal)
 
     def figures(self, overrides: Sequence[str]) -> Figures:
         """Return the figures of the plan with these overrides.
@@ -91,14 +94,20 @@ class Planner:
         """GPUs that are planned for; 0 where the hardware is a host without any."""
         return 0 if self.hardware.whole_host else self.devices
 
-    def _smaller_shards(self, way: Way) -> Iterator[str]:
-        """Yield overrides for smaller shards than those of a way; planning starts with the first `next()`."""
+    def _smaller(self, way: Way, *, shards: bool, evaluations: bool) -> Iterator[tuple[str, ...]]:
+        """Yield overrides for smaller batches of an evaluation, then also for smaller shards than those of a way;
+        planning starts with the first `next()`.
+        """
         try:
-            size = self._planned(way.overrides).batch.micro_size
+            plan = self._planned(way.overrides)
         except ConfigError:
             return
-        sizes = dict.fromkeys(max(size // divisor, 1) for divisor in _SMALLER)
-        yield from (f"batch.micro_size={one}" for one in sizes if one < size)
+        size, evaluated = plan.batch.micro_size, evaluated_samples(plan) if evaluations else 0
+        for one in dict.fromkeys((size, *(max(size // divisor, 1) for divisor in _SMALLER if shards))):
+            fewer = (f"eval.batch_size={one}",) if one < evaluated else ()
+            sizes = (*((f"batch.micro_size={one}",) if one < size else ()), *fewer)
+            if sizes:
+                yield sizes
 
     def _precisions(self, base: Composition) -> tuple[str, ...]:
         is_full = base.cfg.precision.get("value") in {"fp32", "tf32"}

@@ -141,7 +141,8 @@ class _Search:
         if self.memory is None:
             return None
         plan = plan.resolved(lambda: model)
-        return verdict_of(plan, device_memory(plan, model), self.memory)
+        memory = device_memory(plan, model).without_evaluation  # turns evaluate nothing
+        return verdict_of(plan, memory, self.memory)
 
     def measure(self, size: Size) -> None:
         """Measure a size for one more turn."""

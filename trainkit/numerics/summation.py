@@ -8,8 +8,9 @@ to L computes the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -84,28 +85,38 @@ def combine_pairwise(parts: Iterable[tuple[LaneNode, T]], add: Callable[[T, T], 
         >>> combine_pairwise(leaves, lambda a, b: f"({a}+{b})", num_lanes=4)
         '((0+2)+(1+3))'
     """
-    stream = iter(parts)
-    head: list[tuple[LaneNode, T]] = []
-
-    def peek() -> LaneNode | None:
-        if not head:
-            head.extend([item for item in [next(stream, None)] if item is not None])
-        return head[0][0] if head else None
-
-    def total(node: LaneNode) -> list[T]:
-        upcoming = peek()
-        if upcoming is None or upcoming.first % node.stride != node.first:
-            return []
-        if upcoming == node:
-            return [head.pop()[1]]
-        if node.stride >= num_lanes:
-            return []
-        left, right = node.children()
-        sums = [*total(left), *total(right)]
-        return [add(sums[0], sums[1])] if len(sums) == 2 else sums
-
-    found = total(LaneNode(0, 1))
+    found = _Sums(iter(parts), add, num_lanes).total(LaneNode(0, 1))
     if not found:
         msg = "a step without shards has no sum"
         raise ValueError(msg)
     return found[0]
+
+
+@dataclass(slots=True)
+class _Sums(Generic[T]):
+    """The sums of a tree. An object and not a function inside another one, which would refer to itself, so that its
+    last sums would stay alive until the next garbage collection.
+    """
+
+    stream: Iterator[tuple[LaneNode, T]]
+    add: Callable[[T, T], T]
+    num_lanes: int
+    head: list[tuple[LaneNode, T]] = field(default_factory=list)
+    """The next sum of the stream, once it is read."""
+
+    def total(self, node: LaneNode) -> list[T]:
+        """Return the sum of a node; nothing if all of its lanes are empty."""
+        if not self.head:
+            self.head.extend(islice(self.stream, 1))
+        if not self.head:
+            return []
+        upcoming = self.head[0][0]
+        if upcoming.first % node.stride != node.first:
+            return []
+        if upcoming == node:
+            return [self.head.pop()[1]]
+        if node.stride >= self.num_lanes:
+            return []
+        left, right = node.children()
+        sums = [*self.total(left), *self.total(right)]
+        return [self.add(sums[0], sums[1])] if len(sums) == 2 else sums

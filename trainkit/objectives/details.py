@@ -16,7 +16,7 @@ from torch.nn import functional
 from trainkit.extras import install_command
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean
 from trainkit.objectives.confusion import ConfusionMatrix, PerClass
-from trainkit.objectives.fields import exact
+from trainkit.objectives.fields import MOST_SCORES, exact
 from trainkit.objectives.metrics import TorchMetric
 from trainkit.objectives.tables import Result, Table
 
@@ -217,7 +217,14 @@ def _of_window(loss: Loss, *, ignore_index: int) -> tuple[Tensor, ...] | None:
     outputs, targets = loss.outputs, loss.targets
     if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != targets.shape:
         return None
-    logs = exact(outputs.detach()).log_softmax(dim=-1)
+    size = max(MOST_SCORES // max(outputs[0].numel(), 1), 1) if len(outputs) else 1
+    parts = zip(torch.split(outputs.detach(), size), torch.split(targets, size), strict=True)
+    found = [_of_windows(*part, ignore_index=ignore_index) for part in parts]
+    return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+def _of_windows(outputs: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, ...]:
+    logs = exact(outputs).log_softmax(dim=-1)
     each = functional.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none")
     each = each.view(targets.shape)
     counts = (targets != ignore_index).sum(dim=1)

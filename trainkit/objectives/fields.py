@@ -20,6 +20,8 @@ INPUTS: Final = ("input", "inputs", "x", "image", "images", "pixel_values", "inp
 """Keys of the input, if `objective.input` names none."""
 TARGETS: Final = ("target", "targets", "y", "label", "labels")
 """Keys of the target, if `objective.target` names none."""
+MOST_SCORES: Final = 2**24
+"""Number of scores of a language model of which an evaluation makes copies at once: 64 MiB in float32."""
 
 
 def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tuple[Any, Any]:  # noqa: A002 - the key's name

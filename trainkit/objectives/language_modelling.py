@@ -15,7 +15,7 @@ from trainkit.errors import Problem
 from trainkit.fields import speed
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import token_details
-from trainkit.objectives.fields import exact, scores_of
+from trainkit.objectives.fields import MOST_SCORES, exact, scores_of
 from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
 from trainkit.objectives.from_hidden.liger import liger_cross_entropy, liger_problems, refuse_scores
 from trainkit.objectives.from_hidden.output_layer import OutputLayer
@@ -64,11 +64,18 @@ class LanguageModelling(ScoredFields, Supervised):
         outputs = scores_of(outputs, self.output)
         if self.cross_entropy == "liger":
             refuse_scores()
-        scores = exact(outputs)
-        loss_sum = functional.cross_entropy(
-            scores.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
-        )
+        loss_sum = self._loss_sum(outputs.flatten(0, -2), targets.flatten())
         return Loss(loss_sum, (targets != self.ignore_index).sum(), None, outputs, targets)
+
+    def _loss_sum(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Sum the cross entropy of (rows, vocabulary) scores; in an evaluation in parts, since each takes two copies in
+        float32.
+        """
+        size = max(MOST_SCORES // rows.shape[1], 1)
+        if torch.is_grad_enabled() or len(rows) <= size:
+            return functional.cross_entropy(exact(rows), targets, reduction="sum", ignore_index=self.ignore_index)
+        parts = zip(torch.split(rows, size), torch.split(targets, size), strict=True)
+        return torch.stack([self._loss_sum(*part) for part in parts]).sum()
 
     @property
     def takes_hidden(self) -> bool:

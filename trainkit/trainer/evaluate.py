@@ -80,13 +80,13 @@ def evaluate(
             with Untouched(seed=0, devices=[local.device]):
                 enter(place * local.num_ranks + local.rank)
                 loss = objective.loss(model, batch)
-            if num_counted is not None and place >= num_counted:
-                continue
-            tally.add(loss.loss_sum, loss.weight)
-            for name, term in terms_of(objective, loss).items():
-                terms[name].add(term, loss.weight)
-            for metric in metrics.values():
-                metric.update(loss, batch)
+            if num_counted is None or place < num_counted:
+                tally.add(loss.loss_sum, loss.weight)
+                for name, term in terms_of(objective, loss).items():
+                    terms[name].add(term, loss.weight)
+                for metric in metrics.values():
+                    metric.update(loss, batch)
+            del loss  # frees the outputs before the next batch
     figures = {f"{split}/loss": tally.mean(local.data_ranks)}
     figures.update({f"{split}/{name}": sums.mean(local.data_ranks) for name, sums in terms.items()})
     tables: dict[str, Table] = {}

@@ -56,6 +56,8 @@ class PlannedMemory(TypedDict):
     """State of the optimizer; null if unknown."""
     frozen: int
     """Models that the objective runs but does not train."""
+    workspaces: int
+    """Workspaces of cuBLAS, of known hardware."""
     staging: int
     """The copy of the state on the host that is written in the background; included in `peak` if the device is the
     CPU.
@@ -63,9 +65,13 @@ class PlannedMemory(TypedDict):
     activations: int | None
     """Largest sum of batches, tensors saved for backward, outputs and temporary tensors; null if unknown."""
     peak: int | None
+    """Peak bytes of a step or an evaluation; null if unknown."""
+    step: int | None
     """Peak bytes of a step; null if unknown."""
-    moment: Literal["forward", "backward", "exchange", "optimizer step"] | None
-    """The part of a step with the peak; null if unknown."""
+    evaluation: int | None
+    """Peak bytes of an evaluation; null if unknown, or if the run evaluates nothing."""
+    moment: Literal["forward", "backward", "exchange", "optimizer step", "evaluation"] | None
+    """The part of a step with the peak, or the evaluation; null if unknown."""
     checkpoint: int
     """Bytes while a checkpoint is copied; includes the copy on the CPU with `checkpoint.background`."""
 

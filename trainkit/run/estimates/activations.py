@@ -1,4 +1,4 @@
-"""Trace the tensors of one forward and backward pass on fake tensors: their lifetimes and devices.
+"""Trace the tensors of a forward and backward pass, or of an evaluation, on fake tensors: their lifetimes and devices.
 
 Fake tensors have shapes, dtypes and devices, and no data: the pass needs neither the memory nor the time of a real one.
 The kernels are those of the CPU, whose autograd formulas save the same tensors as those of other devices.
@@ -28,8 +28,8 @@ from trainkit.run.estimates.workspace import workspace_of
 from trainkit.strategies.memory_capabilities import RankPass
 from trainkit.strategies.model_transforms import selective_contexts
 
-Moment = Literal["forward", "backward", "exchange", "optimizer step"]
-"""The part of a step at which a device holds the most."""
+Moment = Literal["forward", "backward", "exchange", "optimizer step", "evaluation"]
+"""The part of a step, or an evaluation, at which a device holds the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +194,20 @@ class TracedPass:
         Raises:
             Exception: the model or the objective reads the data of a tensor, or fails for another reason.
         """
+        return self._traced(self._pass)
+
+    def run_evaluation(self, *, gradients: bool = False) -> Timeline:
+        """Run the forward pass of an evaluation alone, and return its timeline.
+
+        Args:
+            gradients: whether the objective needs gradients in an evaluation, too.
+
+        Raises:
+            Exception: as in `run`.
+        """
+        return self._traced(partial(self._evaluation, gradients=gradients))
+
+    def _traced(self, passing: Callable[[nn.Module, Any, LiveStorages], Timeline]) -> Timeline:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with fakes, Untouched(seed=0):
             model = self._without_data()
@@ -208,7 +222,7 @@ class TracedPass:
                     if isinstance(leaf, Tensor):
                         live.note(leaf)
                 with self.beside:
-                    timeline = self._pass(model, batch, live)
+                    timeline = passing(model, batch, live)
             del kept
         return timeline
 
@@ -230,6 +244,17 @@ class TracedPass:
             received=self.rank.received_bytes,
             once=num_bytes + self.rank.once_bytes,
         )
+
+    def _evaluation(self, model: nn.Module, batch: Any, live: LiveStorages, *, gradients: bool) -> Timeline:
+        model.eval()
+        with ExitStack() as stack:
+            for name, place in self.places.items():
+                _follow(model.get_submodule(name), place, live, stack)
+            with torch.set_grad_enabled(gradients), self.precision.autocast(["cpu"]):
+                loss = self.rank.loss(model, batch, self.loss)
+            events = tuple(live.events)
+            del loss
+        return Timeline(events=events, backward_at=len(events), gradients=frozenset())
 
     def _without_data(self) -> nn.Module:
         """Return a copy of the model whose parameters and buffers have no data; the data is not copied."""

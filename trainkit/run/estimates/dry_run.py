@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.from_hidden.output_layer import Scored
 from trainkit.run.estimates.activations import TracedPass
-from trainkit.run.estimates.memory import example_batch, own_copy, recomputed_names
+from trainkit.run.estimates.passes import example_batch, own_copy, recomputed_names
 from trainkit.run.planning.memory import stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.traffic import ModuleCall, TensorFacts

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Final
 
+import torch
+
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
 from trainkit.config.values import above, at_least
@@ -24,6 +26,9 @@ _COMPUTED_IN: Final = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 """Precision -> the format of its matrix products, if the two have different names."""
 _INSTEAD: Final = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": None, "fp32": None}
 """Format -> the format that a device without it uses instead."""
+
+_REPRODUCIBLE_BYTES: Final = 2 * 32 * 2**20
+"""Two workspaces of the size that `CUBLAS_WORKSPACE_CONFIG=:4096:8` sets: eight times 4096 KiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,9 @@ class Hardware(HardwareChoice):
     """
     memory_gib: Annotated[float, above(0), cosmetic]
     """GiB of memory of a device."""
+    workspace_mib: Annotated[float | None, at_least(0), cosmetic] = None
+    """MiB of that memory in which torch keeps the workspaces of cuBLAS from the first matrix product on; null: unknown.
+    """
     memory_gb_s: Annotated[float, above(0), cosmetic]
     """10^9 bytes a second of that memory."""
     tflops: Annotated[Mapping[str, Annotated[float, above(0)]], cosmetic]
@@ -139,6 +147,16 @@ class Hardware(HardwareChoice):
         """Bytes of memory of a device."""
         return int(self.memory_gib * 2**30)
 
+    def workspace_bytes(self, *, reproducible: bool) -> int:
+        """Return the bytes of the workspaces of cuBLAS; 0 if they are unknown.
+
+        Args:
+            reproducible: whether `numerics.reproducible` chooses their size, which is then the same on every GPU.
+        """
+        if not self.workspace_mib:
+            return 0
+        return _REPRODUCIBLE_BYTES if reproducible else int(self.workspace_mib * 2**20)
+
     def peak_flops(self, precision: str) -> float | None:
         """Return operations a second of matrix products in a precision; None if they are not known.
 
@@ -166,6 +184,11 @@ def hardware_of(cfg: RunConfig) -> Hardware | None:
         return None
     chosen: HardwareChoice = build(cfg.hardware, "hardware")
     return chosen.here()
+
+
+def hardware_under(device: torch.device) -> Hardware | None:
+    """Return the figures of a rank's GPU; None on other devices, and for a GPU without figures."""
+    return recognised(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def recognised(driver_name: str) -> Hardware | None:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import tree_iter
 
 from trainkit.frames import named_first_line
-from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Loss, Model, Objective
-from trainkit.run.estimates.activations import LiveStorages, Moment, Peak, Timeline, TracedPass
-from trainkit.run.planning.build import frozen_models, model_transforms_of
+from trainkit.run.estimates.activations import LiveStorages, Moment, Peak, Timeline
+from trainkit.run.estimates.hardware import hardware_of, hardware_under
+from trainkit.run.estimates.passes import EvaluatedBatch, Line, NoSampleError, Shard, batch_bytes
 from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
-from trainkit.run.planning.optimizers import assigned_parameters
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory_capabilities import PlannedShard, ReplicaPart, rank_passes, replica_parts
-from trainkit.strategies.model_transforms import recomputed_modules
+from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart, replica_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,20 +30,32 @@ class DeviceMemory:
     """The parts that depend on the model, the optimizer and the strategy."""
     activations: int | None = None
     """Batches, tensors saved for backward, and temporary tensors, at the peak; None if they could not be found."""
-    peak: int | None = None
+    step: int | None = None
     """Peak bytes of a step; None if the activations could not be found."""
+    evaluation: int | None = None
+    """Peak bytes of an evaluation; None if the run has none, or if they could not be found."""
     moment: Moment | None = None
-    """The part of a step with the peak."""
+    """The part of a step with the peak, or the evaluation if its peak is higher."""
     checkpoint: int = 0
     """Bytes while a checkpoint is copied: on the CPU with `checkpoint.background`, the state and its copy."""
     part: int = 0
     """Number of the device within a replica, if several compute one replica."""
     unknown_because: str | None = None
-    """Reason why the activations are unknown."""
+    """Reason why the activations, or those of an evaluation alone, are unknown."""
+
+    @property
+    def peak(self) -> int | None:
+        """Peak bytes of a step or an evaluation; None if those of a step are unknown."""
+        return None if self.step is None else max(self.step, self.evaluation or 0)
+
+    @property
+    def without_evaluation(self) -> DeviceMemory:
+        """The memory of the steps alone."""
+        return replace(self, evaluation=None)
 
     @property
     def most(self) -> int:
-        """The largest known number of bytes, of a step or of a checkpoint."""
+        """The largest known number of bytes, of a step, an evaluation or a checkpoint."""
         return max(self.held.total_bytes if self.peak is None else self.peak, self.checkpoint)
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -63,12 +70,15 @@ class DeviceMemory:
             parts += f", gathered temporarily {num_bytes(held.gathered_bytes)}"
         if held.frozen_bytes:
             parts += f", frozen models {num_bytes(held.frozen_bytes)}"
+        if held.workspace_bytes:
+            parts += f", workspaces of cuBLAS {num_bytes(held.workspace_bytes)}"
         if held.staging_bytes and held.staged_here:
             parts += f", copy for checkpoints {num_bytes(held.staging_bytes)}"
         yield "memory a device", f"{num_bytes(held.total_bytes)} and activations: {parts}"
         if self.activations is not None and self.peak is not None:
             yield "activations", f"at most {num_bytes(self.activations)}, of batches, outputs and temporary tensors"
-            yield "peak a device", f"{num_bytes(self.peak)}, in the {self.moment}"
+            article = "an" if self.moment == "evaluation" else "the"
+            yield "peak a device", f"{num_bytes(self.peak)}, in {article} {self.moment}"
         if held.staging_bytes and not held.staged_here:
             yield "on the host", f"{num_bytes(held.staging_bytes)} of pinned memory, the copy for checkpoints"
 
@@ -76,7 +86,8 @@ class DeviceMemory:
         """Return a note about the reason why something is not known."""
         if self.unknown_because is None:
             return []
-        return [f"activations are not known: {self.unknown_because}"]
+        which = "activations" if self.step is None else "activations of an evaluation"
+        return [f"{which} are not known: {self.unknown_because}"]
 
     def document(self) -> dict[str, object]:
         """Return the object `memory` of `trainkit plan --json`: bytes per device."""
@@ -89,9 +100,12 @@ class DeviceMemory:
             "gathered": held.gathered_bytes,
             "optimizer": held.optimizer_bytes,
             "frozen": held.frozen_bytes,
+            "workspaces": held.workspace_bytes,
             "staging": held.staging_bytes,
             "activations": self.activations,
             "peak": self.peak,
+            "step": self.step,
+            "evaluation": self.evaluation,
             "moment": self.moment,
             "checkpoint": self.checkpoint,
         }
@@ -123,30 +137,28 @@ def part_memories(
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
     parts = replica_parts(plan.components.strategy, model, plan.facts, num_shards=shards)
     try:
-        found = _Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
+        found = Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        held = memory_of(plan, model)
+        held = _held(plan, model)
         return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
     step = _Step(plan=plan, model=model, lines=found, shards=shards)
-    return [step.on_device(place, part) for place, part in enumerate(parts)]
+    memories = [step.on_device(place, part) for place, part in enumerate(parts)]
+    try:
+        evaluated = EvaluatedBatch(plan=plan, model=model, parts=parts).lines()
+    except Exception as error:  # noqa: BLE001 - as above
+        return [replace(one, unknown_because=_reason(error)) for one in memories]
+    return [step.evaluated(*one) for one in zip(memories, evaluated, strict=True)] if evaluated else memories
 
 
-class NoSampleError(Exception):
-    """No sample of the data is known."""
-
-
-def example_batch(plan: RunPlan) -> Any:
-    """Return the batch of the largest shard, made of one repeated sample.
-
-    Raises:
-        NoSampleError: no sample of the training data is known.
+def _held(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = None) -> Memory:
+    """Return the memory that depends only on the model, with the workspaces of cuBLAS on the planned hardware, else on
+    the GPU of this process.
     """
-    sample = plan.components.sample
-    if sample is None:
-        raise NoSampleError("no sample of the data is known")
-    size = plan.batch.shard_size(0, 0)
-    with Untouched(seed=0):
-        return plan.components.hooks.collate_function([sample] * size, list(range(size)))
+    hardware = hardware_of(plan.cfg)
+    if hardware is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # a plan alone uses no GPU
+        hardware = hardware_under(torch.device(plan.tasks[0].device))
+    size = 0 if hardware is None else hardware.workspace_bytes(reproducible=plan.components.numerics.reproducible)
+    return replace(memory_of(plan, model, estimate), workspace_bytes=size)
 
 
 def _reason(error: Exception) -> str:
@@ -157,109 +169,13 @@ def _reason(error: Exception) -> str:
     return f"the model or the objective cannot run without data ({named_first_line(error)})."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Line:
-    """The timeline of forward and backward of a shard."""
-
-    timeline: Timeline
-    share: float = 1.0
-    """The share of the parameters that get gradients."""
-    place: int | None = None
-    """The place of a device in the timeline; None: one device has all of it."""
-    of_rank: bool = False
-    """Whether it has exactly the tensors of one rank: gathered parameters, and shards of gradients."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shard:
-    """A shard of a step."""
-
-    plan: RunPlan
-    model: nn.Module
-    parts: Sequence[ReplicaPart]
-    shards: int
-    """The shards that the replica computes."""
-    beside: AbstractContextManager[object]
-    """Context manager around forward and backward."""
-
-    def lines(self) -> list[list[_Line]]:
-        """Return the lines of each part: one for each phase of the objective."""
-        plan, batch = self.plan, example_batch(self.plan)
-        objective = own_copy(plan.components.objective)
-        traced = self._traced(batch, objective.loss)
-        if not objective.phases:
-            return self._of_parts([(1.0, traced)])
-        sizes = {name: param.numel() for name, param in self.model.named_parameters() if param.requires_grad}
-        phases = []
-        for phase, names in assigned_parameters(self.model, plan.optimizers).items():
-            share = sum(sizes[name] for name in names) / sum(sizes.values())
-            loss = _phase_loss(objective.phase_loss, phase)
-            phases.append((share, replace(traced, loss=loss, updated=frozenset(names))))
-        return self._of_parts(phases)
-
-    def _traced(self, batch: Any, loss: Callable[[Model, Any], Loss]) -> TracedPass:
-        """Return the traced pass of a whole replica."""
-        model, precision = self.model, self.plan.components.precision
-        return TracedPass(
-            model=model,
-            batch=batch,
-            loss=loss,
-            precision=precision,
-            recomputed=recomputed_names(self.plan, model),
-            selective=self.plan.cfg.activation_checkpointing == "selective",
-            places={name: place for place, part in enumerate(self.parts) for name in part.modules},
-            accumulates=self.shards > 1 and precision.model_dtype is precision.master_dtype and not self._has_vector,
-            beside=self.beside,
-        )
-
-    @property
-    def _has_vector(self) -> bool:
-        """Whether gradients outlive a step: then the backward pass of the first shard has the peak."""
-        return any(part.memory.bucket is not None for part in self.parts)
-
-    def _of_parts(self, phases: Sequence[tuple[float, TracedPass]]) -> list[list[_Line]]:
-        found: list[list[_Line]] = [[] for _ in self.parts]
-        strategy = self.plan.components.strategy
-        for share, whole in phases:
-            passes = rank_passes(
-                strategy, self.model, self.plan.facts, PlannedShard(batch=whole.batch, count=self.shards)
-            )
-            if any(one.cuts_operations for one in passes):
-                whole.run()  # counts the operations of a whole replica
-            beside = nullcontext() if any(one.cuts_operations for one in passes) else self.beside
-            for lines, one in zip(found, passes, strict=False):
-                accumulates = self.shards > 1 if one.sums_in_master_dtype else whole.accumulates
-                timeline = replace(whole, rank=one, places={}, accumulates=accumulates, beside=beside).run()
-                lines.append(_Line(timeline=timeline, share=share, of_rank=True))
-            if not passes:
-                timeline, several = whole.run(), len(self.parts) > 1
-                for place, lines in enumerate(found):
-                    lines.append(_Line(timeline=timeline, share=share, place=place if several else None))
-        return found
-
-
-def own_copy(objective: Objective) -> Objective:
-    """Return a copy whose state a pass without data may change; frozen models are shared."""
-    return copy.deepcopy(objective, {id(model): model for _, model in frozen_models(objective)})
-
-
-def recomputed_names(plan: RunPlan, model: nn.Module) -> list[str]:
-    """Return the names of the modules that backward recomputes."""
-    chosen = {id(module) for module in recomputed_modules(model, model_transforms_of(plan.cfg))}
-    return [name for name, module in model.named_modules() if id(module) in chosen]
-
-
-def _phase_loss(loss: Callable[[str, Model, Any], Loss], phase: str) -> Callable[[Model, Any], Loss]:
-    return lambda model, batch: loss(phase, model, batch)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """A step of a replica."""
 
     plan: RunPlan
     model: nn.Module
-    lines: Sequence[Sequence[_Line]]
+    lines: Sequence[Sequence[Line]]
     """Timelines of each part."""
     shards: int
     """The shards that the replica computes."""
@@ -267,14 +183,14 @@ class _Step:
     def on_device(self, place: int, part: ReplicaPart) -> DeviceMemory:
         """Return the memory of the device of a part."""
         precision = self.plan.components.precision
-        held = memory_of(self.plan, self.model, part.memory)
+        held = _held(self.plan, self.model, part.memory)
         bucket = held.bucket_bytes
         lasting = held.total_bytes - (held.gradient_bytes if bucket is None else 0)
         in_backward = held.gradient_bytes if bucket is None else bucket
         in_model_dtype = in_backward * precision.model_dtype.itemsize // precision.master_dtype.itemsize
         # the batches of the other shards of the step, and of the first step: a run keeps one, and they are views of one
         # batch
-        waiting = (2 * self.shards - 1) * _batch_bytes(self.plan)
+        waiting = (2 * self.shards - 1) * batch_bytes(self.plan)
         peaks = []
         for line in self.lines[place]:
             timeline, where = line.timeline, line.place
@@ -301,11 +217,23 @@ class _Step:
         return DeviceMemory(
             held=held,
             activations=activations,
-            peak=best.num_bytes,
+            step=best.num_bytes,
             moment=best.moment,
             checkpoint=_checkpoint_bytes(held),
             part=place,
         )
+
+    def evaluated(self, memory: DeviceMemory, line: Line) -> DeviceMemory:
+        """Return the memory of a device, with the one of an evaluation: it has the batches of a step, and no gradients
+        unless they outlive the step.
+        """
+        found = line.timeline.peak(place=line.place)
+        batches = 2 * self.shards * batch_bytes(self.plan)
+        size = _checkpoint_bytes(memory.held) + batches + found.num_bytes
+        activations = max(memory.activations or 0, batches + found.activations)
+        most = memory.step or 0
+        moment: Moment | None = "evaluation" if size > most else memory.moment
+        return replace(memory, evaluation=size, activations=activations, moment=moment)
 
 
 def _cast_bytes(sizes: Sequence[int], precision: Precision, *, several: bool) -> int:
@@ -347,11 +275,6 @@ def _buffered_shards(plan: RunPlan) -> float:
         shards = range(0, batch.num_shards(step), plan.num_replicas)
         kinds.update(Counter(batch.shard_size(step, shard) for shard in shards).items())
     return sum(size * count for size, count in kinds) / batch.shard_size(0, 0)
-
-
-def _batch_bytes(plan: RunPlan) -> int:
-    leaves = tree_iter(example_batch(plan))
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _update_bytes(plan: RunPlan, model: nn.Module, resident: Mapping[str, int]) -> int:

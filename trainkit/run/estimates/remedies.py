@@ -13,6 +13,7 @@ from trainkit.errors import ConfigError
 from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import device_memory
+from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import meta_model
@@ -41,19 +42,24 @@ _Kind = Callable[[RunPlan, nn.Module], Iterator[_Change]]
 def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[PlannedRemedy]:
     """Return the cheapest changes with which a run fits, at most three.
 
-    Each kind of change is tried alone, in the order of its price; if fewer than three fit, the kinds are also combined,
-    from the cheapest on. Every change is planned like the run itself. If none fits, the closest one is returned.
+    If only an evaluation does not fit, its batches become smaller. Otherwise each kind of change is tried alone, in the
+    order of its price; if fewer than three fit, the kinds are also combined, from the cheapest on. Every change is
+    planned like the run itself. If none fits, the closest one is returned.
 
     Args:
         plan: the plan of a run that does not fit.
         model: the model, with or without data; unchanged.
         hardware: the hardware that it must fit.
     """
+    if verdict_of(plan, device_memory(plan, model).without_evaluation, hardware).fits:
+        smaller = _cheapest(_smaller_evaluations, plan, model, hardware)
+        if smaller is not None and smaller[0].fits:
+            return [smaller[0]]
     found: list[PlannedRemedy] = []
     for kind in _KINDS:
         alone = _cheapest(kind, plan, model, hardware)
         if alone is not None:
-            found.append(alone[0])
+            found.append(_with_evaluations(*alone, model, hardware))
     fitting = [one for one in found if one.fits]
     if len(fitting) < MOST:
         joined = _joined(plan, model, hardware)
@@ -67,7 +73,7 @@ def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Planned
     """Return combinations of changes: each kind added to the earlier kinds that help."""
     found: list[PlannedRemedy] = []
     overrides, prices, current = "", "", plan
-    needs = verdict_of(plan, device_memory(plan, model), hardware).needs
+    needs = verdict_of(plan, device_memory(plan, model).without_evaluation, hardware).needs
     for kind in _KINDS:
         step = _cheapest(kind, current, model, hardware)
         if step is None or step[0].needs >= needs:
@@ -75,10 +81,24 @@ def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Planned
         one, current = step
         needs = one.needs
         overrides, prices = f"{overrides} {one.overrides}".strip(), f"{prices}; {one.price}".strip("; ")
-        found.append(replace(one, overrides=_last_of_each(overrides), price=prices))
+        whole = replace(one, overrides=_last_of_each(overrides), price=prices)
+        found.append(_with_evaluations(whole, current, model, hardware))
         if one.fits:
             break
     return found
+
+
+def _with_evaluations(one: PlannedRemedy, plan: RunPlan, model: nn.Module, hardware: Hardware) -> PlannedRemedy:
+    """Return a change that is planned for steps alone, with the memory of evaluations, and with smaller batches of them
+    if they do not fit.
+    """
+    verdict = verdict_of(plan, device_memory(plan, model), hardware)
+    whole = replace(one, needs=verdict.needs, fits=verdict.fits is True)
+    smaller = _cheapest(_smaller_evaluations, plan, model, hardware) if one.fits and not whole.fits else None
+    if smaller is None:
+        return whole
+    more = smaller[0]
+    return replace(more, overrides=f"{one.overrides} {more.overrides}", price=f"{one.price}; {more.price}")
 
 
 def _last_of_each(overrides: str) -> str:
@@ -87,15 +107,16 @@ def _last_of_each(overrides: str) -> str:
 
 
 def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) -> tuple[PlannedRemedy, RunPlan] | None:
-    """Return the first change of a kind with which the run fits, else the one that needs the least memory; None if
-    there is none.
+    """Return the first change of a kind with which the steps fit, else the one whose steps need the least memory; None
+    if there is none. Evaluations count only if the kind changes them.
     """
     best: tuple[PlannedRemedy, RunPlan] | None = None
     for change in kind(plan, model):
         other = _planned(change.cfg, plan)
         if other is None:
             continue
-        verdict = verdict_of(other, device_memory(other, model), hardware)
+        memory = device_memory(other, model)
+        verdict = verdict_of(other, memory if kind is _smaller_evaluations else memory.without_evaluation, hardware)
         fits = verdict.fits is True
         one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
         if best is None or one.needs < best[0].needs:
@@ -115,6 +136,14 @@ def _planned(cfg: RunConfig, plan: RunPlan) -> RunPlan | None:
         return other.resolved(lambda: model)
     except ConfigError:
         return None
+
+
+def _smaller_evaluations(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    size = evaluated_samples(plan)
+    while size > 1:
+        size = (size + 1) // 2
+        cfg = replace(plan.cfg, eval=replace(plan.cfg.eval, batch_size=size))
+        yield _Change(overrides=f"eval.batch_size={size}", price="more batches in an evaluation", cfg=cfg)
 
 
 def _smaller_shards(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:

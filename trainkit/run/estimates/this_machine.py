@@ -20,7 +20,7 @@ from trainkit.config.values import at_least
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
 from trainkit.fields import cosmetic
 from trainkit.files import cache_folder, read_json
-from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link
+from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, recognised
 
 VERSION: Final = 1
 """The version of a calibration's file."""
@@ -150,6 +150,7 @@ class ThisMachine(HardwareChoice):
             ConfigError: there is a GPU without a calibration, or the calibration file is damaged.
         """
         machine = Machine.here()
+        known = recognised(machine.gpus[0]) if machine.gpus else None
         found = calibration_of(machine)
         if found is None:
             return self._uncalibrated(machine)
@@ -158,6 +159,7 @@ class ThisMachine(HardwareChoice):
         return Hardware(
             name=f"{machine.name}, calibrated",
             memory_gib=_memory_bytes() / 2**30,
+            workspace_mib=None if known is None else known.workspace_mib,
             memory_gb_s=found.memory_gb_s,
             tflops=found.tflops,
             within_host=found.within_host,

@@ -15,7 +15,7 @@ from trainkit.storage import num_bytes
 PROCESS_BYTES: Final = 320 * 2**20
 """Bytes of a process of trainkit without tensors, on the host. Source: benchmarks/results/memory.md, 2026-11."""
 CONTEXT_BYTES: Final = 768 * 2**20
-"""Bytes that a process takes of a GPU before its first tensor: the CUDA context, kernels, and workspaces of cuBLAS."""
+"""Bytes that a process takes of a GPU before its first tensor: the CUDA context and kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Verdict:
     """
 
     needs: int
-    """Bytes at the peak of a step, of all processes that share the memory."""
+    """Bytes at the peak of a step or an evaluation, of all processes that share the memory."""
     has: int
     """Bytes of memory."""
     name: str

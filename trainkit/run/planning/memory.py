@@ -47,6 +47,8 @@ class Memory:
 
     frozen_bytes: int = 0
     """Parameters and buffers of frozen models of the objective."""
+    workspace_bytes: int = 0
+    """The workspaces of cuBLAS."""
     staging_bytes: int = 0
     """The copy of the state on the host that is written in the background; kept from the first step to the end."""
     staged_here: bool = False
@@ -56,6 +58,7 @@ class Memory:
     def total_bytes(self) -> int:
         """The sum of all known parts."""
         model = self.parameter_bytes + self.buffer_bytes + self.gathered_bytes + self.frozen_bytes
+        model += self.workspace_bytes
         model += self.staging_bytes if self.staged_here else 0
         return model + self.gradient_bytes + self.exchange_bytes + (self.optimizer_bytes or 0)
 

@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ from trainkit.errors import StorageError, TrainingError
 from trainkit.files import write_json_atomically
 from trainkit.run.planning.memory import only_without_data
 from trainkit.run.planning.plan import RunPlan
+from trainkit.run.session.evaluation import EvalRunner
 from trainkit.storage import naming, num_bytes
 from trainkit.strategies.base import LocalModel, PhaseListener
 from trainkit.trainer.events import Run
@@ -32,6 +33,7 @@ from trainkit.trainer.phase_clock import wait_for
 
 if TYPE_CHECKING:
     from trainkit.run.estimates.hardware import Hardware
+    from trainkit.run.estimates.memory import DeviceMemory
     from trainkit.run.estimates.step_time import RankWork
 
 FILE: Final = "plan.json"
@@ -61,6 +63,7 @@ class Account:
         self._instruments = Instruments(torch.device(identity.task.device), counts_targets=counts_targets)
         self._marks: list[Mark] = []
         self._planned = Figures()
+        self._memory: DeviceMemory
         self._documents: dict[str, Any] = {}
 
     def heard(self, on_phase: PhaseListener) -> PhaseListener:
@@ -75,9 +78,9 @@ class Account:
         """
         return MetricsAccumulator(run, local, waited, self._instruments, terms=terms)
 
-    def triggers(self, run: Run, journal: MetricsAccumulator, enter: Callable[[str], None]) -> list[Trigger]:
+    def triggers(self, run: Run, journal: MetricsAccumulator, scorer: EvalRunner) -> list[Trigger]:
         """Return the triggers that measure the steps; empty on a rank above 0, or after the first measurement."""
-        self._run, self._journal, self._enter = run, journal, enter
+        self._run, self._journal, self._scorer = run, journal, scorer
         if not run.is_owner or self._documents:
             return []
         self._marks.clear()  # after a rollback
@@ -95,7 +98,8 @@ class Account:
         step_s, _ = between(first, at_end)
         end = Figures(memory=self._peak(), step_s=step_s)
         speed = self._instruments.overall()
-        found = {"steps": at_end.step, **speed, **end.document(), "per_cent": differences(self._planned, end)}
+        planned = replace(self._planned, memory=self._planned_memory())
+        found = {"steps": at_end.step, **speed, **end.document(), "per_cent": differences(planned, end)}
         return {**self._documents, "measured": {**self._documents["measured"], "at_end": found}}
 
     def _mark(self) -> None:
@@ -113,7 +117,7 @@ class Account:
     def _compare(self) -> None:
         """Plan the run, write the plan, and print the differences."""
         self._mark()
-        self._enter("callback")
+        self._scorer.enter("callback")
         self._journal.pause()
         try:
             self._hold(*self._marks)
@@ -126,6 +130,7 @@ class Account:
             self._journal.proceed()
 
     def _hold(self, first: Mark, last: Mark) -> None:
+        from trainkit.run.estimates.hardware import hardware_under  # noqa: PLC0415 - a short run plans nothing
         from trainkit.run.estimates.outlook import outlook_of  # noqa: PLC0415 - a short run plans nothing
 
         plan, run = self._plan, self._run
@@ -133,6 +138,7 @@ class Account:
         if model is None:  # a second model with data may not fit in addition to the trained one
             raise TrainingError("the model cannot be built without data")
         outlook = outlook_of(plan, model)
+        self._memory = outlook.memory
         document = {"version": 1, "memory": outlook.memory.document(), **outlook.document()}
         with naming(run.folder / FILE):
             write_json_atomically(run.folder / FILE, document)
@@ -141,7 +147,7 @@ class Account:
         if work is not None:
             self._instruments.know(counted_work(work, outlook.hardware or hardware_under(run.device), plan))
         self._planned = Figures(
-            memory=outlook.memory.peak, step_s=None if time is None else time.step_s, bytes_a_step=sent or None
+            memory=self._planned_memory(), step_s=None if time is None else time.step_s, bytes_a_step=sent or None
         )
         step_s, bytes_a_step = between(first, last)
         found = Figures(memory=self._peak(), step_s=step_s, bytes_a_step=bytes_a_step)
@@ -151,6 +157,10 @@ class Account:
         line = line_of(self._planned, found, last.step)
         if line is not None and not plan.cfg.quiet:
             print(line, flush=True)  # noqa: T201 - the screen of the user
+
+    def _planned_memory(self) -> int | None:
+        """Return the planned peak of the phases that the run has had."""
+        return self._memory.peak if self._scorer.has_evaluated else self._memory.step
 
     def _peak(self) -> int | None:
         return peak_bytes(self._run.device, before=self._before, planned=self._planned.memory)
@@ -193,15 +203,6 @@ def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> Co
     if plan.cfg.compile.mode == "off":  # a compiled kernel does several operations, a CUDA graph all of them
         launches = round(work.shard.num_operations * work.shards + work.update.num_operations)
     return CountedWork(flops_a_sample=work.flops / plan.batch.global_size, peak_flops=peak, launches=launches)
-
-
-def hardware_under(device: torch.device) -> Hardware | None:
-    """Return the figures of a rank's GPU; None on other devices, and for a GPU without figures."""
-    if device.type != "cuda":
-        return None
-    from trainkit.run.estimates.hardware import recognised  # noqa: PLC0415 - a short run plans nothing
-
-    return recognised(torch.cuda.get_device_name(device))
 
 
 def tcp_bytes() -> int | None:

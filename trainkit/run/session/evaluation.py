@@ -48,6 +48,8 @@ class EvalRunner:
     """The newest value of each metric."""
     tables: dict[str, Table] = field(default_factory=dict)
     """The newest version of each table."""
+    has_evaluated: bool = False
+    """Whether this process has evaluated."""
     _validated_at: int | None = None
 
     @cached_property
@@ -157,6 +159,7 @@ class EvalRunner:
             label: replaces the name of the split in names of metrics.
             more: additional metrics.
         """
+        self.has_evaluated = True
         batches = EvalBatches(
             self.plan.components.datasets[split] if dataset is None else dataset,
             self.plan.reading(self.executor.local.device),

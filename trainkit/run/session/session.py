@@ -276,7 +276,7 @@ class TaskSession:
             found.append(Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every)))
         found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
         later = [at_sync_points(one, self.plan.next_sync_step) for one in found[1:]]
-        return [found[0], *self._account.triggers(self.run, self._journal, self.enter), *later]
+        return [found[0], *self._account.triggers(self.run, self._journal, self._scorer), *later]
 
     def flush(self, *, is_last: bool = False) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""

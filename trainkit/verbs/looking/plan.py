@@ -76,7 +76,7 @@ class _Asked:
 
     def launch(self) -> LaunchEnvironment | None:
         """Return the hypothetical launch of `--hosts`; None without it."""
-        from trainkit.run.estimates.where import imagined_launch  # noqa: PLC0415 - imports torch
+        from trainkit.run.planning.where import imagined_launch  # noqa: PLC0415 - imports torch
 
         if self.num_hosts is None or self.num_gpus is None:
             return None
@@ -179,7 +179,7 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
 
 
 def _show(found: _Planned) -> None:
-    from trainkit.run.estimates.where import where_rows  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.where import where_rows  # noqa: PLC0415 - imports torch
 
     plan, memory = found.plan, found.outlook.memory
     rows = {
@@ -217,7 +217,7 @@ def _remedy(one: PlannedRemedy) -> tuple[str, ...]:
 def _document(found: _Planned) -> dict[str, object]:
     """Return the output of `--json`; unknown values are null."""
     from trainkit.config.identity import fingerprint  # noqa: PLC0415 - not for --help
-    from trainkit.run.estimates.where import ideal_bubble_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.where import ideal_bubble_of  # noqa: PLC0415 - imports torch
 
     plan, memory = found.plan, found.outlook.memory
     return {
