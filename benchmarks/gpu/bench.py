@@ -76,12 +76,31 @@ class Bench:
         reached = (least is None or value >= least) and (most is None or value <= most)
         return ("-" if self.small else "ok" if reached else "missed"), target
 
-    def run(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python in the root of the project until the deadline; the output of what fails goes to OUT/failed.log."""
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env={**self.environ, **(environ or {})}, capture_output=True,
-            text=True, check=False, timeout=max(self.left_s, 1.0),
-        )  # fmt: skip
+    def run(
+        self, *command: str, environ: Mapping[str, str] | None = None, keeps_partial: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python in the root of the project until the deadline; the output of what fails goes to OUT/failed.log.
+
+        Args:
+            command: arguments of Python.
+            environ: variables to set.
+            keeps_partial: whether a process that is not done by then returns what it has printed, with exit code 124.
+
+        Raises:
+            TimeoutExpired: it was not done by the deadline, without `keeps_partial`.
+        """
+        arguments, environment = [sys.executable, *command], {**self.environ, **(environ or {})}
+        try:
+            done = subprocess.run(
+                arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+                timeout=max(self.left_s, 1.0),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            if not keeps_partial:
+                raise
+            said = [(part or b"") if isinstance(part, bytes) else b"" for part in (error.stdout, error.stderr)]
+            out, err = (part.decode(errors="replace") for part in said)
+            done = subprocess.CompletedProcess(arguments, 124, out, f"{err}\nthe time of the part was over")
         if done.returncode:
             with (self.out / "failed.log").open("a") as log:
                 log.write(f"$ python {' '.join(command)}\n{done.stdout}{done.stderr}\n")

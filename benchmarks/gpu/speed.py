@@ -53,7 +53,7 @@ def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     seconds = bench.left_s - _TO_START_S
     done = bench.run(
         "benchmarks/gpu/turns.py", name, HAND, *modes, "--rounds", str(bench.rounds), "--seconds", f"{seconds:.0f}",
-        *(("--small",) if bench.small else ()),
+        *(("--small",) if bench.small else ()), keeps_partial=True,
     )  # fmt: skip
     turns = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
     times = {kind: [statistics.median(one["step_s"]) for one in turns if _is_of(one, kind)] for kind in (HAND, *modes)}
@@ -160,7 +160,9 @@ def _trained(
     bench: Bench, folder: Path, overrides: Sequence[str], *, steps: int, log_every: int = 5
 ) -> tuple[list[dict[str, Any]], dict[str, Any]] | str:
     """Return the rows of metrics and the result of a training, or why there are none."""
-    fixed = ("recipe=null", f"steps={steps}", f"log_every_steps={log_every}", "checkpoint.every_epochs=null")
+    at_end = ("checkpoint.every_epochs=null", "checkpoint.every_s=null")
+    few = (*at_end, "checkpoint.keep_last=1", "checkpoint.keep_best=0")
+    fixed = ("recipe=null", f"steps={steps}", f"log_every_steps={log_every}", *few)
     done, result = bench.train(folder, *fixed, *overrides)
     if result is None:
         return end_of(done)

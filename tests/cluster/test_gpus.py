@@ -24,6 +24,7 @@ from trainkit.run.rendezvous.join import has_own_gpu
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core import synchronous
 from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.pipeline import Pipeline
 
 TWO = {"CUDA_VISIBLE_DEVICES": "MIG-4e5f,MIG-77aa"}
 
@@ -100,3 +101,9 @@ def test_the_device_of_a_task_becomes_the_current_one(monkeypatch: pytest.Monkey
     use_device(torch.device("cpu"))
     use_device(torch.device("cuda:1"))
     assert used == [torch.device("cuda:1")]
+
+
+def test_a_pipeline_is_refused_on_mig_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-4e5f")
+    (problem,) = Pipeline(stages=2).validate(PlanContext(num_gpus=1))
+    assert str(problem).startswith("strategy=pipeline: sends tensors between GPUs, which MIG instances cannot")

@@ -115,7 +115,8 @@ def test_copies_elsewhere_get_what_is_not_trained_from_a_checkpoint(
 
 @pytest.mark.gpu
 def test_a_gpu_and_the_cpu_compute_with_variables_of_the_cpu(pool: Pool) -> None:
-    case = replace(CLASSES, micro_size=4, optimizer="adamw", model={"norm": True})
+    # adamw would turn the rounding of the bias before the norm, whose gradient is zero, into whole steps of it
+    case = replace(CLASSES, micro_size=4, model={"norm": True})
     (found,) = train(pool, replace(case, strategy="central_storage", settings={"compute_devices": [0, "cpu"]}))
     assert {tensor.device.type for tensor in found.state.values()} == {"cpu"}
     assert reference.differences(found.weights, oracle(case)) == []

@@ -240,7 +240,7 @@ def test_on_a_gpu_no_step_waits(strategy: str, precision: str, tmp_path: Path) -
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the one above, and inductor's about tensor cores
 @pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize(("strategy", "mode"), COMPILED)

@@ -16,6 +16,7 @@ from tests.support import zoo
 from tests.support.pool import Place, Pool
 from tests.support.present import present
 from trainkit.errors import TrainingError
+from trainkit.strategies.groups import pairwise
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
@@ -145,3 +146,18 @@ def test_a_reducer_that_has_not_the_step_sends_nothing() -> None:
     model(torch.ones(1, 2)).sum().backward()
     reducer.end_backward()
     assert not model.weight._post_accumulate_grad_hooks
+
+
+def sent_through_the_host(place: Place) -> list[float]:
+    """The numbers that a rank receives where tensors of its device do not travel; an empty tensor is left out."""
+    received, peer = torch.zeros(3), 1 - place.rank
+    with mock.patch.object(pairwise, "needs_host", return_value=True) as asked:
+        pairwise.exchange([(peer, torch.full((3,), 7.0 + place.rank)), (peer, torch.empty(0))], [(peer, received)])
+    assert asked.call_count == 2
+    found: list[float] = received.tolist()
+    return found
+
+
+def test_tensors_that_gloo_cannot_send_arrive_by_a_copy_on_the_host(pool: Pool) -> None:
+    found = pool.run("tests.strategies.test_exchange.sent_through_the_host", num_ranks=2, group=True)
+    assert found == [[8.0] * 3, [7.0] * 3]

@@ -21,6 +21,7 @@ from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
+from trainkit.strategies.groups.pairwise import sending_problems
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass, ReplicaPart
 from trainkit.strategies.partition.activations import activations_in
@@ -158,7 +159,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
-        found = version_problems(torch.__version__)
+        found = [*version_problems(torch.__version__), *sending_problems(context.num_gpus)]
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
+from trainkit.strategies.groups.pairwise import exchange
 from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.layouts import FlatBuffer, unsplit
 
@@ -101,11 +102,5 @@ def _empty(packing: FlatBuffer) -> Tensor:
 def _all_to_all(received: list[Tensor], sent: list[Tensor], rank: int) -> None:
     """Exchange tensors by pairwise sends, as NCCL does: gloo has no all_to_all of lists."""
     received[rank].copy_(sent[rank].view_as(received[rank]))
-    operations = []
-    for peer in range(len(sent)):
-        if peer != rank and sent[peer].numel():
-            operations.append(dist.P2POp(dist.isend, sent[peer], peer))
-        if peer != rank and received[peer].numel():
-            operations.append(dist.P2POp(dist.irecv, received[peer], peer))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+    others = [peer for peer in range(len(sent)) if peer != rank]
+    exchange([(peer, sent[peer]) for peer in others], [(peer, received[peer]) for peer in others])

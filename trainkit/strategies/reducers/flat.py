@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
+from trainkit.strategies.groups.pairwise import exchange
 from trainkit.strategies.reducers.gradient_vector import FlatReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
@@ -85,11 +86,6 @@ class RingReducer(FlatReducer):
             self._shift(slices[(self._rank - turn + 1) % count], slices[(self._rank - turn) % count])
 
     def _shift(self, sent: Tensor, received: Tensor) -> None:
-        """Send one slice to the right and receive one from the left; an empty one is not sent."""
-        operations = []
-        if sent.numel():
-            operations.append(dist.P2POp(dist.isend, sent, (self._rank + 1) % self._num_ranks))
-        if received.numel():
-            operations.append(dist.P2POp(dist.irecv, received, (self._rank - 1) % self._num_ranks))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+        """Send one slice to the right and receive one from the left."""
+        right, left = ((self._rank + turn) % self._num_ranks for turn in (1, -1))
+        exchange([(right, sent)], [(left, received)])
