@@ -27,7 +27,7 @@ import reference  # type: ignore[import-not-found]
 
 _PAGES: Final = (
     "README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md",
-    "recipes/*/README.md", "benchmarks/results/*.md",
+    "recipes/*/README.md", "benchmarks/results/**/*.md",
 )  # fmt: skip
 _SHIM: Final = "https://unpkg.com/iframe-worker/shim"
 """Where a page of the generator loads iframe-worker from (MIT; the file and its licence lie beside this script)."""
@@ -102,8 +102,9 @@ def _lay_out(source: Path) -> None:
                 copy = source / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copy)
-    results = [page for page in found if page.parent.name == "results"]
-    rows = [f"- [{_title(page.read_text())}]({page.name})" for page in results]
+    folder = ROOT / "benchmarks/results"
+    results = [page for page in found if page.is_relative_to(folder)]
+    rows = [f"- [{_title(page.read_text())}]({page.relative_to(folder)})" for page in results]
     _write(source / "benchmarks/results/README.md", "\n".join(["# Measured", "", *rows]))
 
 
