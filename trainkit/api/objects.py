@@ -82,7 +82,7 @@ class Given:
             return self._add_data(value)
         if not isinstance(value, kinds):
             return [_misfit(group, value)]
-        self._register(group, functools.partial(_copied, value))
+        self._register(group, functools.partial(copy.deepcopy, value))  # the object of the caller stays as it is
         self.instances.append(group)
         return []
 
@@ -286,11 +286,6 @@ def _path_of(factory: Definition) -> str | None:
         return path if imported(path) == factory else None
     except ConfigError:
         return None
-
-
-def _copied(value: object) -> object:
-    """Return a copy, so that the caller's object stays as it is."""
-    return copy.deepcopy(value)
 
 
 def _is_dataset(value: object) -> bool:

@@ -60,7 +60,8 @@ def count_statistics(
     try:
         with torch.no_grad(), local.precision.autocast(local.device_types):
             for place, batch in enumerate(batches):
-                kept = None if num_counted is None or place < num_counted else _copied(statistics_of(model))
+                counts = num_counted is None or place < num_counted
+                kept = None if counts else {name: one.clone() for name, one in statistics_of(model).items()}
                 with Untouched(seed=0, devices=[local.device]):
                     keys.enter_evaluation(batch=place * local.num_ranks + local.rank, objective=objective)
                     objective.loss(model, batch)
@@ -79,10 +80,6 @@ def restore_statistics(model: nn.Module, kept: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in statistics_of(model).items():
             buffer.copy_(kept[name])
-
-
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _join(local: LocalModel, modules: Iterable[_BatchNorm]) -> None:

@@ -36,7 +36,8 @@ class Confusion(EvaluationFigures):
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective without classes, and too many of them for a table."""
         dataset = planned.datasets["train"]
-        if TABLE not in planned.objective.details(dataset, batch_size=1).metrics and not _has_own(planned):
+        tables = {*planned.objective.details(dataset, batch_size=1).metrics, *planned.objective.metrics()}
+        if TABLE not in tables:
             rule = f"needs classes, and {type(planned.objective).__name__} has none. Leave it out."
             return [Problem(key=planned.key, rule=rule)]
         names = getattr(dataset, "classes", None)
@@ -74,7 +75,3 @@ def is_confusion(name: str, table: Table) -> bool:
     """
     square = table.columns[1:] == tuple(str(row[0]) for row in table.rows)
     return name.rpartition("/")[2] == TABLE and bool(table.rows) and square
-
-
-def _has_own(planned: Planned) -> bool:
-    return TABLE in planned.objective.metrics()

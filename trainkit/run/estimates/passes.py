@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Shard:
         phases = []
         for phase, names in assigned_parameters(self.model, plan.optimizers).items():
             share = sum(sizes[name] for name in names) / sum(sizes.values())
-            loss = _phase_loss(objective.phase_loss, phase)
+            loss = partial(objective.phase_loss, phase)
             phases.append((share, replace(traced, loss=loss, updated=frozenset(names))))
         return self._of_parts(phases)
 
@@ -185,7 +186,3 @@ def recomputed_names(plan: RunPlan, model: nn.Module) -> list[str]:
     """Return the names of the modules that backward recomputes."""
     chosen = {id(module) for module in recomputed_modules(model, model_transforms_of(plan.cfg))}
     return [name for name, module in model.named_modules() if id(module) in chosen]
-
-
-def _phase_loss(loss: Callable[[str, Model, Any], Loss], phase: str) -> Callable[[Model, Any], Loss]:
-    return lambda model, batch: loss(phase, model, batch)

@@ -133,6 +133,7 @@ class RunPlan:
         """Return the effective values for the user, label -> text."""
         full, batch, cfg = self.batch.num_shards(0), self.batch, self.cfg
         factors = f"{full} shards of at most {batch.micro_size}" if full > 1 else "1 shard"
+        replicas = f"{self.num_replicas} replica{'' if self.num_replicas == 1 else 's'}"
         peak = f"{self.rate.peak:g}"
         if self.rate.peak != self.rate.base:
             scaling = cfg.lr_scaling
@@ -145,7 +146,7 @@ class RunPlan:
             "tasks": _roles_text(self.tasks),
             "replicas": f"{self.num_replicas} on {', '.join(devices)}",
             "samples": f"{batch.num_samples:,} for training{_drawn_text(self.components.hooks)}",
-            "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
+            "global batch": f"{batch.global_size} = {factors} on {replicas}",
             "steps": f"{self.num_steps:,} ({batch.steps_per_epoch:,} an epoch)",
             "optimizers": ", ".join(one.text for one in self.optimizers) or None,
             "learning rate": ", ".join(f"{one.name} {one.rate.peak:g}" for one in self.optimizers) or peak,
@@ -312,10 +313,6 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
     start = base if cfg.warmup.start == "base" else 0.0
     return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 VARIABLE: Final = "TRAINKIT_PLAN"

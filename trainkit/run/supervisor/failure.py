@@ -120,7 +120,8 @@ def _account(folder: RunFolder, exited: ProcessExit, place: int, evidence: Proce
     report = evidence.report(exited.rank)
     if report is not None:
         return _reported(report, evidence)
-    step = _step_of(read_heartbeat(folder.heartbeat_of(exited.rank)))
+    heartbeat = read_heartbeat(folder.heartbeat_of(exited.rank))
+    step = -1 if heartbeat is None else heartbeat.step
     return _Account(rank=exited.rank, kind=Kind.PROCESS_ENDED, step=step, arrival=place, report=None, code=exited.code)
 
 
@@ -237,10 +238,6 @@ def _waited_for(
 
     rank = min(heartbeats, key=place)
     return rank, heartbeats[rank]
-
-
-def _step_of(heartbeat: HeartbeatReading | None) -> int:
-    return -1 if heartbeat is None else heartbeat.step
 
 
 def _when(heartbeat: HeartbeatReading | None) -> str:

@@ -34,7 +34,7 @@ from trainkit.errors import CrashLoopError
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import read_error_report
-from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
+from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
 from trainkit.run.supervisor.failure import Failure
 from trainkit.trainer.manifest import list_complete
@@ -211,7 +211,8 @@ class TaskRestarter:
         """
         task, record = self.tasks[failure.rank], self._records[failure.rank]
         heartbeat = read_heartbeat(self.folder.heartbeat_of(failure.rank))
-        reached = _step(heartbeat if task.is_evaluator else read_heartbeat(self.folder.heartbeat_of(0)))
+        leading = heartbeat if task.is_evaluator else read_heartbeat(self.folder.heartbeat_of(0))
+        reached = 0 if leading is None else leading.step
         record.no_progress = 1 if reached > record.reached else record.no_progress + 1
         record.reached = max(record.reached, reached)
         record.died_before_start = (
@@ -259,10 +260,6 @@ class TaskRestarter:
         for rank, task in self.tasks.items():
             if evaluator or not task.is_evaluator:
                 self._records[rank].due = None
-
-
-def _step(heartbeat: HeartbeatReading | None) -> int:
-    return 0 if heartbeat is None else heartbeat.step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def exchange(sent: Pairs, received: Pairs) -> None:
     Gloo, which ranks on MIG instances use, sends memory of the host alone and ends the process for that of a GPU:
     tensors of a GPU are copied to the host for it, and back.
     """
-    out = [(peer, _on_host(tensor)) for peer, tensor in sent if tensor.numel()]
+    out = [(peer, tensor.cpu() if needs_host(tensor.device) else tensor) for peer, tensor in sent if tensor.numel()]
     into = [(peer, tensor, _like_on_host(tensor)) for peer, tensor in received if tensor.numel()]
     operations = [
         *(dist.P2POp(dist.isend, tensor, peer) for peer, tensor in out),
@@ -49,10 +49,6 @@ def sending_problems(num_gpus: int) -> list[Problem]:
 def needs_host(device: torch.device) -> bool:
     """Return whether the ranks send tensors of a device through the memory of the host."""
     return device.type == "cuda" and f"{device.type}:gloo" in dist.get_backend_config().split(",")
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu") if needs_host(tensor.device) else tensor
 
 
 def _like_on_host(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
 from trainkit.strategies.groups.pairwise import exchange
@@ -56,7 +56,7 @@ class DeterministicReducer(Reducer):
         nodes = [self._nodes(rank, num_shards) for rank in range(ranks)]
         slice_size = -(-packing.numel // ranks)
         padded = slice_size * ranks
-        outgoing = [_padded(part, padded).view(ranks, slice_size) for part in own]
+        outgoing = [nn.functional.pad(part, (0, padded - part.numel())).view(ranks, slice_size) for part in own]
         sent = [torch.stack([part[rank] for part in outgoing]) if own else _empty(packing) for rank in range(ranks)]
         received = [
             torch.empty((len(nodes[rank]), slice_size), dtype=packing.dtype, device=packing.device)
@@ -89,10 +89,6 @@ def _tree_position(lane: int, num_lanes: int) -> int:
     """Return the position of a lane among the leaves of the tree, from left to right: its bits reversed."""
     bits = num_lanes.bit_length() - 1
     return int(format(lane, f"0{bits}b")[::-1], 2) if bits else 0
-
-
-def _padded(flat: Tensor, numel: int) -> Tensor:
-    return torch.nn.functional.pad(flat, (0, numel - flat.numel()))
 
 
 def _empty(packing: FlatBuffer) -> Tensor:

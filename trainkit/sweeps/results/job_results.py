@@ -206,11 +206,10 @@ def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
         folds = any(text.startswith(_FOLD) for text in entry.arguments)
         key = tuple(text for text in entry.arguments if not text.startswith(_FOLD)) if folds else ("", entry.job)
         points.setdefault(key, []).append(entry)
-    return [_combine(found) if _is_fold(found[0]) else found[0] for found in points.values()]
-
-
-def _is_fold(entry: JobResult) -> bool:
-    return any(text.startswith(_FOLD) for text in entry.arguments)
+    return [
+        _combine(found) if any(text.startswith(_FOLD) for text in found[0].arguments) else found[0]
+        for found in points.values()
+    ]
 
 
 def _combine(folds: Sequence[JobResult]) -> JobResult:

@@ -113,7 +113,7 @@ def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
     answer = "NO" if numbers.verdict == "different" else f"yes, {_WORDS[numbers.verdict]}"
     yield f"  the same numbers, both with batch.micro_size={numbers.micro_size}: {answer}"
     steps = numbers.steps
-    after = "" if len(steps) == max(steps) else f", compared after steps {_listed(steps)}"
+    after = "" if len(steps) == max(steps) else f", compared after steps {', '.join(map(str, steps))}"
     yield f"    {max(steps)} step{'' if max(steps) == 1 else 's'} in {numbers.precision}{after}"
     if (first := numbers.first) is not None:
         yield f"    first after step {first.first_step}: {first.name}, relative error {first.error:.2g}"
@@ -130,10 +130,6 @@ def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
     for one in shown:
         since = "" if one.first_step is None else f"  since step {one.first_step}, relative error {one.error:.2g}"
         yield f"      {one.name:<{width}}  {_WORDS[one.verdict]}{since}"
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps))
 
 
 def _gradients(numbers: Numbers) -> Iterator[str]:
