@@ -98,7 +98,7 @@ class Bench:
         except subprocess.TimeoutExpired as error:
             if not keeps_partial:
                 raise
-            said = [(part or b"") if isinstance(part, bytes) else b"" for part in (error.stdout, error.stderr)]
+            said = [part if isinstance(part, bytes) else b"" for part in (error.stdout, error.stderr)]
             out, err = (part.decode(errors="replace") for part in said)
             done = subprocess.CompletedProcess(arguments, 124, out, f"{err}\nthe time of the part was over")
         if done.returncode:
@@ -117,6 +117,12 @@ class Bench:
         path = folder / "result.json"
         ended_well = path.is_file() and (bool(fail) or done.returncode == 0)
         return done, json.loads(path.read_text()) if ended_well else None
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of the training steps of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/loss" in row]
 
 
 def verdict(holds: bool) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.gpu.bench import ALONE, Bench, Row, end_of
+from benchmarks.gpu.bench import ALONE, Bench, Row, end_of, rows_of
 from benchmarks.gpu.turns import HAND
 from benchmarks.gpu.workloads import WORKLOADS, Workload
 from trainkit.run.estimates.hardware import recognised
@@ -166,8 +166,7 @@ def _trained(
     done, result = bench.train(folder, *fixed, *overrides)
     if result is None:
         return end_of(done)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row], result
+    return rows_of(folder), result
 
 
 def _median_ratio(ours: Sequence[float], base: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks.gpu import by_hand
-from benchmarks.gpu.bench import QUIET, Bench
+from benchmarks.gpu.bench import QUIET, Bench, rows_of
 from benchmarks.gpu.workloads import WORKLOADS, Workload
 from trainkit import api
 
@@ -57,8 +57,7 @@ def by_trainkit(workload: Workload, more: tuple[str, ...]) -> list[float]:
     composition = api.compose([*fixed, *workload.overrides, *workload.sizes, *more])
     with tempfile.TemporaryDirectory() as folder:
         api.train(composition, run_dir=Path(folder) / "run")
-        rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-    stamps = [(row["step"], row["seconds"]) for row in rows if "train/loss" in row]
+        stamps = [(row["step"], row["seconds"]) for row in rows_of(Path(folder) / "run")]
     timed = [stamp for stamp in stamps if stamp[0] >= workload.steps // 3]
     return [(later[1] - one[1]) / (later[0] - one[0]) for one, later in itertools.pairwise(timed)]
 

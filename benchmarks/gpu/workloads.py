@@ -55,19 +55,19 @@ class Workload:
 def gpt(small: bool) -> Workload:
     """Return GPT-2 124M on 64 rows of 1024 tokens, or a tiny one."""
     if small:
-        return _language_model(layers=2, heads=2, width=64, context=32, vocabulary=256, batch=8, parts=1)
+        return _language_model(layers=2, heads=2, width=64, context=32, vocabulary=256, batch=8, parts=1, steps=9)
     return _language_model(layers=12, heads=12, width=768, context=1024, vocabulary=50304, batch=64, parts=4)
 
 
 def gpt_large(small: bool) -> Workload:
     """Return a GPT of 1.3 B parameters on 16 rows of 2048 tokens, or a tiny one."""
     if small:
-        return _language_model(layers=2, heads=2, width=64, context=64, vocabulary=256, batch=4, parts=2)
+        return _language_model(layers=2, heads=2, width=64, context=64, vocabulary=256, batch=4, parts=2, steps=9)
     return _language_model(layers=24, heads=16, width=2048, context=2048, vocabulary=50304, batch=16, parts=2)
 
 
 def _language_model(
-    *, layers: int, heads: int, width: int, context: int, vocabulary: int, batch: int, parts: int
+    *, layers: int, heads: int, width: int, context: int, vocabulary: int, batch: int, parts: int, steps: int = 36
 ) -> Workload:
     def make_model() -> nn.Module:
         from trainkit.models.gpt import Gpt
@@ -80,7 +80,7 @@ def _language_model(
 
     return Workload(
         title=f"GPT, {layers} layers of width {width}, {batch} x {context} tokens",
-        batch=batch, parts=parts, mixed=True, units=context, steps=9 if batch < 16 else 36,
+        batch=batch, parts=parts, mixed=True, units=context, steps=steps,
         overrides=(
             "model=gpt", f"model.num_layers={layers}", f"model.num_heads={heads}", f"model.width={width}",
             f"model.context={context}", f"model.vocab_size={vocabulary}", "data=synthetic_tokens",
