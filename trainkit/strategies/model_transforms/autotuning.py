@@ -14,7 +14,7 @@ _UNFIT: Final = "Exception %s for benchmark choice %s"
 
 
 def quiet_autotuning() -> None:
-    """Switch off the tables of kernels, and the tracebacks of those that do not fit the device.
+    """Switch off the tables of kernels, and the tracebacks of kernels that do not fit the device.
 
     A report that the environment requests stays on: `TORCHINDUCTOR_` and a name of `_REPORTS` for its table,
     `TORCH_LOGS` for the tracebacks.
