@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.objectives.ranks import Alone, on_ranks
-from trainkit.objectives import details, language_modelling
+from trainkit.objectives import fields, language_modelling
 from trainkit.objectives.base import Collective
 from trainkit.objectives.fields import exact
 from trainkit.objectives.language_modelling import LanguageModelling, Perplexity
@@ -70,7 +70,7 @@ def test_an_evaluation_copies_some_scores_at_once_to_float32(monkeypatch: pytest
         return exact(some)
 
     monkeypatch.setattr(language_modelling, "exact", counted)
-    monkeypatch.setattr(language_modelling, "MOST_SCORES", 40)
+    monkeypatch.setattr(fields, "MOST_SCORES", 40)
     with torch.no_grad():
         found = LanguageModelling().score(scores, targets).loss_sum
     assert copied == [40, 40, 16]
@@ -86,5 +86,5 @@ def test_the_worst_windows_are_the_same_from_parts_of_the_scores(monkeypatch: py
         return metric.compute(Alone())
 
     whole = worst()
-    monkeypatch.setattr(details, "MOST_SCORES", 100)
+    monkeypatch.setattr(fields, "MOST_SCORES", 100)
     assert worst() == whole

@@ -249,8 +249,7 @@ class Supervised(Objective):
         inputs, targets = self.split_batch(batch)
         given = inputs if isinstance(self.input, list | tuple) else (inputs,)
         offered = None
-        # a graph of a whole step contains the loss; what is cheapest to ask comes first
-        if self._has_hidden_loss and not torch.compiler.is_compiling() and self.takes_hidden:
+        if self.takes_hidden and not torch.compiler.is_compiling():  # a graph of a whole step contains the loss
             offered = output_layer_of(model)
         if offered is None:
             return self.score(model(*given), targets)

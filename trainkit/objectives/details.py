@@ -16,7 +16,7 @@ from torch.nn import functional
 from trainkit.extras import install_command
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean
 from trainkit.objectives.confusion import ConfusionMatrix, PerClass
-from trainkit.objectives.fields import MOST_SCORES, exact
+from trainkit.objectives.fields import exact, parts_of
 from trainkit.objectives.metrics import TorchMetric
 from trainkit.objectives.tables import Result, Table
 
@@ -217,9 +217,7 @@ def _of_window(loss: Loss, *, ignore_index: int) -> tuple[Tensor, ...] | None:
     outputs, targets = loss.outputs, loss.targets
     if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != targets.shape:
         return None
-    size = max(MOST_SCORES // max(outputs[0].numel(), 1), 1) if len(outputs) else 1
-    parts = zip(torch.split(outputs.detach(), size), torch.split(targets, size), strict=True)
-    found = [_of_windows(*part, ignore_index=ignore_index) for part in parts]
+    found = [_of_windows(*part, ignore_index=ignore_index) for part in parts_of(outputs.detach(), targets)]
     return tuple(map(torch.cat, zip(*found, strict=True)))
 
 

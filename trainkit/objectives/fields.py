@@ -229,6 +229,12 @@ def _described(outputs: Any) -> str:
     return f"a {type(outputs).__name__}{held}"
 
 
+def parts_of(scores: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return scores and their targets in parts along the first dimension, each of `MOST_SCORES` scores at most."""
+    size = max(MOST_SCORES // max(scores[0].numel(), 1), 1) if len(scores) else 1
+    return list(zip(torch.split(scores, size), torch.split(targets, size), strict=True))
+
+
 def exact(scores: Tensor) -> Tensor:
     """Return scores in float32, or float64 if they already are: a sum of logarithms in bf16 keeps two digits."""
     return scores if scores.dtype in {torch.float32, torch.float64} else scores.float()

@@ -15,7 +15,7 @@ from trainkit.errors import Problem
 from trainkit.fields import speed
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import token_details
-from trainkit.objectives.fields import MOST_SCORES, exact, scores_of
+from trainkit.objectives.fields import exact, parts_of, scores_of
 from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
 from trainkit.objectives.from_hidden.liger import liger_cross_entropy, liger_problems, refuse_scores
 from trainkit.objectives.from_hidden.output_layer import OutputLayer
@@ -71,16 +71,18 @@ class LanguageModelling(ScoredFields, Supervised):
         """Sum the cross entropy of (rows, vocabulary) scores; in an evaluation in parts, since each takes two copies in
         float32.
         """
-        size = max(MOST_SCORES // rows.shape[1], 1)
-        if torch.is_grad_enabled() or len(rows) <= size:
-            return functional.cross_entropy(exact(rows), targets, reduction="sum", ignore_index=self.ignore_index)
-        parts = zip(torch.split(rows, size), torch.split(targets, size), strict=True)
-        return torch.stack([self._loss_sum(*part) for part in parts]).sum()
+        parts = [(rows, targets)] if torch.is_grad_enabled() else parts_of(rows, targets)
+        first, *others = (
+            functional.cross_entropy(exact(scores), wanted, reduction="sum", ignore_index=self.ignore_index)
+            for scores, wanted in parts
+        )
+        return torch.stack([first, *others]).sum() if others else first
 
     @property
     def takes_hidden(self) -> bool:
         """Whether `loss_from_hidden` is used, if the model declares its output layer."""
-        return self.cross_entropy != "plain" and self.output is None and super().takes_hidden
+        # not by super(), which torch 2.11 cannot trace
+        return self.cross_entropy != "plain" and self.output is None and self._has_hidden_loss
 
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, features) hidden states against (samples, length) tokens."""
