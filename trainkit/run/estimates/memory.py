@@ -19,7 +19,7 @@ from trainkit.run.estimates.passes import EvaluatedBatch, Line, NoSampleError, S
 from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart, replica_parts
+from trainkit.strategies.memory_capabilities import ReplicaPart, replica_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,12 +136,13 @@ def part_memories(
     """
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
     parts = replica_parts(plan.components.strategy, model, plan.facts, num_shards=shards)
+    workspaces = _workspace_bytes(plan)
     try:
         found = Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()
     except Exception as error:  # noqa: BLE001 - the user's model and objective may fail in any way without data
-        held = _held(plan, model)
+        held = replace(memory_of(plan, model), workspace_bytes=workspaces)
         return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
-    step = _Step(plan=plan, model=model, lines=found, shards=shards)
+    step = _Step(plan=plan, model=model, lines=found, shards=shards, workspaces=workspaces)
     memories = [step.on_device(place, part) for place, part in enumerate(parts)]
     try:
         evaluated = EvaluatedBatch(plan=plan, model=model, parts=parts).lines()
@@ -150,15 +151,13 @@ def part_memories(
     return [step.evaluated(*one) for one in zip(memories, evaluated, strict=True)] if evaluated else memories
 
 
-def _held(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = None) -> Memory:
-    """Return the memory that depends only on the model, with the workspaces of cuBLAS on the planned hardware, else on
-    the GPU of this process.
-    """
+def _workspace_bytes(plan: RunPlan) -> int:
+    """Return the bytes of the workspaces of cuBLAS on the planned hardware, else on the GPU of this process."""
     hardware = hardware_of(plan.cfg)
     if hardware is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # a plan alone uses no GPU
         hardware = hardware_under(torch.device(plan.tasks[0].device))
-    size = 0 if hardware is None else hardware.workspace_bytes(reproducible=plan.components.numerics.reproducible)
-    return replace(memory_of(plan, model, estimate), workspace_bytes=size)
+    reproducible = plan.components.numerics.reproducible
+    return 0 if hardware is None else hardware.workspace_bytes(reproducible=reproducible)
 
 
 def _reason(error: Exception) -> str:
@@ -179,11 +178,13 @@ class _Step:
     """Timelines of each part."""
     shards: int
     """The shards that the replica computes."""
+    workspaces: int
+    """Bytes of the workspaces of cuBLAS on each device."""
 
     def on_device(self, place: int, part: ReplicaPart) -> DeviceMemory:
         """Return the memory of the device of a part."""
         precision = self.plan.components.precision
-        held = _held(self.plan, self.model, part.memory)
+        held = replace(memory_of(self.plan, self.model, part.memory), workspace_bytes=self.workspaces)
         bucket = held.bucket_bytes
         lasting = held.total_bytes - (held.gradient_bytes if bucket is None else 0)
         in_backward = held.gradient_bytes if bucket is None else bucket

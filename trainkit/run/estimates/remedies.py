@@ -52,7 +52,7 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
         hardware: the hardware that it must fit.
     """
     if verdict_of(plan, device_memory(plan, model).without_evaluation, hardware).fits:
-        smaller = _cheapest(_smaller_evaluations, plan, model, hardware)
+        smaller = _cheapest(_smaller_evaluations, plan, model, hardware, evaluates=True)
         if smaller is not None and smaller[0].fits:
             return [smaller[0]]
     found: list[PlannedRemedy] = []
@@ -94,7 +94,9 @@ def _with_evaluations(one: PlannedRemedy, plan: RunPlan, model: nn.Module, hardw
     """
     verdict = verdict_of(plan, device_memory(plan, model), hardware)
     whole = replace(one, needs=verdict.needs, fits=verdict.fits is True)
-    smaller = _cheapest(_smaller_evaluations, plan, model, hardware) if one.fits and not whole.fits else None
+    if whole.fits or not one.fits:
+        return whole
+    smaller = _cheapest(_smaller_evaluations, plan, model, hardware, evaluates=True)
     if smaller is None:
         return whole
     more = smaller[0]
@@ -106,9 +108,11 @@ def _last_of_each(overrides: str) -> str:
     return " ".join({word.partition("=")[0]: word for word in overrides.split()}.values())
 
 
-def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) -> tuple[PlannedRemedy, RunPlan] | None:
+def _cheapest(
+    kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware, *, evaluates: bool = False
+) -> tuple[PlannedRemedy, RunPlan] | None:
     """Return the first change of a kind with which the steps fit, else the one whose steps need the least memory; None
-    if there is none. Evaluations count only if the kind changes them.
+    if there is none. Evaluations count with `evaluates`.
     """
     best: tuple[PlannedRemedy, RunPlan] | None = None
     for change in kind(plan, model):
@@ -116,7 +120,7 @@ def _cheapest(kind: _Kind, plan: RunPlan, model: nn.Module, hardware: Hardware) 
         if other is None:
             continue
         memory = device_memory(other, model)
-        verdict = verdict_of(other, memory if kind is _smaller_evaluations else memory.without_evaluation, hardware)
+        verdict = verdict_of(other, memory if evaluates else memory.without_evaluation, hardware)
         fits = verdict.fits is True
         one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
         if best is None or one.needs < best[0].needs:

@@ -150,10 +150,10 @@ class ThisMachine(HardwareChoice):
             ConfigError: there is a GPU without a calibration, or the calibration file is damaged.
         """
         machine = Machine.here()
-        known = recognised(machine.gpus[0]) if machine.gpus else None
         found = calibration_of(machine)
         if found is None:
             return self._uncalibrated(machine)
+        known = recognised(machine.gpus[0]) if machine.gpus else None
         text = "trainkit calibrate"
         measured = ("tflops", "memory_gb_s", "operation_us", "within_host", "between_hosts", "input_mb_s")
         return Hardware(
