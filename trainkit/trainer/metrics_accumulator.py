@@ -128,7 +128,7 @@ class Instruments:
             found["mfu"] = speed * work.flops_a_sample / work.peak_flops
         if work is not None and work.launches is not None:
             found["launches"] = float(work.launches)
-        if time.monotonic() - self._memory_read >= (0.0 if self._clock is not None else _MEMORY_S):
+        if self._clock is not None or time.monotonic() - self._memory_read >= _MEMORY_S:
             self._memory, self._memory_read = memory_of(self._device), time.monotonic()
         return {**found, **self._memory}
 

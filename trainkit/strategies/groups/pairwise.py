@@ -35,15 +35,15 @@ def exchange(sent: Pairs, received: Pairs) -> None:
             tensor.copy_(copy)
 
 
-def sending_problems(num_gpus: int) -> list[Problem]:
-    """Return the problem of a pipeline, whose stages send tensors of GPUs by torch's own code, on MIG instances."""
+def sending_problems(strategy: str, num_gpus: int) -> list[Problem]:
+    """Return the problem, on MIG instances, of a strategy whose ranks send tensors of GPUs by torch's own code."""
     if not (num_gpus and mig_instances(os.environ)):
         return []
     rule = (
         "sends tensors between GPUs, which MIG instances cannot: NCCL does not support them, and gloo sends "
         "memory of the host alone. Use whole GPUs, or another strategy."
     )
-    return [Problem(key="strategy", value="pipeline", rule=rule)]
+    return [Problem(key="strategy", value=strategy, rule=rule)]
 
 
 def needs_host(device: torch.device) -> bool:

@@ -159,7 +159,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: schedules that do not fit the stages, and those of every process group."""
-        found = [*version_problems(torch.__version__), *sending_problems(context.num_gpus)]
+        found = [*version_problems(torch.__version__), *sending_problems("pipeline", context.num_gpus)]
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage per rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))

@@ -203,13 +203,10 @@ def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
     """
     points: dict[tuple[str, ...], list[JobResult]] = {}
     for entry in entries:
-        folds = any(text.startswith(_FOLD) for text in entry.arguments)
-        key = tuple(text for text in entry.arguments if not text.startswith(_FOLD)) if folds else ("", entry.job)
+        own = tuple(text for text in entry.arguments if not text.startswith(_FOLD))
+        key = own if len(own) < len(entry.arguments) else ("", entry.job)
         points.setdefault(key, []).append(entry)
-    return [
-        _combine(found) if any(text.startswith(_FOLD) for text in found[0].arguments) else found[0]
-        for found in points.values()
-    ]
+    return [found[0] if key[:1] == ("",) else _combine(found) for key, found in points.items()]
 
 
 def _combine(folds: Sequence[JobResult]) -> JobResult:
