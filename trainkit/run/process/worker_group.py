@@ -18,9 +18,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Protocol, Self
@@ -29,15 +29,11 @@ from trainkit.cluster.host import ProcessId, children_of, num_cores, rank_enviro
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
-from trainkit.errors import UnreadableError
-from trainkit.files import open_descriptor, open_regular, read_tail
+from trainkit.files import open_descriptor, open_regular
 from trainkit.report.train_log import unrecorded
+from trainkit.run.process.stacks import stacks_from
 from trainkit.run.signals import blocked_at_start, stacks_signal
 from trainkit.trainer import failpoints
-
-_ANSWER_S: Final = 0.3
-"""Seconds that a worker has to write its stacks."""
-_STACKS_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,15 +147,8 @@ class WorkerGroup:
         number, mark = stacks_signal(), self.marks.get(rank)
         if number is None:
             return ""
-        self.signal(number)
-        for child in children_of(None if mark is None else mark.pid):
-            with contextlib.suppress(OSError):
-                os.kill(child, number)
-        time.sleep(_ANSWER_S)
-        try:
-            stacks = read_tail(file, _STACKS_BYTES)[0].decode(errors="replace").strip()
-        except UnreadableError:
-            return ""
+        children = children_of(None if mark is None else mark.pid)
+        stacks = stacks_from(file, [partial(self.signal, number), *(partial(os.kill, pid, number) for pid in children)])
         return f"Stacks of its threads:\n{stacks}" if stacks else ""
 
     def end(self, rank: int) -> None:
