@@ -70,6 +70,9 @@ PARTS: Final[Mapping[str, Callable[[Bench], Iterable[Row]]]] = {
     "failures": comparing.failures,
 }
 
+BAD: Final = ("FAILED", "missed", "not tried")
+"""Results that a page begins with."""
+
 
 def rows_of(name: str, bench: Bench) -> Iterator[Row]:
     """Yield the rows of a part; an error and the end of its time are rows, too."""
@@ -105,7 +108,7 @@ def write_page(out: Path) -> Path:
     """Write the page of all parts that the folder holds; what was missed, failed or not tried comes first."""
     found = [json.loads((out / f"{name}.json").read_text()) for name in PARTS if (out / f"{name}.json").is_file()]
     lines = ["# First contact with a device", ""]
-    for result in ("FAILED", "missed", "not tried"):
+    for result in BAD:
         named = [row[0] for one in found for row in one["rows"] if row[1] == result]
         lines += [f"{result}: {'; '.join(named)}.", ""] if named else []
     for one in found:
@@ -143,7 +146,8 @@ def main() -> int:
     kept: dict[Any, Any] = {}
     rows = [row for name in options.parts or PARTS for row in run_part(name, options, end=begun + limit, kept=kept)]
     took = time.monotonic() - begun
-    print(f"written to {write_page(options.out)} after {took:.0f} s; missed: {sum(row[1] == 'missed' for row in rows)}")
+    counts = ", ".join(f"{result}: {sum(row[1] == result for row in rows)}" for result in BAD)
+    print(f"written to {write_page(options.out)} after {took:.0f} s; {counts}")
     if took > limit:
         print(f"the parts took more than the {limit} s that they have")
     return int(took > limit or any(row[1] in ("FAILED", "not tried") for row in rows))

@@ -74,7 +74,7 @@ def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_
     ]  # fmt: skip
     page = (tmp_path / "first_contact.md").read_text()
     assert "FAILED: broken.\n\nmissed: one.\n\nnot tried: late.\n" in page
-    assert "missed: 1" in capsys.readouterr().out
+    assert "FAILED: 1, missed: 1, not tried: 1" in capsys.readouterr().out
 
 
 def test_a_small_run_that_takes_longer_than_its_time_ends_with_code_1(
