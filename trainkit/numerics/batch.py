@@ -5,9 +5,9 @@ The order is a permutation keyed by (seed, epoch), in memory that does not grow 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -67,39 +67,50 @@ class SampleOrder:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         bits = (self.num_samples - 1).bit_length()
-        rounds = [_Round(hash64(self.seed, epoch, number), bits, number) for number in range(_ROUNDS)]
-        if 1 << (bits - bits // 2) <= stop - start:
-            rounds = [each.tabulated() for each in rounds]
-        values = _encrypt(np.arange(start, stop, dtype=np.int64), rounds, bits)
+        keys = [hash64(self.seed, epoch, number) for number in range(_ROUNDS)]
+        is_tabulated = 1 << (bits - bits // 2) <= stop - start
+        rounds = _tabulated(keys, bits) if is_tabulated else [_Round(key, bits, n) for n, key in enumerate(keys)]
+        encrypt: _Half = partial(_encrypt, rounds=rounds, bits=bits)
+        if 1 << bits <= 2 * (stop - start):
+            encrypt = encrypt(np.arange(1 << bits, dtype=np.int64)).take  # the permutation itself, for repeated use
+        values = encrypt(np.arange(start, stop, dtype=np.int64))
         outside = np.flatnonzero(values >= self.num_samples)
         while outside.size:
-            moved = _encrypt(values[outside], rounds, bits)
+            moved = encrypt(values[outside])
             values[outside] = moved
             outside = outside[moved >= self.num_samples]
         return values
 
 
-class _Round:
-    """The round function applied to one half. The two halves swap widths every round."""
+_Half = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""The round function applied to one half of the bits. The two halves swap widths every round."""
 
-    def __init__(self, key: int, bits: int, number: int) -> None:
-        high, low = bits // 2, bits - bits // 2
-        self._read, changed = (low, high) if number % 2 == 0 else (high, low)
-        self._key, self._mask = np.uint64(key), np.uint64((1 << changed) - 1)
-        self._table: NDArray[np.int64] | None = None
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    key: int
+    bits: int
+    number: int
 
     def __call__(self, part: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self._table is not None:
-            return self._table[part]
-        return (mix64_array(self._key ^ part.astype(np.uint64)) & self._mask).astype(np.int64)
-
-    def tabulated(self) -> _Round:
-        """Use a table, which takes a third of the time if more positions are needed than the half has values."""
-        self._table = self(np.arange(1 << self._read, dtype=np.int64))
-        return self
+        mixed = mix64_array(np.uint64(self.key) ^ part.astype(np.uint64))
+        return (mixed & _changed(self.bits, self.number)).astype(np.int64)
 
 
-def _encrypt(values: NDArray[np.int64], rounds: list[_Round], bits: int) -> NDArray[np.int64]:
+def _changed(bits: int, number: int) -> np.uint64:
+    """Return the mask of the half that a round changes: the high bits in the first round."""
+    return np.uint64((1 << (bits // 2 if number % 2 == 0 else bits - bits // 2)) - 1)
+
+
+def _tabulated(keys: Sequence[int], bits: int) -> list[_Half]:
+    """Return all rounds as tables: a third of the time if more positions are needed than a half has values."""
+    halves = np.arange(1 << (bits - bits // 2), dtype=np.uint64)
+    mixed = mix64_array(np.array(keys, dtype=np.uint64)[:, None] ^ halves)
+    masks = np.array([_changed(bits, number) for number in range(len(keys))])
+    return [table.take for table in (mixed & masks[:, None]).astype(np.int64)]
+
+
+def _encrypt(values: NDArray[np.int64], rounds: Sequence[_Half], bits: int) -> NDArray[np.int64]:
     """Permute [0, 2**bits). After an even number of rounds the halves have their own widths again."""
     low = bits - bits // 2
     left, right = values >> low, values & ((1 << low) - 1)
