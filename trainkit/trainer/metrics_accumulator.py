@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -177,6 +178,7 @@ class MetricsAccumulator:
         self._run, self._local, self._waited, self._terms = run, local, waited, tuple(terms)
         self._instruments = instruments
         self._outcomes: list[StepOutcome] = []
+        self._zero = torch.zeros((), device=local.device)
         self._samples = run.state.samples
         self._seconds = run.state.seconds
         self._wait = waited()
@@ -217,8 +219,8 @@ class MetricsAccumulator:
         if not outcomes:
             return None
         by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes))]
-        losses, weights, norms, skips, *others = _added(by_rank).tolist()
-        terms, phases = others[: len(self._terms)], others[len(self._terms) :]
+        losses, *others = _added(by_rank).tolist()
+        terms, (weights, norms, skips, *phases) = others[: len(self._terms)], others[len(self._terms) :]
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
             if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
@@ -232,37 +234,35 @@ class MetricsAccumulator:
         return row
 
     def _measured(self, outcomes: list[StepOutcome]) -> Tensor:
-        """Return (4 + terms + 2 phases, steps) loss, weight, gradient norm, skips, terms and phases of this rank; a
+        """Return (4 + terms + 2 phases, steps) loss, terms, weight, gradient norm, skips and phases of this rank; a
         skipped step has weight zero.
         """
-        device = self._local.device
-        zero = torch.zeros((), device=device)
+        zero = self._zero
         skips = [one.status is Status.skipped for one in outcomes]
         counted = list(zip(outcomes, skips, strict=True))
         seen = [zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]
         for name in self._terms:
             seen += [zero if skip else one.terms.get(name, zero) for one, skip in counted]
-        losses, *terms = torch.stack(seen).double().view(-1, len(outcomes)).unbind(0)
-        given = [0.0 if skip else one.weight for one, skip in counted]
-        if any(isinstance(one, Tensor) for one in given):
-            weights = torch.stack([torch.as_tensor(one, device=device).double() for one in given])
-        else:
-            weights = torch.tensor(given, dtype=torch.float64, device=device)
-        if all(one.grad_norm is None for one in outcomes):
-            norms = torch.zeros_like(losses)
-        else:
-            found = [zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]
-            norms = torch.stack(found).double()
-        skipped = torch.tensor(skips, dtype=torch.float64, device=device)
-        return torch.stack([losses, weights, norms, skipped, *terms, *self._phases(outcomes)])
+        weights = [0.0 if skip else one.weight for one, skip in counted]
+        norms = [0.0 if one.grad_norm is None else one.grad_norm for one in outcomes]
+        measured = [torch.stack(seen).double().view(-1, len(outcomes)), self._table(weights, norms, skips)]
+        phases = [self._table(values) for values in self._phases(outcomes)]
+        return torch.cat([*measured, *phases])
 
-    def _phases(self, outcomes: list[StepOutcome]) -> Iterator[Tensor]:
-        """Yield two rows per phase of a step: (steps,) its loss and its weight on this rank, 0 if it did not run."""
+    def _table(self, *rows: Sequence[float | Tensor]) -> Tensor:
+        """Return (rows, steps) numbers, which are on the host or on the device."""
+        device = self._local.device
+        if not any(isinstance(one, Tensor) for row in rows for one in row):
+            return torch.tensor(rows, dtype=torch.float64, device=device)
+        placed = partial(torch.as_tensor, dtype=torch.float64, device=device)
+        return torch.stack([torch.stack([placed(one) for one in row]) for row in rows])
+
+    def _phases(self, outcomes: list[StepOutcome]) -> Iterator[list[float | Tensor]]:
+        """Yield two rows per phase of a step: its loss and its weight on this rank, 0 if it did not run."""
         for name in _phases_in(outcomes):
             ran = [one.phases.get(name, (None, 0.0)) for one in outcomes]
             for values in zip(*ran, strict=True):
-                given = [torch.as_tensor(0.0 if one is None else one, device=self._local.device) for one in values]
-                yield torch.stack([one.double() for one in given])
+                yield [0.0 if one is None else one for one in values]
 
     def _refuse(
         self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int], later: int
@@ -331,9 +331,9 @@ def _phases_in(outcomes: Sequence[StepOutcome]) -> list[str]:
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum in the order of the ranks, so that all ranks compute the same bits."""
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part
+    total, *others = parts
+    for part in others:
+        total = total + part
     return total
 
 
