@@ -51,12 +51,13 @@ def make_loader(
     *,
     rank: int = 0,
     num_ranks: int = 1,
+    global_size: int = 4,
     micro_size: int = 2,
     device: Any = CPU,
     **settings: Any,
 ) -> Loader:
-    """A loader of steps of 4 samples, seed 7, three epochs."""
-    plan = BatchPlan(num_samples=len(dataset), global_size=4, micro_size=micro_size)
+    """A loader of steps of 4 samples by default, seed 7, three epochs."""
+    plan = BatchPlan(num_samples=len(dataset), global_size=global_size, micro_size=micro_size)
 
     def shards_at(step: int) -> tuple[int, ...]:
         return shards_of_rank(plan.num_shards(step), rank=rank, num_ranks=num_ranks, lanes=None)

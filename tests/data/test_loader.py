@@ -94,6 +94,31 @@ def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(settings
     assert found == [[[0, 1], [4, 9]], [[36, 49]], [[16, 25], [36, 49]], [[4, 9], [0, 1]]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_batches_that_are_cut_from_a_block_are_those_of_the_order_and_aligned(rank: int) -> None:
+    loader = make_loader(InMemorySquares(75), rank=rank, num_ranks=2, global_size=32, micro_size=16)
+    order = SampleOrder(num_samples=75, seed=7)
+    for step in (0, 1, 3, 4, 4, 3):  # the last two were taken before
+        (batch,) = loader.fetch(Ticket(step, (rank,)))
+        start = step % 3 * 32 + rank * 16
+        assert batch[0].flatten().tolist() == order.indices(step // 3, start, start + 16).tolist()
+        assert [part.data_ptr() % 64 for part in batch] == [0, 0]
+
+
+def test_what_user_code_does_to_a_batch_changes_no_other_batch() -> None:
+    loader = make_loader(InMemorySquares(64), shuffle=False, global_size=32, micro_size=32)
+    (first,), (second,) = (loader.fetch(Ticket(step, (0,))) for step in (0, 1))
+    changes = second[0]._version
+
+    first[0].requires_grad_().data.zero_()
+    first[1].zero_()
+    (again,) = loader.fetch(Ticket(0, (0,)))
+
+    assert again[0].flatten().tolist() == list(range(32))
+    assert again[1].tolist() == [number**2 for number in range(32)]
+    assert (second[0]._version, second[1]._version, again[0].requires_grad) == (changes, changes, False)
+
+
 def test_shards_in_any_order_are_gathered_in_that_order() -> None:
     loader = make_loader(InMemorySquares(9), shuffle=False, micro_size=1)
 

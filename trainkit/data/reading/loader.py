@@ -25,6 +25,11 @@ from trainkit.numerics.generators import Untouched
 _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
 
+_AHEAD_BYTES: Final = 1 << 20
+"""Largest block of samples that is gathered at once: half of a usual second-level cache."""
+_ALIGNMENT: Final = 64
+"""Bytes to which torch aligns the memory of a tensor."""
+
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 Arrays = tuple[Tensor, ...] | dict[str, Tensor]
@@ -43,6 +48,9 @@ class BatchSource(Protocol):
 
 class Memory:
     """Gathers shards from tensors with one `index_select` per tensor, on the device if they fit there.
+
+    Small samples are gathered for a whole block of positions and cut into batches at once, which takes a quarter of the
+    time for each batch.
 
     Args:
         arrays: all samples, as they are stored.
@@ -75,32 +83,67 @@ class Memory:
             (tensor.to(self._home).view(_SIGNED.get(tensor.dtype, tensor.dtype)), tensor.dtype) for tensor in values
         ]
         self._has_unsigned = any(bits.dtype != dtype for bits, dtype in self._tensors)
+        self._row_bytes = [bits[:1].nbytes for bits, _ in self._tensors]
         self._version = 0
         self._block = torch.empty(0, dtype=torch.int64)
+        self._ahead: _BatchesOfBlock | None = None
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Gather; several shards are views of one gathered batch."""
-        index = self._index(ticket)
-        gathered = [bits.index_select(0, index) for bits, _ in self._tensors]
-        if self._has_unsigned:  # a view takes as long as a small operation
-            gathered = [bits.view(dtype) for bits, (_, dtype) in zip(gathered, self._tensors, strict=True)]
+        spans = self._positions.spans(ticket)
+        if self._version != self._positions.version:
+            self._enter_block(*spans[0])
+        gathered = self._ahead.take(*spans[0]) if self._ahead is not None and len(spans) == 1 else None
+        if gathered is None:
+            parts = [self._block.narrow(0, start, stop - start) for start, stop in spans]
+            gathered = self._gathered(parts[0] if len(parts) == 1 else torch.cat(parts))
         batch: Any = tuple(gathered) if self._keys is None else dict(zip(self._keys, gathered, strict=True))
         if self._arrive is not None:
             batch = self._arrive(batch)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
+    def _gathered(self, index: Tensor) -> list[Tensor]:
+        gathered = [bits.index_select(0, index) for bits, _ in self._tensors]
+        if self._has_unsigned:  # a view takes as long as a small operation
+            gathered = [bits.view(dtype) for bits, (_, dtype) in zip(gathered, self._tensors, strict=True)]
+        return gathered
+
+    def _enter_block(self, start: int, stop: int) -> None:
+        """Take the samples of a block of positions, of which this rank takes a range first."""
+        self._version = self._positions.version
+        self._block = torch.from_numpy(self._positions.block).to(self._home)
+        stride = self._positions.plan.global_size
+        # Kernels may round differently where torch would place no tensor of its own.
+        is_aligned = not any(row * place % _ALIGNMENT for row in self._row_bytes for place in (stride, start))
+        is_small = len(self._block) * sum(self._row_bytes) <= _AHEAD_BYTES
+        is_ahead = is_aligned and is_small and start % stride + stop - start <= stride <= len(self._block)
+        self._ahead = _BatchesOfBlock(self._gathered(self._block), stride, (start, stop)) if is_ahead else None
+
     def close(self) -> None:
         """Do nothing: no process was started."""
 
-    def _index(self, ticket: Ticket) -> Tensor:
-        spans = self._positions.spans(ticket)
-        if self._version != self._positions.version:
-            self._version = self._positions.version
-            self._block = torch.from_numpy(self._positions.block).to(self._home)
-        if len(spans) == 1:
-            start, stop = spans[0]
-            return self._block[start:stop]
-        return torch.cat([self._block[start:stop] for start, stop in spans])
+
+class _BatchesOfBlock:
+    """The samples of a block of positions, cut into batches; each is taken once, since user code may write into it.
+
+    Args:
+        tensors: each with a sample of every position.
+        stride: positions of a batch of all ranks.
+        first: the range of positions that this rank takes of one batch. It takes as much of every batch.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], stride: int, first: tuple[int, int]) -> None:
+        count, begin, self._size = len(tensors[0]) // stride, first[0] % stride, first[1] - first[0]
+        batches = [
+            tensor[: count * stride].view(count, stride, *tensor.shape[1:]).narrow(1, begin, self._size).unbind()
+            for tensor in tensors
+        ]
+        # `data`: what is written into one batch counts as a change of that batch alone.
+        self._batches = {begin + k * stride: [one[k].data for one in batches] for k in range(count)}
+
+    def take(self, start: int, stop: int) -> list[Tensor] | None:
+        """Return the samples of a range of positions; None if they are no batch, or have been taken."""
+        return self._batches.pop(start, None) if stop - start == self._size else None
 
 
 class Gatherer:
