@@ -29,11 +29,21 @@ def gradients(pool: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def test_the_operator_has_the_bits_of_torch(args: Any, kwargs: Any, channels: int, memory_format: Any) -> None:
     inputs = torch.randn(3, channels, 9, 7).round(decimals=1).contiguous(memory_format=memory_format)  # with ties
     settings = settings_of(*args, **kwargs)
-    own = gradients(lambda leaf: torch.ops.trainkit.max_pool2d(leaf, *settings)[0], inputs)
+    own = gradients(lambda leaf: torch.ops.trainkit.pool_maxima(leaf, *settings)[0], inputs)
     plain = gradients(lambda leaf: nn.functional.max_pool2d(leaf, *args, **kwargs), inputs)
     for one, other in zip(own, plain, strict=True):
         assert torch.equal(one, other)
-        assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, LAST], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels", [3, 16])
+def test_the_layouts_that_the_operators_declare_are_those_of_their_results(channels: int, memory_format: Any) -> None:
+    inputs = torch.randn(3, channels, 9, 7).contiguous(memory_format=memory_format).requires_grad_()
+    settings = settings_of(3, 2)
+    torch.library.opcheck(torch.ops.trainkit.pool_maxima.default, (inputs, *settings))
+    outputs, places = torch.ops.trainkit.pool_maxima(inputs.detach(), *settings)
+    arguments = (torch.ones_like(outputs), places, list(inputs.shape), *settings)
+    torch.library.opcheck(torch.ops.trainkit.grads_of_maxima.default, arguments)
 
 
 class Pools(nn.Module):
@@ -45,7 +55,8 @@ class Pools(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         found = torch.max_pool2d(nn.functional.max_pool2d(self.pool(inputs), 2, stride=1), 2)
-        return found + nn.functional.max_pool2d(found, 1, return_indices=True)[0]
+        found = found + nn.functional.max_pool2d(found, 1, return_indices=True)[0]
+        return found.view(len(found), -1) if found.is_contiguous() else found
 
 
 @pytest.mark.usefixtures("fresh_graphs")
@@ -67,3 +78,4 @@ def test_pools_whose_compiled_code_is_slow_are_replaced(
     found = torch.compile(Pools(), backend=backend, fullgraph=True)(inputs)
     assert counts == [replaced]
     assert torch.equal(found, Pools()(inputs))
+    assert found.shape == ((2, 8 * 3 * 3) if memory_format is None else (2, 8, 3, 3))
