@@ -115,3 +115,18 @@ def test_the_summary_shows_how_gradients_are_summed_and_sent(cwd: Path, capsys: 
     assert "  reduce           shared_memory (auto), compression none" in capsys.readouterr().out.splitlines()
     assert main(["plan", "recipe=null"]) == 0
     assert "compression" not in capsys.readouterr().out
+
+
+def test_a_loss_in_parts_is_refused_where_graphs_of_steps_compute_it_from_all_scores(
+    notes: Callable[..., list[str]],
+) -> None:
+    small = ("recipe=null", "model=gpt", "model.num_layers=1", "model.num_heads=1", "model.width=8", "model.context=8",
+             "model.vocab_size=16", "data=synthetic_tokens", "data.vocab_size=16", "data.context=8", "steps=2",
+             "objective=language_modelling", "objective.padding=false", "compile.mode=step")  # fmt: skip
+    said = notes(*small, "objective.cross_entropy=chunked", code=2)
+    (found,) = [line for line in said if line.startswith("objective.cross_entropy")]
+    assert found == (
+        "objective.cross_entropy=chunked: has no effect with compile.mode=step, whose graphs compute the loss from all "
+        "scores. Use auto, or compile.mode=default. (command line)"
+    )
+    notes(*small, "objective.cross_entropy=plain")

@@ -34,6 +34,7 @@ from trainkit.run.planning.build import (
     matching_groups,
     model_transforms_of,
 )
+from trainkit.run.planning.convolutions import convolution_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan
@@ -78,7 +79,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
         named += "" if traits == strategy.traits else ", as its keys are set,"
         problems += shaping_problems(model, shaping, compiles=traits.compiles, strategy=named)
         problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named, device=device)
-    problems += objective_problems(plan, model)
+    problems += [*objective_problems(plan, model), *convolution_problems(plan, model)]
     if problems:
         raise ConfigError(problems)
     # torch refuses these classes with a single sample
@@ -326,7 +327,18 @@ def objective_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
         named = f"{type(objective).__name__} {Access.derivatives.value}"
         rule = f"compiles one backward pass, and {named}, which takes a second. Use compile.mode=off."
         found.append(Problem(key="compile.mode", value=compiled, rule=rule))
+    chosen = plan.cfg.objective.get("cross_entropy")
+    if compiled == "step" and chosen in _IN_PARTS and objective.takes_hidden:
+        rule = (
+            "has no effect with compile.mode=step, whose graphs compute the loss from all scores. Use auto, or "
+            "compile.mode=default."
+        )
+        found.append(Problem(key="objective.cross_entropy", value=chosen, rule=rule))
     return found
+
+
+_IN_PARTS: Final = ("chunked", "liger")
+"""Values of `cross_entropy` for a loss that never holds all scores."""
 
 
 def _term_problems(plan: RunPlan) -> Iterator[Problem]:
