@@ -32,13 +32,10 @@ def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
     """Return the convolutions of a plan with a wrong gradient on this CPU; none that runs only with data is found.
 
     Args:
-        plan: the run.
+        plan: a run in bfloat16.
         model: the model, possibly without data; unchanged.
     """
-    precision = plan.components.precision
-    if precision.compute_dtype is not torch.bfloat16 or all(task.device != "cpu" for task in plan.tasks):
-        return []
-    if not has_the_kernel():
+    if all(task.device != "cpu" for task in plan.tasks) or not has_the_kernel():
         return []
     convolutions = {name: one for name, one in model.named_modules() if isinstance(one, _Convolution)}
     suspects = {name: one for name, one in convolutions.items() if _is_suspect(one)}
@@ -50,7 +47,7 @@ def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
         f"has a wrong gradient on this CPU in {names}: torch leaves parts of it unwritten where images are smaller "
         "than the stride. Use precision=fp32, larger images, or fewer strides."
     )
-    return [Problem(key="precision", value=precision.value, rule=rule)]
+    return [Problem(key="precision", value=plan.components.precision.value, rule=rule)]
 
 
 def has_the_kernel() -> bool:

@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -79,7 +80,9 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
         named += "" if traits == strategy.traits else ", as its keys are set,"
         problems += shaping_problems(model, shaping, compiles=traits.compiles, strategy=named)
         problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named, device=device)
-    problems += [*objective_problems(plan, model), *convolution_problems(plan, model)]
+    problems += objective_problems(plan, model)
+    if plan.components.precision.compute_dtype is torch.bfloat16:
+        problems += convolution_problems(plan, model)
     if problems:
         raise ConfigError(problems)
     # torch refuses these classes with a single sample
