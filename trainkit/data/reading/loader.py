@@ -26,7 +26,7 @@ _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
 
 _AHEAD_BYTES: Final = 1 << 20
-"""Largest block of samples that is gathered at once: half of a usual second-level cache."""
+"""Largest block of samples that is gathered at once: it stays in the second-level cache of a processor."""
 _ALIGNMENT: Final = 64
 """Bytes to which torch aligns the memory of a tensor."""
 
