@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.reading.collate import collate, narrow
+from trainkit.data.reading.collate import collate, narrow, shards_of
 from trainkit.errors import DataError
 
 
@@ -52,3 +52,12 @@ def test_a_shard_is_a_view() -> None:
     batch = torch.arange(6)
 
     assert narrow(batch, 2, 3).data_ptr() == batch[2:].data_ptr()
+
+
+def test_shards_of_a_batch_are_tensors_of_their_own_to_autograd() -> None:
+    shift = torch.zeros(2, requires_grad=True)
+    for shard in shards_of(torch.ones(4, 2), [2, 2]):
+        squares = shard.mul_(2).add_(shift).square()  # a model that writes into its inputs
+        squares.sum().backward()
+    assert shift.grad is not None
+    assert shift.grad.tolist() == [16, 16]

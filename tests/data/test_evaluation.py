@@ -35,6 +35,19 @@ def test_it_can_be_iterated_twice_and_has_a_length() -> None:
     assert len(list(both)) == len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
 
 
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_what_a_model_writes_into_its_inputs_is_not_in_the_next_evaluation(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
+    found = batches(dataset(9), **settings)
+    seen = []
+    for _ in range(2):
+        for batch in found:
+            seen.append(batch[0].flatten().tolist())
+            batch[0].zero_()
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
 def test_a_rank_without_batches_gets_none() -> None:
     assert list(batches(Squares(3), rank=1, num_ranks=2, num_workers=1)) == []
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from trainkit.data.hooks import Reading
-from trainkit.data.reading.collate import narrow
+from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.reading.loader import collated, whole_arrays
+from trainkit.data.reading.loader import Arrays, collated, whole_arrays
 from trainkit.data.reading.reader import Reader
 from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
@@ -97,7 +97,7 @@ class EvalBatches:
             DataError: a sample cannot be read or collated; its index is named.
         """
         if self._arrays is not None:
-            host: Iterator[Any] = (narrow(self._arrays, start, stop - start) for start, stop in self._ranges)
+            host: Iterator[Any] = (self._part(self._arrays, start, stop) for start, stop in self._ranges)
         elif self._gather is not None:
             host = (_gathered(self._gather, start, stop) for start, stop in self._ranges)
         elif isinstance(self._dataset, Stream):
@@ -109,6 +109,11 @@ class EvalBatches:
             host = (_read(reader, start, stop) for start, stop in self._ranges)
         for batch in host:
             yield self._move(batch)
+
+    def _part(self, arrays: Arrays, start: int, stop: int) -> Any:
+        """Return samples of the arrays, as a copy on the CPU: a model may write into its inputs."""
+        part, device = narrow(arrays, start, stop - start), self._reading.device
+        return to_device(part, device, torch.clone) if device.type == "cpu" else part
 
     def _streamed(self, stream: Stream) -> Iterator[Any]:
         items, position = stream.from_begin(0), 0

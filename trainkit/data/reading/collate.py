@@ -122,14 +122,15 @@ def shape_text(sample: Any) -> str:
 
 
 def narrow(batch: Any, start: int, size: int) -> Any:
-    """Return a range of a batch: views, no copies.
+    """Return a range of a batch: views, no copies. To autograd each is a tensor of its own: a model may write into its
+    inputs, also what it differentiates.
 
     Example:
         >>> narrow((torch.arange(4), ["a", "b", "c", "d"]), 1, 2)
         (tensor([1, 2]), ['b', 'c'])
     """
     if isinstance(batch, Tensor):
-        return batch.narrow(0, start, size)
+        return batch.narrow(0, start, size).data
     if isinstance(batch, tuple):
         return tuple(narrow(part, start, size) for part in batch)
     if isinstance(batch, dict):
