@@ -29,7 +29,8 @@ from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, find_
 def cloned_batch(batch: Batch) -> Batch:
     """Copy a batch into separate memory.
 
-    A view may have another alignment on another rank, and vectorized code then sums it in another order.
+    A view may have another alignment on another rank, and vectorized code then sums it in another order; and a model
+    may write into its inputs, which a pass that is discarded must not change.
     """
     cloned: Batch = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
     return cloned
@@ -221,7 +222,7 @@ class ShardStep:
         if self.ticket.shards and (exchanges or buffers.names):
             attributes = ObjectSnapshot(replica.model.named_modules())
             with buffers.watch() as changed:
-                loss = self._forward(self.ticket.shards[0], self.batches[0])
+                loss = self._forward(self.ticket.shards[0], cloned_batch(self.batches[0]))
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
             buffers.reset()
             attributes.restore()  # counters of the model do not include this pass

@@ -27,7 +27,7 @@ from trainkit.strategies.core.graphs.shard import ShardGradients
 from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.graphs.whole import UntraceableError, WholeGraph
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.step import ShardStep, cloned_batch
 from trainkit.strategies.core.synchronous import MakeStep
 from trainkit.strategies.object_snapshot import ObjectSnapshot
 from trainkit.strategies.tensors.layouts import in_layout
@@ -194,7 +194,7 @@ class WholeShards(ShardStep):
 
     def first_loss(self) -> Loss:
         """Compute the loss of the first shard eagerly."""
-        return super()._forward(self.ticket.shards[0], self.batches[0])
+        return super()._forward(self.ticket.shards[0], cloned_batch(self.batches[0]))
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
         graph, replica = self._graph, self.replica

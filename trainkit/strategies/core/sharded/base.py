@@ -29,7 +29,7 @@ from trainkit.strategies.core.sharded.replica import (
     sharded_pieces,
 )
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.step import ShardStep, weight_on
+from trainkit.strategies.core.step import ShardStep, cloned_batch, weight_on
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
 from trainkit.strategies.groups.process_group import RankGroup, all_gather_object
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, make_dense
@@ -123,7 +123,7 @@ class ShardedWork(ShardStep):
         if buffers.names:
             batch = self.batches[0] if self.batches else replica.stand_in
             with torch.no_grad(), buffers.watch() as changed:
-                self._forward(0, batch)
+                self._forward(0, cloned_batch(batch))
             rows = replica.data_ranks.gather(torch.tensor(changed))
             buffers.settle(torch.stack(rows).amax(0).tolist())
         shapes = buffers.shapes() + [torch.Size([1])] * self.divisor.counted
@@ -137,10 +137,11 @@ class ShardedWork(ShardStep):
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
         if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will need it
             own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
-            replica.set_stand_in(own if num_shards >= ranks else dummy_batch(own, replica.device, all_ranks))
+            has_own = num_shards >= ranks
+            replica.set_stand_in(cloned_batch(own) if has_own else dummy_batch(own, replica.device, all_ranks))
         if len(self.batches) == -(-num_shards // ranks):
             return None
-        return self.batches[-1] if self.batches else replica.stand_in
+        return cloned_batch(self.batches[-1] if self.batches else replica.stand_in)  # a model may write into its inputs
 
     def _repeat(self, batch: Batch) -> None:
         """Take part in the collectives of a shard, with weight 0."""
