@@ -251,10 +251,10 @@ class MetricsAccumulator:
 
     def _table(self, *rows: Sequence[float | Tensor]) -> Tensor:
         """Return (rows, steps) numbers, which are on the host or on the device."""
-        if not any(isinstance(one, Tensor) for row in rows for one in row):
-            return torch.tensor(rows, dtype=torch.float64, device=self._local.device)
         placed = partial(torch.as_tensor, dtype=torch.float64, device=self._local.device)
         on_device = [any(isinstance(one, Tensor) for one in row) for row in rows]
+        if not any(on_device):
+            return placed(rows)
         pairs = zip(rows, on_device, strict=True)
         return torch.stack([torch.stack(list(map(placed, row))) if own else placed(row) for row, own in pairs])
 

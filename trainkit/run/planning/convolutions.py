@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
 from trainkit.numerics.generators import Untouched
+from trainkit.run.planning.build import build_objective
 from trainkit.run.planning.plan import RunPlan
 
 _SHOWN: Final = 3
@@ -70,13 +71,12 @@ def _with_smaller_images(plan: RunPlan, model: nn.Module, suspects: Mapping[str,
         if args and isinstance(args[0], Tensor):
             sizes[name] = tuple(args[0].shape)
 
-    with suppress(Exception), Untouched(seed=0), ExitStack() as stack:  # a training reports what fails
-        sample, objective = plan.components.sample, copy.copy(plan.components.objective)
+    with suppress(Exception), Untouched(seed=0):  # a training reports what fails
+        sample, objective = plan.components.sample, build_objective(plan.cfg)  # the pass may change its state
         batch = to_device(plan.components.hooks.collate_function([sample, sample], [0, 1]), _META)
         without_data = copy.deepcopy(model).to(_META)
         for name in suspects:
-            hook = without_data.get_submodule(name).register_forward_pre_hook(partial(note, name))
-            stack.callback(hook.remove)
+            without_data.get_submodule(name).register_forward_pre_hook(partial(note, name))
         objective.loss(without_data, batch)
     for name, shape in sizes.items():
         of = suspects[name]
