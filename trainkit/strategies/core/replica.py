@@ -18,6 +18,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
+from trainkit.strategies.core.backward import backward_on
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.reducers import Reducer
@@ -120,6 +121,8 @@ class Replica(LocalModel):
         """Index of each sparse gradient -> its sparse dims; None until a step has found them."""
         self.exchanged: list[int] | None = None
         """Indices of the gradients that the reducer sums; None: all."""
+        self.run_backward = backward_on(parts.device_types)
+        """Adds the gradients of a shard's loss to those of the parameters."""
         self.exchanges = self.num_ranks > 1 or self.lanes is not None or parts.is_grouped
         self._seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
         self._sums: list[Tensor | None] | None = None

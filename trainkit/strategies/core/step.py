@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Final
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from trainkit.errors import TrainingError
@@ -20,6 +18,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, LossWeighting, StepContext, UpdateParams
+from trainkit.strategies.core.backward import SmallGrads
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import scatter_to_all_params
 from trainkit.strategies.object_snapshot import ObjectSnapshot
@@ -142,10 +141,7 @@ class ShardStep:
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
         replica.reducer.begin_backward(replica.reduced, is_last=self.ticket.shards[-1:] == (shard,))
         earlier = None if replica.exchanges or len(self.ticket.shards) == 1 else SmallGrads(replica.trained)
-        # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
-        _engine_run_backward(
-            (total,), (self._seed(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        replica.run_backward(total, self._seed(total))
         replica.reducer.end_backward()
         if earlier is not None:
             earlier.add_up()
@@ -342,59 +338,3 @@ def _unused(names: list[str]) -> str:
 
 __getattr__ = partial(moved_attribute, __name__)
 """Function that returns a class by its old name."""
-
-
-MOST_ELEMENTS: Final = 2**16
-"""Elements of the largest gradient that is put aside; this many in total may be put aside in any model."""
-_SHARE: Final = 16
-"""Elements of all gradients divided by those of the gradients that are put aside, at least."""
-
-
-class SmallGrads:
-    """The sums over earlier shards of a step's small gradients, put aside during a backward pass.
-
-    Autograd adds the gradient of a later shard to the sum of earlier ones with one launch per parameter: 161 per shard
-    for a ResNet-50, of which 127 move less than 256 KiB. These sums are added to the gradients of a backward pass at
-    once. Both are alive at the same time; therefore autograd still adds large gradients, and only the smallest ones are
-    put aside, up to a share of all: those of a ResNet-50 are a thirtieth. The order of every sum, and so its bits, stay
-    the same.
-
-    Args:
-        params: of the model.
-
-    Example:
-        >>> weight = nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.ones(2)
-        >>> earlier = SmallGrads([weight])
-        >>> (2.0 * weight).sum().backward()
-        >>> weight.grad.tolist(), earlier.add_up(), weight.grad.tolist()
-        ([2.0, 2.0], None, [3.0, 3.0])
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._sums: list[tuple[nn.Parameter, Tensor]] = []
-        dense = [(param, grad) for param in params if (grad := param.grad) is not None and grad.layout is torch.strided]
-        left = max(MOST_ELEMENTS, sum(grad.numel() for _, grad in dense) // _SHARE)
-        for param, grad in sorted(dense, key=lambda one: one[1].numel()):
-            left -= grad.numel()
-            if left < 0 or grad.numel() > MOST_ELEMENTS:
-                break
-            self._sums.append((param, grad))
-            param.grad = None
-
-    @torch.no_grad()
-    def add_up(self) -> None:
-        """Add the gradients of the backward pass to the sums, which become the gradients again."""
-        totals: list[Tensor] = []
-        grads: list[Tensor] = []
-        for param, total in self._sums:
-            grad, param.grad = param.grad, total
-            if grad is None:
-                continue  # this shard does not use the parameter
-            if grad.layout is torch.strided:
-                totals.append(total)
-                grads.append(grad)
-            else:
-                total.add_(grad)
-        if grads:
-            torch._foreach_add_(totals, grads)
