@@ -14,7 +14,7 @@ from typing import Final
 from trainkit.errors import UnreadableError
 from trainkit.files import read_tail
 
-_ANSWER_S: Final = 0.3
+_ANSWER_S: Final = 1.0
 """Seconds that a process has to write its stacks."""
 _ANSWERS_S: Final = 3.0
 """Seconds that all of them have together."""
