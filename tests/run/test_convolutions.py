@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from torch import Tensor, nn
 
 from trainkit import api
 from trainkit.errors import ConfigError
 from trainkit.run.planning import convolutions
 
-SMALL = ("recipe=null", "model=resnet", "model.depth=18", "model.num_classes=10", "data=synthetic",
-         "data.num_classes=10", "data.num_samples=8", "data.val_samples=1", "objective=classification",
-         "batch.global_size=4", "steps=1", "eval.every_epochs=null", "logger=[]", "callbacks=[]",
-         "quiet=true")  # fmt: skip
+FIXED = ("recipe=null", "data=synthetic", "data.num_classes=10", "data.num_samples=8", "data.val_samples=1",
+         "objective=classification", "batch.global_size=4", "steps=1", "eval.every_epochs=null", "logger=[]",
+         "callbacks=[]", "quiet=true")  # fmt: skip
+SMALL = (*FIXED, "model=resnet", "model.depth=18", "model.num_classes=10")
+
+
+class Summed(nn.Module):
+    """Sums the outputs of a convolution over all positions; volumes are images whose channels are the depth."""
+
+    def __init__(self, kind: str, padding_mode: Literal["zeros", "replicate"]) -> None:
+        super().__init__()
+        if kind == "transposed":
+            self.layer: nn.Module = nn.ConvTranspose2d(3, 10, 3, stride=2, padding=1)
+        else:
+            self.layer = nn.Conv3d(1, 10, 3, padding="same", padding_mode=padding_mode)
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(images if isinstance(self.layer, nn.ConvTranspose2d) else images.unsqueeze(1))
+        return outputs.flatten(2).sum(2)
 
 
 @pytest.mark.parametrize("shape", ["[3,16,16]", "[3,32,1]"])
@@ -22,7 +39,7 @@ def test_images_that_become_smaller_than_a_stride_are_refused_in_bfloat16(
 ) -> None:
     monkeypatch.setattr(convolutions, "has_the_kernel", lambda: True)
     composition = api.compose([*SMALL, f"data.shape={shape}", "precision=bf16_mixed"])
-    with pytest.raises(ConfigError, match=r"precision=bf16_mixed: has a wrong gradient on this CPU in \w+\.\d"):
+    with pytest.raises(ConfigError, match=r"precision=bf16_mixed: may have a wrong gradient on this CPU in \w+\.\d"):
         api.train(composition, run_dir=tmp_path / "run")
 
 
@@ -36,3 +53,28 @@ def test_other_images_precisions_and_processors_train(
     monkeypatch.setattr(convolutions, "has_the_kernel", lambda: has_the_kernel)
     composition = api.compose([*SMALL, f"data.shape={shape}", f"precision={precision}"])
     assert api.train(composition, run_dir=tmp_path / "run")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "padding_mode", "refused"),
+    [
+        ("volume", "[2,4,4]", "zeros", True),
+        ("volume", "[2,4,4]", "replicate", False),
+        ("volume", "[3,2,2]", "zeros", False),
+        ("volume", "[1,4,4]", "zeros", False),
+        ("transposed", "[3,1,4]", "zeros", True),
+        ("transposed", "[3,2,4]", "zeros", False),
+    ],
+)
+def test_volumes_smaller_than_a_kernel_and_outputs_smaller_than_a_stride_are_refused(
+    kind: str, shape: str, padding_mode: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolutions, "has_the_kernel", lambda: True)
+    model = (f"model._target_={Summed.__module__}.Summed", f"model.kind={kind}", f"model.padding_mode={padding_mode}")
+    overrides = [*FIXED, *model, f"data.shape={shape}", "precision=bf16_mixed"]
+    composition = api.compose(overrides, packages=["tests"])
+    if not refused:
+        assert api.train(composition, run_dir=tmp_path / "run")["status"] == "finished"
+        return
+    with pytest.raises(ConfigError, match="may have a wrong gradient on this CPU in layer"):
+        api.train(composition, run_dir=tmp_path / "run")

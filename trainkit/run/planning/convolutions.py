@@ -1,15 +1,19 @@
-"""Refuse convolutions whose gradients torch computes wrongly, before anything is trained.
+"""Refuse convolutions whose gradients torch may compute wrongly, before anything is trained.
 
-In bfloat16 on CPUs with AVX-512, the kernel of oneDNN leaves parts of the gradient of a weight unwritten if an image of
-a strided, padded convolution has fewer rows or columns than the stride: the gradient holds what the memory held before.
-Found with torch 2.11 and 2.13: the gradients of all kernel sizes from 2 to 7, strides to 4 and images to 4 x 4 were
-compared with those in float32, where freed memory was filled with large numbers.
+In bfloat16 on CPUs with AVX-512, a kernel of oneDNN leaves parts of the gradient of a weight unwritten, or writes
+beyond it, if padded images are smaller than the stride; in three dims also if they are smaller than the kernel. The
+gradient holds what the memory held before, and the process may crash. A transposed convolution uses the same kernel,
+with its output as the images.
+
+Found with torch 2.11 and 2.13: the gradients of 14,000 convolutions (kernels to 7, strides to 4, images to 14, dilated
+and transposed ones, of one to three dims) were compared with those in float32, where freed memory was filled with large
+numbers. Every wrong one meets the rule below; some that meet it are right, as other channels use another kernel.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -25,12 +29,14 @@ from trainkit.run.planning.plan import RunPlan
 
 _SHOWN: Final = 3
 """Names of layers in the message."""
-_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _META: Final = torch.device("meta")
 
 
 def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
-    """Return the convolutions of a plan with a wrong gradient on this CPU; none that runs only with data is found.
+    """Return the convolutions of a plan that may have a wrong gradient on this CPU.
+
+    A model that runs only with data is not checked.
 
     Args:
         plan: a run in bfloat16.
@@ -40,13 +46,15 @@ def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
         return []
     convolutions = {name: one for name, one in model.named_modules() if isinstance(one, _Convolution)}
     suspects = {name: one for name, one in convolutions.items() if _is_suspect(one)}
-    found = list(_with_smaller_images(plan, model, suspects)) if suspects else []
+    sizes = _sizes(plan, model, suspects) if suspects else {}
+    found = [name for name, of in suspects.items() if name in sizes and _is_faulty(of, *sizes[name])]
     if not found:
         return []
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     rule = (
-        f"has a wrong gradient on this CPU in {names}: torch leaves parts of it unwritten where images are smaller "
-        "than the stride. Use precision=fp32, larger images, or fewer strides."
+        f"may have a wrong gradient on this CPU in {names}: torch leaves parts of it unwritten where padded images are "
+        "smaller than the stride, or volumes smaller than the kernel. Use precision=fp32, larger images, or fewer "
+        "strides."
     )
     return [Problem(key="precision", value=plan.components.precision.value, rule=rule)]
 
@@ -58,28 +66,63 @@ def has_the_kernel() -> bool:
 
 
 def _is_suspect(module: _Convolution) -> bool:
-    if isinstance(module.padding, str) or not module.weight.requires_grad:
-        return False
-    return any(stride > 1 and padding > 0 for stride, padding in zip(module.stride, module.padding, strict=True))
+    trains = any(param.requires_grad for param in module.parameters())
+    return trains and any(_paddings(module)) and (len(module.kernel_size) > 2 or max(module.stride) > 1)
 
 
-def _with_smaller_images(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convolution]) -> Iterator[str]:
-    """Run the model without data; yield the names of convolutions whose images are smaller than their stride."""
-    sizes: dict[str, tuple[int, ...]] = {}
+def _paddings(module: _Convolution) -> tuple[int, ...]:
+    """Return the padding by the kernel itself, per dim; other values than zeros are padded before it is called."""
+    if module.padding_mode != "zeros" or module.padding == "valid":
+        return (0,) * len(module.kernel_size)
+    if isinstance(module.padding, str):
+        return tuple((extent - 1) // 2 for extent in _extents(module))
+    return module.padding
 
-    def note(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            sizes[name] = tuple(args[0].shape)
+
+def _extents(module: _Convolution) -> tuple[int, ...]:
+    return tuple(step * (size - 1) + 1 for size, step in zip(module.kernel_size, module.dilation, strict=True))
+
+
+def _is_faulty(module: _Convolution, images: Sequence[int], positions: Sequence[int]) -> bool:
+    """Return whether the gradient may be wrong.
+
+    Args:
+        module: a convolution.
+        images: sizes of its input, or of its output if it is transposed.
+        positions: sizes of its output, or of its input if it is transposed.
+    """
+    dims = zip(images, positions, _extents(module), module.stride, _paddings(module), strict=True)
+    return any(
+        padding > 0 and (size < stride or (len(images) > 2 and size < extent and _misses(place, extent, count, stride)))
+        for place, (size, count, extent, stride, padding) in enumerate(dims)
+    )
+
+
+def _misses(place: int, extent: int, count: int, stride: int) -> bool:
+    """Return whether a volume smaller than the kernel in this dim may be wrong; place 0 is the depth.
+
+    Kernels of at most 3 elements are right at a single position, and along rows and columns at stride 1.
+    """
+    return extent > 3 or (count > 1 and (place == 0 or stride > 1))
+
+
+def _sizes(
+    plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convolution]
+) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
+    """Run the model without data; return the sizes of the images and of the positions of convolutions, by name."""
+    sizes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            dims = len(suspects[name].kernel_size)
+            pair = args[0].shape[-dims:], output.shape[-dims:]
+            sizes[name] = pair[::-1] if getattr(module, "transposed", False) else pair
 
     with suppress(Exception), Untouched(seed=0):  # a training reports what fails
         sample, objective = plan.components.sample, build_objective(plan.cfg)  # the pass may change its state
         batch = to_device(plan.components.hooks.collate_function([sample, sample], [0, 1]), _META)
         without_data = copy.deepcopy(model).to(_META)
         for name in suspects:
-            without_data.get_submodule(name).register_forward_pre_hook(partial(note, name))
+            without_data.get_submodule(name).register_forward_hook(partial(note, name))
         objective.loss(without_data, batch)
-    for name, shape in sizes.items():
-        of = suspects[name]
-        images = shape[-len(of.stride) :]
-        if any(size < step and pad != 0 for size, step, pad in zip(images, of.stride, of.padding, strict=True)):
-            yield name
+    return sizes
