@@ -15,7 +15,7 @@ from trainkit.run.estimates.outlook import outlook_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.session.account import counted_work
-from trainkit.strategies.core.backward import SmallGrads
+from trainkit.strategies.core.small_grads import SmallGrads
 
 
 # 194 and 755; with an operation a buffer, and one for each gradient of a later shard, there were 535 and 1,750

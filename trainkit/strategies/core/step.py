@@ -18,8 +18,8 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, LossWeighting, StepContext, UpdateParams
-from trainkit.strategies.core.backward import SmallGrads
 from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.small_grads import SmallGrads
 from trainkit.strategies.core.sparse import scatter_to_all_params
 from trainkit.strategies.object_snapshot import ObjectSnapshot
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, find_sparse, layout_mark

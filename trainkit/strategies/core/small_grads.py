@@ -1,46 +1,17 @@
-"""Backward passes of the shards of a step, into the gradients of the parameters."""
+"""Add the small gradients of the shards of a step by one operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import _engine_run_backward
-
-Backward = Callable[[Tensor, Tensor], None]
-"""Function that adds the gradients of a () loss to `.grad` of the parameters; the second is its start gradient, ()."""
 
 MOST_ELEMENTS: Final = 2**16
 """Elements of the largest gradient that is put aside; this many in total may be put aside in any model."""
 _SHARE: Final = 16
 """Elements of all gradients divided by those of the gradients that are put aside, at least."""
-
-
-def backward_on(device_types: Sequence[str]) -> Backward:
-    """Return the function that `Tensor.backward` calls in the end, for tensors on these types of devices.
-
-    The checks of arguments by `Tensor.backward` cost a tenth of a small model's step. On the CPU alone the engine of
-    autograd runs in the thread that calls it, which needs no copy of the context of that thread: this saves a
-    twentieth more. There, torch's debug logs of autograd list no nodes.
-
-    Example:
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> backward_on(["cpu"])((3.0 * weight).sum(), torch.ones(()))
-        >>> weight.grad
-        tensor([3., 3.])
-    """
-    return _backward_here if set(device_types) == {"cpu"} else _backward_in_device_threads
-
-
-def _backward_here(loss: Tensor, seed: Tensor) -> None:
-    Variable._execution_engine.run_backward((loss,), (seed,), False, False, (), True, True)  # noqa: SLF001
-
-
-def _backward_in_device_threads(loss: Tensor, seed: Tensor) -> None:
-    _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class SmallGrads:
