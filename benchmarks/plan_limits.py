@@ -147,14 +147,14 @@ def composed(arguments: Sequence[str]) -> Composition:
     return api.compose(arguments, config_dirs=[ROOT / "benchmarks/conf"], packages=["benchmarks"])
 
 
-def planned(arguments: Sequence[str]) -> tuple[RunPlan, DeviceMemory]:
-    """Return the plan of a config, and its memory."""
+def planned(arguments: Sequence[str], *, evaluates: bool = True) -> tuple[RunPlan, DeviceMemory]:
+    """Return the plan of a config, and its memory, with that of evaluations or without."""
     run = composed(arguments)
     with allow_packages(run.packages):
         plan = make_plan(run.cfg)
         model = meta_model(plan)
         plan = plan.resolved(lambda: model)
-        return plan, device_memory(plan, model)
+        return plan, device_memory(plan, model, evaluates=evaluates)
 
 
 def refused(case: Case, room: int) -> bool:
@@ -211,7 +211,7 @@ def outcome(arguments: Sequence[str], limit: int) -> str:
 
 def row_of(case: Case, own: int) -> Row:
     """Return what plan and training find on each of the two machines."""
-    most = planned(case.arguments)[1].without_evaluation.most  # a run that its callback ends evaluates nothing
+    most = planned(case.arguments, evaluates=False)[1].most  # a run that its callback ends evaluates nothing
     found = []
     for factor in case.factors:
         room = int(most * factor)

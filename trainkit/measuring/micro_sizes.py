@@ -141,8 +141,7 @@ class _Search:
         if self.memory is None:
             return None
         plan = plan.resolved(lambda: model)
-        memory = device_memory(plan, model).without_evaluation  # turns evaluate nothing
-        return verdict_of(plan, memory, self.memory)
+        return verdict_of(plan, device_memory(plan, model, evaluates=False), self.memory)  # turns evaluate nothing
 
     def measure(self, size: Size) -> None:
         """Measure a size for one more turn."""

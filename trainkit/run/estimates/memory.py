@@ -49,11 +49,6 @@ class DeviceMemory:
         return None if self.step is None else max(self.step, self.evaluation or 0)
 
     @property
-    def without_evaluation(self) -> DeviceMemory:
-        """The memory of the steps alone."""
-        return replace(self, evaluation=None)
-
-    @property
     def most(self) -> int:
         """The largest known number of bytes, of a step, an evaluation or a checkpoint."""
         return max(self.held.total_bytes if self.peak is None else self.peak, self.checkpoint)
@@ -112,7 +107,11 @@ class DeviceMemory:
 
 
 def device_memory(
-    plan: RunPlan, model: nn.Module, counter: AbstractContextManager[object] | None = None
+    plan: RunPlan,
+    model: nn.Module,
+    counter: AbstractContextManager[object] | None = None,
+    *,
+    evaluates: bool = True,
 ) -> DeviceMemory:
     """Return the memory of the device of a run with the largest use.
 
@@ -120,12 +119,17 @@ def device_memory(
         plan: the run, with the choices of its strategy resolved.
         model: the model, with or without data; unchanged.
         counter: context manager around forward and backward of a shard.
+        evaluates: whether evaluations count; otherwise the steps alone.
     """
-    return max(part_memories(plan, model, counter), key=lambda one: one.most)
+    return max(part_memories(plan, model, counter, evaluates=evaluates), key=lambda one: one.most)
 
 
 def part_memories(
-    plan: RunPlan, model: nn.Module, counter: AbstractContextManager[object] | None = None
+    plan: RunPlan,
+    model: nn.Module,
+    counter: AbstractContextManager[object] | None = None,
+    *,
+    evaluates: bool = True,
 ) -> list[DeviceMemory]:
     """Return the memory of each device of a replica, in the order of its parts (for a pipeline, its ranks).
 
@@ -133,6 +137,7 @@ def part_memories(
         plan: the run, with the choices of its strategy resolved.
         model: the model, with or without data; unchanged.
         counter: context manager around forward and backward of a shard.
+        evaluates: whether evaluations count; otherwise the steps alone.
     """
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
     parts = replica_parts(plan.components.strategy, model, plan.facts, num_shards=shards)
@@ -144,6 +149,8 @@ def part_memories(
         return [DeviceMemory(held=held, checkpoint=_checkpoint_bytes(held), unknown_because=_reason(error))]
     step = _Step(plan=plan, model=model, lines=found, shards=shards, workspaces=workspaces)
     memories = [step.on_device(place, part) for place, part in enumerate(parts)]
+    if not evaluates:
+        return memories
     try:
         evaluated = EvaluatedBatch(plan=plan, model=model, parts=parts).lines()
     except Exception as error:  # noqa: BLE001 - as above

@@ -51,7 +51,7 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
         model: the model, with or without data; unchanged.
         hardware: the hardware that it must fit.
     """
-    if verdict_of(plan, device_memory(plan, model).without_evaluation, hardware).fits:
+    if verdict_of(plan, device_memory(plan, model, evaluates=False), hardware).fits:
         smaller = _cheapest(_smaller_evaluations, plan, model, hardware, evaluates=True)
         if smaller is not None and smaller[0].fits:
             return [smaller[0]]
@@ -73,7 +73,7 @@ def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Planned
     """Return combinations of changes: each kind added to the earlier kinds that help."""
     found: list[PlannedRemedy] = []
     overrides, prices, current = "", "", plan
-    needs = verdict_of(plan, device_memory(plan, model).without_evaluation, hardware).needs
+    needs = verdict_of(plan, device_memory(plan, model, evaluates=False), hardware).needs
     for kind in _KINDS:
         step = _cheapest(kind, current, model, hardware)
         if step is None or step[0].needs >= needs:
@@ -119,8 +119,7 @@ def _cheapest(
         other = _planned(change.cfg, plan)
         if other is None:
             continue
-        memory = device_memory(other, model)
-        verdict = verdict_of(other, memory if evaluates else memory.without_evaluation, hardware)
+        verdict = verdict_of(other, device_memory(other, model, evaluates=evaluates), hardware)
         fits = verdict.fits is True
         one = PlannedRemedy(overrides=change.overrides, price=change.price, needs=verdict.needs, fits=fits)
         if best is None or one.needs < best[0].needs:
