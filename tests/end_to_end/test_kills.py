@@ -68,22 +68,26 @@ def finished(folder: Path) -> dict[str, object]:
 
 
 def killed_runs(conf: Path, log: Path, kills: int) -> None:
-    """Start the run again and again, killed at random moments of its training, the first one in a save."""
+    """Start the run again and again, killed at random moments of its training, the first one in a save.
+
+    On a busy machine the last ones may come to the end before they are killed.
+    """
     moments = random.Random(0)
     for number in range(kills):
         planted = {"TRAINKIT_FAIL": "step=7,phase=save,action=kill"} if number == 0 else {}
+        started = log.read_text().count("start") if log.exists() else 0
         process = subprocess.Popen(
             command(conf, "resume=auto"),
             env=environ(log, **planted),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        started = log.read_text().count("start") if log.exists() else 0
         while process.poll() is None and (not log.exists() or log.read_text().count("start") == started):
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.25))
         process.kill()
-        process.wait()
+        if process.wait() == 0:
+            return
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
@@ -93,7 +97,7 @@ def test_a_run_killed_at_random_moments_sees_the_same_samples_and_ends_in_the_sa
     killed_runs(conf, parts, kills)
     last = subprocess.run(command(conf, "resume=auto"), env=environ(parts), check=True, capture_output=True, text=True)
     assert last.stderr == ""
-    assert parts.read_text().count("start") == kills + 1
+    assert 3 <= parts.read_text().count("start") <= kills + 1
     assert finished(Path("run"))["weights_sha256"] == finished(Path("whole"))["weights_sha256"]
     seen = samples_by_step(parts, num_samples=37, global_size=8)
     assert seen == samples_by_step(whole, num_samples=37, global_size=8)
