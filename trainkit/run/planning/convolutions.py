@@ -46,8 +46,7 @@ def convolution_problems(plan: RunPlan, model: nn.Module) -> list[Problem]:
         return []
     convolutions = {name: one for name, one in model.named_modules() if isinstance(one, _Convolution)}
     suspects = {name: one for name, one in convolutions.items() if _is_suspect(one)}
-    sizes = _sizes(plan, model, suspects) if suspects else {}
-    found = [name for name, of in suspects.items() if name in sizes and _is_faulty(of, *sizes[name])]
+    found = _faulty_calls(plan, model, suspects) if suspects else []
     if not found:
         return []
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
@@ -106,23 +105,22 @@ def _misses(place: int, extent: int, count: int, stride: int) -> bool:
     return extent > 3 or (count > 1 and (place == 0 or stride > 1))
 
 
-def _sizes(
-    plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convolution]
-) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
-    """Run the model without data; return the sizes of the images and of the positions of convolutions, by name."""
-    sizes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+def _faulty_calls(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convolution]) -> list[str]:
+    """Run the model without data; return the names of convolutions that a call gives too small images."""
+    found: dict[str, None] = {}
 
-    def note(name: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def judge(name: str, _module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            dims = len(suspects[name].kernel_size)
-            pair = args[0].shape[-dims:], output.shape[-dims:]
-            sizes[name] = pair[::-1] if getattr(module, "transposed", False) else pair
+            of = suspects[name]
+            taken, given = (tensor.shape[-len(of.kernel_size) :] for tensor in (args[0], output))
+            if _is_faulty(of, given, taken) if of.transposed else _is_faulty(of, taken, given):
+                found[name] = None
 
     with suppress(Exception), Untouched(seed=0):  # a training reports what fails
         sample, objective = plan.components.sample, build_objective(plan.cfg)  # the pass may change its state
         batch = to_device(plan.components.hooks.collate_function([sample, sample], [0, 1]), _META)
         without_data = copy.deepcopy(model).to(_META)
         for name in suspects:
-            without_data.get_submodule(name).register_forward_hook(partial(note, name))
+            without_data.get_submodule(name).register_forward_hook(partial(judge, name))
         objective.loss(without_data, batch)
-    return sizes
+    return list(found)
