@@ -39,7 +39,7 @@ class Summed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         volumes = images if isinstance(self.layer, nn.ConvTranspose2d) else images.unsqueeze(1)
         parts = [volumes[:, :, :2], volumes] if self.kind == "called twice" else [volumes]
-        return torch.stack([self.layer(part).flatten(2).sum(2) for part in parts]).sum(0)
+        return torch.stack([self.layer(input=part).flatten(2).sum(2) for part in parts]).sum(0)
 
 
 @pytest.mark.parametrize("shape", ["[3,16,16]", "[3,32,1]"])

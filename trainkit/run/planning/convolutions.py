@@ -109,10 +109,11 @@ def _faulty_calls(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convo
     """Run the model without data; return the names of convolutions that a call gives too small images."""
     found: dict[str, None] = {}
 
-    def judge(name: str, _module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+    def judge(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        images = next(iter((*args, *kwargs.values())), None)
+        if isinstance(images, Tensor) and isinstance(output, Tensor):
             of = suspects[name]
-            taken, given = (tensor.shape[-len(of.kernel_size) :] for tensor in (args[0], output))
+            taken, given = (tensor.shape[-len(of.kernel_size) :] for tensor in (images, output))
             if _is_faulty(of, given, taken) if of.transposed else _is_faulty(of, taken, given):
                 found[name] = None
 
@@ -121,6 +122,6 @@ def _faulty_calls(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convo
         batch = to_device(plan.components.hooks.collate_function([sample, sample], [0, 1]), _META)
         without_data = copy.deepcopy(model).to(_META)
         for name in suspects:
-            without_data.get_submodule(name).register_forward_hook(partial(judge, name))
+            without_data.get_submodule(name).register_forward_hook(partial(judge, name), with_kwargs=True)
         objective.loss(without_data, batch)
     return list(found)
