@@ -185,8 +185,8 @@ class Replica(LocalModel):
         """Add the gradients of a () loss, multiplied by a () seed, to those of the parameters.
 
         This is what `Tensor.backward` calls in the end: its checks of arguments cost a tenth of a small model's step.
-        On the CPU alone autograd runs in the calling thread, and needs no copy of its context: a twentieth more.
-        There, torch's debug logs of autograd list no nodes.
+        If all tensors are on the CPU, autograd runs in the calling thread and needs no copy of that thread's context,
+        which costs another twentieth. In that case, torch's debug logs of autograd list no nodes.
         """
         if self.device_types == ("cpu",):
             Variable._execution_engine.run_backward((loss,), (seed,), False, False, (), True, True)  # noqa: SLF001
