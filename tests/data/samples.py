@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import Reading
@@ -44,6 +46,42 @@ class Noisy(Squares):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
         return torch.rand(1) + index, random.random() + np.random.random()  # noqa: NPY002 - what a dataset may use
+
+
+class Numbered:
+    """File f holds the numbers that follow those of the files before it; notes the files that are opened."""
+
+    def __init__(self, *sizes: int, surplus: int = 0) -> None:
+        self.sizes = sizes
+        self.files = [f"part-{number}" for number in range(len(sizes))]
+        self.opened: list[str] = []
+        self.surplus = surplus
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for file in self.files:
+            yield from self.read(file)
+
+    def read(self, file: str) -> Iterator[tuple[int, int]]:
+        self.opened.append(file)
+        number = self.files.index(file)
+        start = sum(self.sizes[:number])
+        yield from ((index, 0) for index in range(start, start + self.sizes[number] + self.surplus))
+
+
+class Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the copies from the host to another device, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make a call, and count it."""
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != found.device.type:
+            self.copies += 1
+            self.num_bytes += args[0].nbytes
+        return found
 
 
 def make_loader(

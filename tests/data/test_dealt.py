@@ -8,14 +8,13 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.samples import CPU
+from tests.data.samples import CPU, Numbered
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import Reading
 from trainkit.data.reading.dealt import DealtOrder, DealtReader
@@ -24,26 +23,6 @@ from trainkit.data.reading.loader import Loader
 from trainkit.data.sets.json_lines import JsonLines
 from trainkit.errors import ConfigError, DataError, MissingExtraError
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
-
-
-class Numbered:
-    """File f holds the numbers that follow those of the files before it; notes the files that are opened."""
-
-    def __init__(self, *sizes: int, surplus: int = 0) -> None:
-        self.sizes = sizes
-        self.files = [f"part-{number}" for number in range(len(sizes))]
-        self.opened: list[str] = []
-        self.surplus = surplus
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        for file in self.files:
-            yield from self.read(file)
-
-    def read(self, file: str) -> Iterator[tuple[int, int]]:
-        self.opened.append(file)
-        number = self.files.index(file)
-        start = sum(self.sizes[:number])
-        yield from ((index, 0) for index in range(start, start + self.sizes[number] + self.surplus))
 
 
 def loader_of(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.data.samples import CPU, InMemorySquares, Squares, make_loader
+from tests.data.samples import CPU, InMemorySquares, Numbered, Squares, make_loader
 from trainkit.config.sections import LoaderConfig
 from trainkit.data import stored
 from trainkit.data.hooks import Reading
@@ -112,6 +112,7 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
     "direct": (Squares(9), {}),
     "workers": (Squares(9), {"num_workers": 1, "rank": 1, "num_ranks": 2}),  # of other ranks: no process is started
     "stream": (Stream(source=[(number, 0.0) for number in range(9)], num_samples=9), {}),
+    "files": (Stream(source=Numbered(4, 5), num_samples=9, distribute="files"), {}),
 }
 
 
@@ -124,7 +125,7 @@ def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))  # the dataset does not fit there
     batches = make_loader(dataset, device=torch.device("cuda"), **settings)
     for step in range(2):
-        batches.fetch(Ticket(step, (0,)))
+        assert len(batches.fetch(Ticket(step, (0, 1)))) == 2
     batches.close()
     assert device.log == ["copy 0", "kernels wait", "copy 1", "kernels wait"]
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.data.samples import CPU
+from tests.data.samples import CPU, Copied
 from trainkit.config.sections import LoaderConfig
 from trainkit.data.declared import declared_data
 from trainkit.data.evaluation import EvalBatches
@@ -121,21 +120,6 @@ def test_an_evaluation_sees_those_of_the_class(name: str, source: str, folder: P
     found = [[part.clone() for part in flat(batch)] for batch in batches]
     whole = collate([dataset[place] for place in range(len(dataset))], range(len(dataset)))
     assert are_equal(tuple(map(torch.cat, zip(*found, strict=True))), whole)
-
-
-class Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that are copied from the host to another device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a call, and count it."""
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != found.device.type:
-            self.num_bytes += args[0].nbytes
-        return found
 
 
 BYTES = {

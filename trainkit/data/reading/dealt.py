@@ -117,7 +117,9 @@ class DealtReader:
         """Read the shards of a ticket, in its order."""
         self._step = ticket.step + 1
         with Untouched(seed=0):
-            return [self._shard(ticket.step, shard) for shard in ticket.shards]
+            found = [self._shard(ticket.step, shard) for shard in ticket.shards]
+        batches: list[Any] = self._move(found)
+        return batches
 
     def state(self) -> dict[str, Any]:
         """Return how the files are dealt, for the check of a resume; positions follow from the step."""
@@ -158,7 +160,7 @@ class DealtReader:
         first = self._order.first(step, shard)
         samples = [self._sample(shard, epoch, index) for index in range(first, first + stop - start)]
         seed_host(shard_key(self._seed, epoch, start))
-        return self._move(self._collate(samples, range(first, first + stop - start)))
+        return self._collate(samples, range(first, first + stop - start))
 
     def _sample(self, shard: int, epoch: int, index: int) -> Any:
         number = bisect_right(self._starts, index) - 1

@@ -202,7 +202,8 @@ class StreamReader:
         """Read the shards in stream order, skipping those of other ranks; return them in the ticket's order."""
         with Untouched(seed=0):
             found = {shard: self._shard(*self._plan.shard_range(ticket.step, shard)) for shard in sorted(ticket.shards)}
-        return [found[shard] for shard in ticket.shards]
+        batches: list[Any] = self._move([found[shard] for shard in ticket.shards])
+        return batches
 
     def state(self) -> dict[str, Any]:
         """Return epoch and position, and the source's own state if it has one."""
@@ -237,8 +238,7 @@ class StreamReader:
             self._next()
         samples = [self._next() for _ in range(stop - start)]
         seed_host(shard_key(self._seed, epoch, start))
-        batch = self._collate(samples, range(start, stop))
-        return self._move(batch)
+        return self._collate(samples, range(start, stop))
 
     def _next(self) -> Any:
         seed_host(sample_key(self._seed, self._epoch, self._position))
