@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.samples import CPU, InMemorySquares
+from tests.data.samples import CPU, Copied, InMemorySquares
 from trainkit.config.sections import LoaderConfig
-from trainkit.data.batch_transforms import CutMix, MixUp
+from trainkit.data.batch_transforms import CropAndFlip, CutMix, MixUp
 from trainkit.data.hooks import DataHooks, Reading, UserTransform
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import DataError
@@ -66,6 +66,14 @@ def test_images_and_classes_are_mixed_in_the_same_shares(transform: Any) -> None
         mixed, classes = transform((images, labels))
         assert torch.allclose(mixed.mean(dim=(2, 3)), classes, atol=1e-6)
     assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3), CropAndFlip()])
+def test_drawn_numbers_are_sent_to_the_device_in_one_copy(transform: Any) -> None:
+    batch = (torch.ones(4, 2, 8, 8, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
+    with Copied() as copied:
+        assert transform(batch)[0].is_meta
+    assert copied.copies == 1
 
 
 def test_class_weights_of_mixed_classes_are_mixed_alike() -> None:

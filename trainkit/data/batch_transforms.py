@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from trainkit.config.values import above, at_least, within
 from trainkit.errors import DataError
+from trainkit.numerics.from_host import sent_to
 from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_fields
 
 
@@ -113,15 +114,15 @@ class CropAndFlip:
         images: Tensor = named_fields(batch)[name]
         if images.dim() < 3:
             raise DataError(f"CropAndFlip crops images (samples, ..., height, width), not {tuple(images.shape)}.")
-        flat = images.flatten(1, -3) if images.dim() > 3 else images.unsqueeze(1)
+        flat, device = images.flatten(1, -3) if images.dim() > 3 else images.unsqueeze(1), images.device
         padded = functional.pad(flat, [self.padding] * 4)
         rows, columns = (self._starts(len(images)) + torch.arange(size) for size in images.shape[-2:])
         mirrored = torch.from_numpy(np.random.random_sample((len(images), 1)) < self.flip)  # noqa: NPY002 - keyed
         columns = torch.where(mirrored, columns.flip(1), columns)
-        samples, channels = torch.arange(len(images)), torch.arange(flat.shape[1])
+        rows, columns = sent_to(device, torch.cat([rows, columns], dim=1)).split_with_sizes(images.shape[-2:], dim=1)
+        samples, channels = torch.arange(len(images), device=device), torch.arange(flat.shape[1], device=device)
         places = (samples[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None])
-        moved = padded[tuple(place.to(images.device) for place in places)]
-        return with_fields(batch, {name: moved.view_as(images)})
+        return with_fields(batch, {name: padded[places].view_as(images)})
 
     def _starts(self, count: int) -> Tensor:
         """Return (count, 1) first rows or columns within the padded images; drawn on the host, keyed."""
@@ -150,7 +151,7 @@ class _Drawn:
             targets = functional.one_hot(targets.long(), settings.num_classes).to(inputs.dtype)
         mixes = np.random.random_sample() < settings.share  # noqa: NPY002 - keyed by step and shard
         drawn = np.random.beta(settings.alpha, settings.alpha)  # noqa: NPY002
-        order = torch.randperm(len(inputs)).to(inputs.device)
+        order = sent_to(inputs.device, torch.randperm(len(inputs)))
         return cls(names=names, inputs=inputs, classes=targets, order=order, kept=float(drawn) if mixes else 1.0)
 
     def targets(self, kept: float) -> Tensor:

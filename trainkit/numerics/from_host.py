@@ -1,4 +1,8 @@
-"""Copy a few numbers from the host to a device without synchronisation."""
+"""Copy numbers from the host to a device without synchronisation.
+
+`tensor.to("cuda")` and `torch.tensor(..., device="cuda")` copy from pageable memory, for which the host waits;
+page-locked memory is copied in the order of the stream.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,6 @@ from torch import Tensor
 def tensor_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (numbers,) a tensor on a device.
 
-    `torch.tensor(..., device="cuda")` copies from pageable memory, for which the host waits; pinned memory is copied in
-    the order of the stream.
-
     Example:
         >>> tensor_on([0.5, 2.0], torch.float64, torch.device("cpu"))
         tensor([0.5000, 2.0000], dtype=torch.float64)
@@ -21,3 +22,13 @@ def tensor_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor of the host on a device.
+
+    Example:
+        >>> sent_to(torch.device("cpu"), torch.arange(3))
+        tensor([0, 1, 2])
+    """
+    return tensor.to(device) if device.type != "cuda" else tensor.pin_memory().to(device, non_blocking=True)
