@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import linecache
 import pkgutil
 
 import pytest
@@ -22,4 +23,5 @@ def test_the_examples_of_a_docstring_run(name: str) -> None:
         if str(error.name).startswith("trainkit"):
             raise
         pytest.skip(f"{error.name} is not installed")
+    linecache.clearcache()  # doctest looks at the file of each cached line before each docstring
     assert doctest.testmod(module, optionflags=flags).failed == 0

@@ -48,8 +48,8 @@ def edited(runs: Path, cwd: Path) -> Callable[[str], Path]:
         group, node = ATTEMPTS[name]
         node = {"evil": node} if group in ("callbacks", "logger") else node
         for file in [*Path("runs").glob("*/resolved.yaml"), *Path("runs").glob("*/.hydra/config.yaml")]:
-            values = yaml.safe_load(file.read_text())
-            file.write_text(yaml.safe_dump({**values, group: filled(node, cwd)}))
+            values = yaml.load(file.read_text(), yaml.CSafeLoader)
+            file.write_text(yaml.dump({**values, group: filled(node, cwd)}, Dumper=yaml.CSafeDumper))
         return canary
 
     return edit
