@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 import torch
 
-from trainkit.data.reading.collate import collate, narrow, shards_of
+from tests.data.samples import Squares, make_loader
+from trainkit.data.reading.collate import collate, immovable_in, narrow, shards_of, tensors_in, to_device
 from trainkit.errors import DataError
+from trainkit.numerics.batch import Ticket
+from trainkit.objectives.fields import input_of, split_batch, with_fields
 
 
 def test_numbers_arrays_and_tensors_become_tensors_and_text_stays() -> None:
@@ -24,6 +32,48 @@ def test_numbers_arrays_and_tensors_become_tensors_and_text_stays() -> None:
 
 def test_nesting_is_kept() -> None:
     assert collate([((1, 2), {"a": 3})], [0])[0][1].tolist() == [2]
+
+
+class Sample(NamedTuple):
+    label: int
+    image: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    corners: torch.Tensor
+    name: str = "box"
+
+
+class Named(Squares):
+    def __getitem__(self, index: int) -> Any:
+        number, square = super().__getitem__(index)
+        return Sample(int(square), number)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_named_tuple_keeps_its_names_from_the_sample_to_the_shards(cache: bool) -> None:
+    dataset = Named(8)
+    batches = make_loader(dataset, cache=cache).fetch(Ticket(0, (0, 1)))
+    assert [type(batch) for batch in batches] == [Sample, Sample]
+    assert batches[1].label.tolist() == [int(value) ** 2 for value in batches[1].image.flatten()]
+    images, labels = split_batch(batches[0])  # by their names, not by their order
+    assert images is batches[0].image
+    assert labels is batches[0].label
+    assert split_batch(batches[0], "label", 1)[0] is labels
+    assert input_of(batches[0]) is images
+    changed = with_fields(batches[0], {"label": 3})
+    assert (changed.label, changed.image) == (3, images)
+
+
+def test_tensors_of_dataclasses_and_mappings_are_moved_and_the_given_batch_stays() -> None:
+    given: list[Any] = [Box(torch.ones(2)), UserDict(x=torch.ones(3)), SimpleNamespace(x=torch.ones(4))]
+    box, mapping, other = to_device(given, torch.device("meta"))
+    assert (type(box), box.corners.device.type, box.name) == (Box, "meta", "box")
+    assert {name: part.device.type for name, part in mapping.items()} == {"x": "meta"}
+    assert given[0].corners.device.type == "cpu"
+    assert [*map(len, tensors_in(given))] == [2, 3]
+    assert [*immovable_in(given)] == [other]
 
 
 def test_a_sample_of_another_shape_is_named() -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import trainkit
 from trainkit.cli import main
+from trainkit.config.check import checked
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.errors import ConfigError
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.misfits import refuse_misfits
+from trainkit.run.planning.plan import make_plan
 
 PACKAGE = """
 import sys
@@ -118,6 +125,20 @@ class NoText(Exception):
         raise ValueError("a mistake of mine")
 
 
+class Boxed:
+    def __init__(self, samples):
+        self.x, self.y = torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+
+def boxed(samples):
+    return Boxed(samples)
+
+
+class Unboxed(Objective):
+    def loss(self, model, batch):
+        return Loss(functional.cross_entropy(model(batch.x), batch.y, reduction="sum"), len(batch.y))
+
+
 def no_model():
     return 3
 
@@ -214,3 +235,14 @@ def test_what_fits_is_not_refused_for_needing_a_larger_batch_than_the_check(tmp_
     large = "class Large(Net):\n    def forward(self, x):\n        assert len(x) > 5\n        return self.layer(x)\n"
     (tmp_path / "misfit_pkg.py").write_text(PACKAGE + large)
     assert main(["plan", *ARGUMENTS, OWN[0], "model._target_=misfit_pkg.Large"]) == 0
+
+
+def test_an_object_that_stays_in_the_memory_of_the_host_is_refused_for_a_gpu() -> None:
+    keys = (*OWN, "data.collate=misfit_pkg.boxed", "objective._target_=misfit_pkg.Unboxed")
+    composition = trainkit.compose([*ARGUMENTS[2:], *keys], packages=["misfit_pkg"])
+    with allow_packages(["misfit_pkg"]):
+        cfg = checked(composition).cfg
+        on_host, on_gpu = (make_plan(cfg, num_gpus=count) for count in (0, 1))
+        refuse_misfits(on_host, meta_model(on_host))
+        with pytest.raises(ConfigError, match=r"data\.collate=misfit_pkg\.boxed: puts a Boxed into the batch"):
+            refuse_misfits(on_gpu, meta_model(on_gpu))

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit.config.values import at_least
 from trainkit.data.reading.collate import stack
 from trainkit.errors import DataError
-from trainkit.objectives.fields import TARGETS, Field
+from trainkit.objectives.fields import TARGETS, Field, tuple_like
 
 _IGNORED: Final = -100
 """The target that cross entropy ignores by default."""
@@ -180,7 +180,7 @@ def _columns(samples: Sequence[Any]) -> dict[Any, list[Any]]:
 def _like(sample: Any, batch: dict[Any, Any]) -> Any:
     """Return the fields of a batch in the structure of a sample; a dataclass becomes a dict."""
     if isinstance(sample, tuple | list):
-        return tuple(batch.values())
+        return tuple_like(sample, batch.values())
     return batch.get(None, batch)
 
 

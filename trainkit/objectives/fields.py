@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit.errors import ConfigError, DataError, Problem, TrainingError
 
 Field = str | int
-"""The key of a field in a dict or dataclass, or its index in a tuple."""
+"""The key of a field in a dict or dataclass, its index in a tuple, or either in a named tuple."""
 Fields = Field | Sequence[Field] | None
 """One field, several fields, or None for the common names."""
 
@@ -41,7 +41,7 @@ def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tupl
         >>> split_batch({"input": 1, "target": 2}), split_batch(("a", "b", "c"), 0, 2)
         ((1, 2), ('a', 'c'))
     """
-    if input is None and target is None and isinstance(batch, tuple | list) and len(batch) == 2:
+    if input is None and target is None and _is_pair(batch) and not hasattr(batch, "_fields"):
         return batch[0], batch[1]
     named = named_fields(batch)
     names = _chosen(named, batch, input, target)
@@ -66,16 +66,18 @@ def input_of(batch: Any, input: Fields = None) -> Any:  # noqa: A002 - the key's
         return select(named, input, "objective.input")
     if not named or (isinstance(batch, list) and len(batch) != 2):
         return batch
-    if len(named) == 1:
+    if len(_names(named)) == 1:
         return next(iter(named.values()))
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0]
+    if _is_pair(batch):
+        return named[cast("Field", _chosen(named, batch, None, None)[0])]
     name = "input" if "input" in named else _common(named, INPUTS, 0, "input", batch)
     return select(named, name, "objective.input")
 
 
 def named_fields(batch: Any) -> Mapping[Field, Any]:
     """Return the fields of a sample or batch: key -> value, or index -> value; empty if it has no fields.
+
+    A named tuple has both.
 
     Example:
         >>> named_fields((3, 4))
@@ -84,7 +86,8 @@ def named_fields(batch: Any) -> Mapping[Field, Any]:
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, tuple | list):
-        return dict(enumerate(batch))
+        names = getattr(batch, "_fields", ())
+        return {**dict(enumerate(batch)), **dict(zip(names, batch, strict=False))}
     if is_dataclass(batch) and not isinstance(batch, type):
         return {one.name: getattr(batch, one.name) for one in fields(batch)}
     return {}
@@ -126,9 +129,23 @@ def with_fields(batch: Any, values: Mapping[Field, Any]) -> Any:
         >>> with_fields((1, 2), {1: 3}), with_fields({"x": 1, "y": 2}, {"y": 3})
         ((1, 3), {'x': 1, 'y': 3})
     """
-    if isinstance(batch, tuple | list):
-        return tuple(values.get(place, value) for place, value in enumerate(batch))
-    return {**named_fields(batch), **values}
+    named = {**named_fields(batch), **values}
+    if not isinstance(batch, tuple | list):
+        return named
+    given = enumerate(getattr(batch, "_fields", range(len(batch))))
+    return tuple_like(batch, [named[name if name in values else place] for place, name in given])
+
+
+def tuple_like(like: Sequence[Any], parts: Iterable[Any]) -> tuple[Any, ...]:
+    """Return parts as a tuple, with the names of a named tuple.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> tuple_like(namedtuple("Point", "x, y")(1, 2), [3, 4])
+        Point(x=3, y=4)
+    """
+    make: Callable[[Iterable[Any]], tuple[Any, ...]] = getattr(type(like), "_make", tuple)
+    return make(parts)
 
 
 def unused_fields(batch: Any, input: Fields, target: Fields) -> list[str]:  # noqa: A002 - the key's name
@@ -156,12 +173,19 @@ def _chosen(
     target: Fields,
 ) -> tuple[Fields, Fields]:
     """Return the names of input and target: those given, else the common ones."""
-    if input is None and target is None and "input" in named and "target" in named:
-        return "input", "target"
+    if input is None and target is None:
+        if "input" in named and "target" in named:
+            return "input", "target"
+        if _is_pair(batch) and not all(len([*filter(named.__contains__, names)]) == 1 for names in (INPUTS, TARGETS)):
+            return 0, 1
     return (
         _common(named, INPUTS, 0, "input", batch) if input is None else input,
         _common(named, TARGETS, 1, "target", batch) if target is None else target,
     )
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2
 
 
 def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: str, batch: Any) -> Field:
@@ -169,7 +193,7 @@ def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: 
     found = [name for name in names if name in named]
     if len(found) == 1:
         return found[0]
-    if not found and isinstance(batch, tuple | list) and len(batch) == 2:
+    if not found and _is_pair(batch):
         return place
     held = _listed(named)
     got = f"has the fields {held}" if held else f"is one {type(batch).__name__}"
@@ -180,8 +204,14 @@ def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: 
     )
 
 
+def _names(named: Mapping[Field, Any]) -> list[Field]:
+    """Return the keys of fields, without the indices of a named tuple."""
+    keys = [name for name in named if isinstance(name, str)]
+    return keys or list(named)  # type: ignore[return-value]
+
+
 def _listed(named: Mapping[Field, Any]) -> str:
-    return ", ".join(map(str, named))
+    return ", ".join(map(str, _names(named)))
 
 
 def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
@@ -224,7 +254,7 @@ def scores_of(outputs: Any, output: Field | None = None) -> Tensor:
 
 
 def _described(outputs: Any) -> str:
-    names = [str(name) for name in named_fields(outputs)]
+    names = list(map(str, _names(named_fields(outputs))))
     held = f" with output{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
     return f"a {type(outputs).__name__}{held}"
 

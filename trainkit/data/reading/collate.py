@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import DataError
+from trainkit.objectives.fields import tuple_like
 
 
 class CollateFunction(Protocol):
@@ -31,8 +33,8 @@ REMEDY: Final = "Samples of several sizes need a collate: data.collate=PACKAGE.F
 def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
     """Stack samples into one batch: tensors, arrays and numbers become tensors, text stays a list.
 
-    A batch has the structure of a sample: a tuple of tensors, a dict of them, or any nesting of the two; a dataclass
-    becomes a dict of its fields. Integers become int64, floats float32 (torch's default dtype).
+    A batch has the structure of a sample: a tuple of tensors, named or not, a dict of them, or any nesting of these; a
+    dataclass becomes a dict of its fields. Integers become int64, floats float32 (torch's default dtype).
 
     Args:
         samples: at least one sample, all of one structure.
@@ -67,7 +69,7 @@ def stack(column: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.stack(tuple(column))
     if isinstance(first, tuple | list):
-        return tuple(stack(part) for part in zip(*column, strict=True))
+        return tuple_like(first, map(stack, zip(*column, strict=True)))
     if isinstance(first, np.ndarray | np.generic):
         return torch.from_numpy(np.stack(column))
     if isinstance(first, bool | int | float):
@@ -131,11 +133,32 @@ def narrow(batch: Any, start: int, size: int) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.narrow(0, start, size).data
+    if isinstance(batch, list):
+        return batch[start : start + size]
+    parts = with_parts(batch, lambda part: narrow(part, start, size))
+    return batch[start : start + size] if parts is batch else parts
+
+
+def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container whose parts are changed by a function: a tuple, named or not, a list, a mapping as a dict, or
+    a dataclass; any other object is returned itself.
+
+    Example:
+        >>> with_parts({"x": 1, "y": (2, 3)}, str)
+        {'x': '1', 'y': '(2, 3)'}
+    """
     if isinstance(batch, tuple):
-        return tuple(narrow(part, start, size) for part in batch)
-    if isinstance(batch, dict):
-        return {key: narrow(part, start, size) for key, part in batch.items()}
-    return batch[start : start + size]
+        return tuple_like(batch, map(change, batch))
+    if isinstance(batch, Mapping):
+        return {key: change(part) for key, part in batch.items()}
+    if isinstance(batch, list):
+        return [change(part) for part in batch]
+    if is_dataclass(batch) and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for one in fields(batch):
+            object.__setattr__(changed, one.name, change(getattr(batch, one.name)))  # it may be frozen
+        return changed
+    return batch
 
 
 def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -148,18 +171,35 @@ def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors that `to_device` moves, in its order; objects with a method `to` move their own content."""
+    """Yield the tensors that `to_device` moves; objects with a method `to` move their own content."""
     if isinstance(batch, Tensor):
         yield batch
-    elif not callable(getattr(batch, "to", None)) and isinstance(batch, tuple | dict | list):
-        for part in batch.values() if isinstance(batch, dict) else batch:
+    elif not _moves_itself(batch):
+        for part in _parts(batch) or ():
             yield from tensors_in(part)
+
+
+def immovable_in(batch: Any) -> Iterator[Any]:
+    """Yield the objects in a batch whose tensors `to_device` does not move: it does not know their class.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> [type(one).__name__ for one in immovable_in([SimpleNamespace(x=torch.ones(2)), "text"])]
+        ['SimpleNamespace']
+    """
+    if isinstance(batch, Tensor) or _moves_itself(batch):
+        return
+    parts = _parts(batch)
+    if parts is None and any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
+        yield batch
+    for part in parts or ():
+        yield from immovable_in(part)
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
     """Return the batch on a device. A copy from pinned memory is asynchronous to the host.
 
-    Objects that are neither tensors nor containers stay as they are, unless they have a method `to`.
+    Objects that are neither tensors nor containers of `with_parts` stay as they are, unless they have a method `to`.
 
     Args:
         batch: of any structure.
@@ -168,12 +208,20 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True) if move is None else move(batch)
-    if callable(getattr(batch, "to", None)):  # a packed sequence, a batch of transformers
+    if _moves_itself(batch):
         return batch.to(device)
-    if isinstance(batch, tuple):
-        return tuple(to_device(part, device, move) for part in batch)
-    if isinstance(batch, dict):
-        return {key: to_device(part, device, move) for key, part in batch.items()}
-    if isinstance(batch, list):
-        return [to_device(part, device, move) for part in batch]
-    return batch
+    return with_parts(batch, lambda part: to_device(part, device, move))
+
+
+def _moves_itself(batch: Any) -> bool:
+    """Return whether an object has a method `to`: a packed sequence, a batch of transformers."""
+    return callable(getattr(batch, "to", None))
+
+
+def _parts(batch: Any) -> Iterable[Any] | None:
+    """Return the parts of a container of `with_parts`; None for any other object."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, one.name) for one in fields(batch)]
+    return batch if isinstance(batch, tuple | list) else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.hooks import Reading, UserTransform
-from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device
+from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device, with_parts
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
@@ -21,6 +21,7 @@ from trainkit.data.stored import Stored, batch_mover, refuse_other_samples, stor
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Positions, Ticket
 from trainkit.numerics.generators import Untouched
+from trainkit.objectives.fields import tuple_like
 
 _CHUNK: Final = 1024
 """Number of samples collated at a time when a dataset is read into memory."""
@@ -76,7 +77,7 @@ class Memory:
         self.is_on_device = self._home == device
         """Whether batches are gathered on the device that uses them."""
         self._arrive = widened if self.is_on_device else move
-        self._keys = tuple(arrays) if isinstance(arrays, dict) else None
+        self._like: Any = with_parts(arrays, lambda _: None)
         values = arrays.values() if isinstance(arrays, dict) else arrays
         # Torch gathers few unsigned types: view them as signed ones, which have the same bits.
         self._tensors = [
@@ -97,7 +98,8 @@ class Memory:
         if gathered is None:
             parts = [self._block.narrow(0, start, stop - start) for start, stop in spans]
             gathered = self._gathered(parts[0] if len(parts) == 1 else torch.cat(parts))
-        batch: Any = tuple(gathered) if self._keys is None else dict(zip(self._keys, gathered, strict=True))
+        like = self._like
+        batch = dict(zip(like, gathered, strict=True)) if isinstance(like, dict) else tuple_like(like, gathered)
         if self._arrive is not None:
             batch = self._arrive(batch)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
@@ -221,7 +223,7 @@ def collated(dataset: Any, *, name: str | None = None) -> Arrays:
     if isinstance(first, dict) and _all_tensors(first.values()):
         return {key: torch.cat([chunk[key] for chunk in chunks]) for key in first}
     if isinstance(first, tuple) and _all_tensors(first):
-        return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
+        return tuple_like(first, map(torch.cat, zip(*chunks, strict=True)))
     raise DataError(
         f"a sample of {name} is not a tuple or dict of tensors and numbers: loader.cache=true cannot keep it."
     )

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
-from trainkit.data.reading.collate import shape_text
+from trainkit.data.reading.collate import immovable_in, shape_text, to_device
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, text_of, with_frames
@@ -35,6 +35,7 @@ _CHEAP: Final = 50_000_000
 _CHEAP_MADE: Final = 1_000_000
 """The same limit for made-up samples, whose values have no meaning."""
 _SAMPLES: Final = 4
+_HOST: Final = torch.device("cpu")
 _FEATURES: Final = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _DTYPES: Final = re.compile(r"same dtype|expected scalar type|not implemented for '|should be the same")
 _TARGET: Final = re.compile(r"Target (-?\d+) is out of bounds")
@@ -88,11 +89,23 @@ def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
 def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitError | None:
     """Run samples once; return the error of a misfit."""
     samples = [read_sample(plan.components.datasets["train"], place) for place in places]
-    batch = plan.components.hooks.collate_function(samples, places)
+    batch = to_device(plan.components.hooks.collate_function(samples, places), _HOST)
+    if any(task.device != _HOST.type for task in plan.tasks) and (fixed := next(immovable_in(batch), None)) is not None:
+        return ConfigError([_immovable(plan, fixed)])
     most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
     numbers = sum(param.numel() for param in model.parameters()) <= most
     trial = _Trial(plan=plan, places=places, samples=samples, batch=batch, numbers=numbers)
     return trial.run(model)
+
+
+def _immovable(plan: RunPlan, found: object) -> Problem:
+    """Return the problem of an object in a batch whose tensors would stay in the memory of the host."""
+    key, value = ("data.collate", plan.cfg.data.get("collate")) if plan.components.hooks.collate else ("data", None)
+    rule = (
+        f"puts a {type(found).__name__} into the batch, whose tensors are not moved to the device. Tuples, lists, "
+        "dicts and dataclasses are, and objects with a method to(device): give it one, or return a dict."
+    )
+    return Problem(key=key, value=value, rule=rule)
 
 
 @dataclass
