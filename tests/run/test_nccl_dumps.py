@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.nccl_dumps import nccl_dumps_to, recorder_variables
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
@@ -30,6 +31,19 @@ def test_a_verdict_names_the_dumps_and_how_to_compare_them(tmp_path: Path) -> No
     )
     assert str(root_cause(folder, exits, [0]).error()).splitlines()[-1] == line
     assert str(unresponsive_rank(folder, [0, 1]).error()).splitlines()[-1] == line
+
+
+def test_a_rank_that_gave_up_waiting_does_not_hide_the_rank_it_waited_for(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    for rank in (0, 1, 2):
+        Heartbeat(folder.heartbeat_of(rank)).beat(5, "data" if rank == 2 else "reduce")
+    exits = [ProcessExit(attempt=0, rank=rank, code=-6) for rank in (0, 1)]
+    assert root_cause(folder, exits, [2]).rank == 0  # nothing shows that NCCL has ended them
+    for rank in (0, 1, 2):
+        folder.nccl_dumps.with_name(f"nccl_rank_{rank}").write_bytes(b"\x80\x02")
+    assert root_cause(folder, exits, [2]).headline == "rank 2 stopped answering in step 5 (data)."
+    assert root_cause(folder, exits, []).headline.startswith("rank 0 was ended by SIGABRT in step 5 (reduce).")
+    assert root_cause(folder, [*exits, ProcessExit(attempt=0, rank=2, code=-9)], []).rank == 2
 
 
 def test_the_next_attempt_removes_the_dumps(tmp_path: Path) -> None:

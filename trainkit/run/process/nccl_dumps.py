@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Final
@@ -51,6 +52,15 @@ def nccl_dumps_to(folder: RunFolder, environ: MutableMapping[str, str] = os.envi
     finally:
         for name in added:
             environ.pop(name, None)
+
+
+def gave_up_waiting(folder: RunFolder, rank: int, code: int) -> bool:
+    """Return whether NCCL's watchdog has ended a rank with this exit code, because one of its exchanges has failed.
+
+    The watchdog first lets every rank write its dump, and after a minute ends the process. The rank that did not enter
+    the exchange has no failed exchange itself, and goes on.
+    """
+    return code == -signal.SIGABRT and folder.nccl_dumps.with_name(f"{folder.nccl_dumps.name}{rank}").is_file()
 
 
 def dumps_note(folder: RunFolder) -> str:

@@ -20,7 +20,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import OverdueRank, ProcessEvidence
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
-from trainkit.run.process.nccl_dumps import dumps_note
+from trainkit.run.process.nccl_dumps import dumps_note, gave_up_waiting
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.flight_recorder import waited_for
@@ -122,7 +122,9 @@ def _account(folder: RunFolder, exited: ProcessExit, place: int, evidence: Proce
         return _reported(report, evidence)
     heartbeat = read_heartbeat(folder.heartbeat_of(exited.rank))
     step = -1 if heartbeat is None else heartbeat.step
-    return _Account(rank=exited.rank, kind=Kind.PROCESS_ENDED, step=step, arrival=place, report=None, code=exited.code)
+    lost = gave_up_waiting(folder, exited.rank, exited.code)
+    kind = Kind.CONNECTION_LOST if lost else Kind.PROCESS_ENDED
+    return _Account(rank=exited.rank, kind=kind, step=step, arrival=place, report=None, code=exited.code)
 
 
 def _reported(report: ErrorReport, evidence: ProcessEvidence) -> _Account:
