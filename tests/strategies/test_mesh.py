@@ -1,7 +1,11 @@
 """Axes are multiplied in one place."""
 
+import torch
+
+from tests.support.pool import Place, Pool
 from trainkit.errors import Problem
 from trainkit.strategies.groups.mesh import Axes
+from trainkit.strategies.pipeline.groups import new_groups
 
 
 def test_ranks_of_the_last_axis_are_neighbours() -> None:
@@ -22,3 +26,16 @@ def test_axes_that_do_not_make_up_the_world_are_a_problem() -> None:
     assert Axes(shard=2, tensor=2).problems(4) == []
     rule = "2 (shard) x 2 (tensor) make 4 ranks, and the run has 6."
     assert Axes(shard=2, tensor=2).problems(6) == [Problem(key="strategy", rule=rule)]
+
+
+def limits(place: Place) -> list[float]:
+    """The seconds that each group of some of four ranks waits for them in an exchange."""
+    mesh = Axes(replicate=2, tensor=2).mesh("cpu", timeout_s=7)
+    made = new_groups({"own": (0,), "tied": (0, 1)}, stages=2, replicas=2, rank=place.rank, timeout_s=8)
+    groups = [mesh.get_group("replicate"), mesh.get_group("tensor"), made.replica, made.alike[0, 1]]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(pool: Pool) -> None:
+    assert pool.run("tests.strategies.test_mesh.limits", num_ranks=4, group=True) == [[7.0, 7.0, 8.0, 8.0]] * 4

@@ -227,9 +227,9 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
 
     def _cut(self, model: nn.Module, precision: Precision, spread: Placement) -> nn.Module:
         """Shard every parameter over the ranks of a group; collective."""
-        ranks = torch.distributed.get_world_size()
+        axes = Axes(replicate=self.replicate, shard=torch.distributed.get_world_size() // self.replicate)
         sharding = Sharding(
-            mesh=Axes(replicate=self.replicate, shard=ranks // self.replicate).mesh(spread.device.type),
+            mesh=axes.mesh(spread.device.type, timeout_s=self.timeout_s),
             device=spread.device,
             precision=precision,
             reshard_after_forward=self.reshard_after_forward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from datetime import timedelta
 from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,11 +49,15 @@ class Axes:
         rule = f"{product} make {self.num_ranks} ranks, and the run has {num_ranks}."
         return [Problem(key="strategy", rule=rule)]
 
-    def mesh(self, device_type: str) -> DeviceMesh:
+    def mesh(self, device_type: str, *, timeout_s: float) -> DeviceMesh:
         """Return the mesh of the axes with more than one rank, by their names; collective, once per process group.
 
-        If no axis has more than one, one axis with one rank remains.
+        If no axis has more than one, one axis with one rank remains. A rank waits for the others of an axis for
+        `timeout_s` in an exchange.
         """
         used = {axis.name: getattr(self, axis.name) for axis in fields(self) if getattr(self, axis.name) > 1}
         used = used or {"replicate": 1}
-        return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        for axis in used:  # torch gives groups of some ranks its default timeout
+            mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
+        return mesh

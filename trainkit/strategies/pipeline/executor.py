@@ -94,7 +94,9 @@ class StagedForward:
         return found
 
 
-def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName) -> PipelineReplica:
+def assemble(
+    parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName, timeout_s: float
+) -> PipelineReplica:
     """Make the replica of one rank, and let a call of its model run all stages; collective."""
     all_ranks, model = parts.all_ranks, parts.held.model
     place = all_ranks.rank % stages
@@ -103,12 +105,13 @@ def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule
     buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     here = nn.ModuleList(blocks.values()).named_buffers()
+    replicas = all_ranks.num_ranks // stages
     layout = StageLayout(
         cut=cut,
         num_stage_ranks=stages,
         place=place,
         schedule=schedule,
-        groups=new_groups(holders, stages=stages, replicas=all_ranks.num_ranks // stages, rank=all_ranks.rank),
+        groups=new_groups(holders, stages=stages, replicas=replicas, rank=all_ranks.rank, timeout_s=timeout_s),
         holders=holders,
         blocks=blocks,
         buffer_names=[names[id(buffer)] for _, buffer in here],

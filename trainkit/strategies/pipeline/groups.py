@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -80,16 +81,19 @@ class Groups:
                     broadcast_values(tensors[name], group)
 
 
-def new_groups(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:
-    """Create the groups; collective over all ranks."""
+def new_groups(
+    holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int, timeout_s: float
+) -> Groups:
+    """Create the groups, in whose exchanges a rank waits for `timeout_s`; collective over all ranks."""
+    timeout = timedelta(seconds=timeout_s)
     pipelines = [list(range(first * stages, (first + 1) * stages)) for first in range(replicas)]
-    made = [dist.new_group(ranks) for ranks in pipelines]
+    made = [dist.new_group(ranks, timeout=timeout) for ranks in pipelines]
     alike = {}
     # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
     for places in sorted(set(holders.values()), key=lambda one: (len(one), one)):
         ranks = [replica * stages + place for replica in range(replicas) for place in places]
         if len(ranks) > 1:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 alike[places] = group
     return Groups(replica=made[rank // stages], alike=alike)

@@ -365,7 +365,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         )
         cut = self._cut(parts.held.model, request.precision.value)
         assert isinstance(cut, StageAssignment)
-        replica = assemble(parts, cut, stages=self.stages, schedule=self.schedule)
+        replica = assemble(parts, cut, stages=self.stages, schedule=self.schedule, timeout_s=self.timeout_s)
         return PipelineExecutor(replica, request.training, ranks)
 
     def _stage_params(self, request: SetupRequest) -> StageParams:

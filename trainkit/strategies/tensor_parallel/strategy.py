@@ -323,7 +323,8 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         axes = Axes(shard=count, tensor=self.degree) if self.shard else Axes(replicate=count, tensor=self.degree)
         if problems := axes.problems(identity.num_ranks):
             raise ConfigError(problems)
-        return OnMesh(device=device, axes=axes, rank=identity.task.rank, mesh=axes.mesh(device.type))
+        mesh = axes.mesh(device.type, timeout_s=self.timeout_s)
+        return OnMesh(device=device, axes=axes, rank=identity.task.rank, mesh=mesh)
 
     def _move(
         self,
