@@ -1,9 +1,14 @@
 """Axes are multiplied in one place."""
 
+import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from tests.support.pool import Place, Pool
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import Problem
+from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.groups import process_group
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.pipeline.groups import new_groups
 
@@ -39,3 +44,14 @@ def limits(place: Place) -> list[float]:
 
 def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(pool: Pool) -> None:
     assert pool.run("tests.strategies.test_mesh.limits", num_ranks=4, group=True) == [[7.0, 7.0, 8.0, 8.0]] * 4
+
+
+def test_an_attempt_does_not_find_the_signal_of_a_failed_exchange_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    store.set("exception_dump", "0")
+    monkeypatch.setattr(process_group, "HashStore", lambda: store)
+    ranks = Mirrored(replicas=1, process_group="always").join(Identity.solo())
+    ranks.close(failed=False)
+    assert not store.check(["exception_dump"])

@@ -34,6 +34,8 @@ from trainkit.strategies.rendezvous_store import store_client
 _T = TypeVar("_T")
 _ABORT_S: Final = 2.0
 """Seconds that a failed rank waits for its connections to close."""
+_DUMP_SIGNAL: Final = "exception_dump"
+"""Key of NCCL's signal that an exchange has failed (kStoreDumpKey of ProcessGroupNCCL.hpp); it never has a prefix."""
 
 
 def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -366,6 +368,7 @@ class ProcessGroupOptions:
         if identity.store is None and not self.is_grouped:
             return RankGroup()
         store = HashStore() if identity.store is None else store_client(identity.store, self.timeout_s)
+        store.delete_key(_DUMP_SIGNAL)  # of an earlier attempt: NCCL would end this one minutes later
         backend = self.backend(device.type, exchanges_on_cpu=exchanges_on_cpu)
         if identity.num_ranks > 1 and "nccl" in backend and mig_instances(os.environ):
             backend = "gloo"  # NCCL supports one rank per GPU, and MIG instances share one
