@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from trainkit.advising import planner
 from trainkit.cli import main
+from trainkit.run.planning.plan import RunPlan
 from trainkit.verbs.looking.schema import schema_of
 
 
@@ -32,6 +34,19 @@ def test_a_small_model_needs_one_device_and_the_printed_command_plans(capsys: py
     assert main(command[1:]) == 0
     printed = capsys.readouterr().out
     assert "yes: needs" in printed
+
+
+def test_a_way_that_the_model_refuses_is_no_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[RunPlan] = []
+    monkeypatch.setattr(planner, "refuse_misfits", lambda plan, _: trials.append(plan))
+    layer = "model={_target_: torch.nn.Linear, in_features: 64, out_features: 10}"
+    keys = (layer, "data=synthetic", "recipe=null", "steps=2")
+    found = advice(capsys, *keys, "--devices", "2", "--hardware", "h100_sxm")
+    reasons = {one["overrides"][0]: one["reason"] for one in found["ways"]}
+    assert reasons["strategy=tensor_parallel"].startswith("refused: strategy.plan=auto: Linear has no plan.")
+    assert [plan.components.precision.value for plan in trials] == ["fp32", "bf16_mixed"]  # once for several ways
 
 
 def test_what_the_user_sets_stays(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -16,7 +16,8 @@ from trainkit.run.estimates.outlook import outlook_of
 from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.misfits import refuse_misfits
+from trainkit.run.planning.misfits import num_tried, refuse_misfits
+from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 
 _SMALLER: Final = (2, 8, 32)
@@ -36,6 +37,10 @@ class Planner:
     """The splits that the class of the data declares; None: the dataset is opened to find out."""
     knows_length: bool = True
     """Whether the length of the training split is known; the cost to the end needs it."""
+    _fitting: set[tuple[str, int]] = field(default_factory=set, init=False)
+    """The trials of a few samples that found no misfit, each by its precision and samples: ways change nothing else of
+    the model, the data and the objective.
+    """
 
     def families(self, base: Composition) -> list[Family]:
         """Return the ways to try; choices of the user stay."""
@@ -64,7 +69,11 @@ class Planner:
         """
         plan = self._planned(overrides)
         model = meta_model(plan)
-        refuse_misfits(plan, model)
+        tried = plan.components.precision.value, num_tried(plan)
+        if tried not in self._fitting:
+            refuse_misfits(plan, model)
+            self._fitting.add(tried)
+        model_notes(plan, model)  # raises for a model that the strategy or the precision refuses
         plan = plan.resolved(lambda: model)
         outlook = outlook_of(plan, model, ends=self.knows_length or plan.cfg.steps is not None)
         verdict = verdict_of(plan, outlook.memory, self.hardware)
@@ -73,7 +82,7 @@ class Planner:
             has=verdict.has,
             fits=verdict.fits,
             step_s=None if outlook.time is None else outlook.time.step_s,
-            devices=1 if outlook.work is None else outlook.work.num_devices,
+            devices=plan.num_computing if outlook.work is None else outlook.work.num_devices,
             cost_usd=outlook.cost_usd,
         )
         if outlook.traffic is None:

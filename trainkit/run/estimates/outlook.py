@@ -156,7 +156,6 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
     strategy, batch = plan.components.strategy, plan.batch
     shards = batch.num_shards(0)
     cut = StepCut(num_shards=shards, num_replicas=plan.num_replicas)
-    computing = sum(task.role in {"chief", "worker"} for task in plan.tasks)
     parts = replica_parts(strategy, model, plan.facts, num_shards=cut.shards_a_replica)
     names = {name for name, param in model.named_parameters() if param.requires_grad}
     trained = max(sum(size for name, size in part.memory.resident.items() if name in names) for part in parts)
@@ -174,6 +173,6 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
         flops=float(shard.flops) * shards,
         input_bytes=sample * batch.global_size // plan.num_replicas,
         loaders=plan.cfg.loader.num_processes,
-        tasks_a_host=max(computing // _num_hosts(plan), 1),
-        num_devices=max(computing, plan.num_replicas * len(parts)),
+        tasks_a_host=max(plan.num_computing // _num_hosts(plan), 1),
+        num_devices=max(plan.num_computing, plan.num_replicas * len(parts)),
     )

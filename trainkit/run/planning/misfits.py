@@ -62,13 +62,18 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
     with kept_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         count = size_of(dataset)
-        few = max(2, min(_SAMPLES, plan.batch.micro_size))
+        few = num_tried(plan)
         error = _try(plan, model, [place * count // few for place in range(few)])
         if error is not None and plan.batch.micro_size > few:
             # Code that needs a larger batch than a few samples is not refused.
             error = _try(plan, model, range(min(plan.batch.micro_size, count))) and error
     if error is not None:
         raise error
+
+
+def num_tried(plan: RunPlan) -> int:
+    """Return the number of samples that are run first."""
+    return max(2, min(_SAMPLES, plan.batch.micro_size))
 
 
 def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:

@@ -94,6 +94,11 @@ class RunPlan:
         return tuple(task.rank for task in self.tasks if task.is_evaluator or not runs_loop(strategy, task))
 
     @property
+    def num_computing(self) -> int:
+        """Number of tasks that compute shards."""
+        return sum(task.role in {"chief", "worker"} for task in self.tasks)
+
+    @property
     def has_evaluator(self) -> bool:
         """Whether a task evaluates checkpoints in parallel to the training."""
         return any(task.is_evaluator for task in self.tasks)

@@ -36,9 +36,8 @@ def imagined_launch(hosts: int, gpus_per_host: int) -> LaunchEnvironment:
 def where_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield the lines of `trainkit plan`: label, text."""
     yield "tasks", _tasks_text(plan)
-    computing = sum(task.role in {"chief", "worker"} for task in plan.tasks)
-    if 1 < plan.num_replicas < computing:
-        yield "mesh", f"{plan.num_replicas} replicas x {computing // plan.num_replicas} ranks"
+    if 1 < plan.num_replicas < plan.num_computing:
+        yield "mesh", f"{plan.num_replicas} replicas x {plan.num_computing // plan.num_replicas} ranks"
     if (bubble := ideal_bubble_of(plan)) is not None:
         yield "bubble", f"{bubble:.1%} of a step, with equal stages"
     yield "fingerprint", fingerprint(plan.cfg)[:12]
