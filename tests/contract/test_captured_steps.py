@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
 from trainkit.strategies.core.graphs.captured import CapturingCaller, CudaCapture
-from trainkit.strategies.core.graphs.direct import RepeatedGraph
+from trainkit.strategies.core.graphs.direct import Changing, DirectCall, GraphRun, RepeatedGraph
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.step_values import GraphSettings
 
@@ -51,14 +54,20 @@ class Summing:
     def __init__(self, make: Callable[[Sequence[Tensor]], Repeats] = Repeats) -> None:
         self.total = torch.zeros(2)
         self.captures = 0
+        self._pool = WeakSet[Repeats]()
         self._make = make
         settings = GraphSettings(covers="step", backend="eager")
         caller = CapturingCaller(self._capture)
         self._graph = RepeatedGraph(self._add, settings, torch.device("cpu"), caller)
 
     def _capture(self) -> Repeats:
+        gc.collect()  # a double refers to its call, a CUDA graph does not
+        if self.captures and not self._pool:
+            raise RuntimeError("use_count > 0")  # of CUDA: a pool that has lost its last graph is not used again
         self.captures += 1
-        return self._make([self.total])
+        made = self._make([self.total])
+        self._pool.add(made)
+        return made
 
     @staticmethod
     def _add(batch: Tensor, total: Tensor) -> tuple[Tensor, int]:
@@ -126,6 +135,59 @@ def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(capl
     assert (summing.captures, summing.total.tolist()) == (1, [20.0, 20.0])
 
 
+def test_a_step_that_also_reads_another_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    batch, other = torch.ones(2), torch.zeros((), device="meta")
+    changing = Changing.of([batch])
+    call = DirectCall(GraphRun(graph=lambda one, _: [one], inputs=[batch, other], outputs=[]), changing, (), None)
+    caller = CapturingCaller(partial(Repeats, []))
+    for _ in range(5):
+        caller(call, [batch])
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["it uses tensors on cpu and meta"]
+
+
+class FailingGraph:
+    """`torch.cuda.graph` of a capture that fails: it raises before it leaves its stream."""
+
+    def __init__(self, streams: list[str]) -> None:
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        self._streams.append("capture")
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+class Stream:
+    """`torch.cuda.stream`: the last of the streams is the current one."""
+
+    def __init__(self, streams: list[str], name: str) -> None:
+        self._streams, self._name, self._before = streams, name, list(streams)
+
+    def __enter__(self) -> None:
+        self._streams.append(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._streams[:] = self._before
+
+
+def test_after_a_capture_that_fails_stream_and_allocator_are_those_of_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams, left = ["training"], list[tuple[str, int, tuple[int, int]]]()
+    for call in ("endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(torch._C, f"_cuda_{call}", lambda *args, call=call: left.append((call, *args)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_args, **_kwargs: FailingGraph(streams))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", partial(Stream, streams))
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaCapture((0, 3)).record(list)  # type: ignore[arg-type] # a pool
+    assert streams == ["training"]
+    assert left == [("endAllocateToPool", 1, (0, 3)), ("releasePool", 1, (0, 3))]
+
+
 CAPTURED = ModelTransforms(compile_mode="step", cuda_graphs=True)
 
 
@@ -156,3 +218,33 @@ def test_on_a_gpu_captured_steps_give_the_bits_of_direct_ones(
     assert replays
     (direct,) = train(pool, replace(case, shaping=replace(CAPTURED, cuda_graphs=False)))
     assert all(torch.equal(one, direct.state[name]) for name, one in captured.state.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as above
+def test_on_a_gpu_moved_tensors_are_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cuda", 0)
+    caller = CapturingCaller(partial(CudaCapture, torch.cuda.graph_pool_handle()))
+
+    def add(batch: Tensor, total: Tensor) -> Tensor:
+        return total.add_(batch @ batch).sum()
+
+    graph = RepeatedGraph(add, GraphSettings(covers="step", backend="eager"), device, caller)
+    total, ones = torch.zeros(2, 2, device=device), torch.ones(2, 2, device=device)
+    for _ in range(2):
+        total.set_(torch.zeros(2, 2, device=device))  # type: ignore[call-overload]
+        sums = [graph((ones,), (total,), unchanged=step > 0).item() for step in range(8)]
+        assert sums == [8.0 * step for step in range(1, 9)]
+    assert caplog.records == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_capture_that_fails_leaves_no_trace() -> None:
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        CudaCapture(torch.cuda.graph_pool_handle()).record(
+            lambda: [torch.ones(int(torch.ones(1, device="cuda").item()))]
+        )
+    assert torch.cuda.current_stream() == before
+    torch.cuda.empty_cache()  # an error while torch takes a capture to be under way
+    assert torch.ones(2, device="cuda").sum().item() == 2.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -51,8 +52,21 @@ class CudaCapture:
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Record the kernels of a function; other threads, such as that of the loader, may use the device meanwhile."""
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return run()
+        capture = torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:  # one that fails leaves its stream current
+                return run()
+        except RuntimeError:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Let the allocator leave the pool: after an error of CUDA at the end of a capture torch does not, and frees no
+        memory that several streams have used until the process ends.
+        """
+        with suppress(RuntimeError):  # it has left the pool
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - has no public name
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - as above
 
     def replay(self) -> None:
         """Launch all kernels, on the current stream."""
@@ -66,9 +80,15 @@ class CapturedCall:
         call: the call.
         leaves: arguments of the call, for their layouts.
         capture: an empty recording.
+
+    Raises:
+        RuntimeError: the device refuses the capture, or the call uses tensors of several devices: a replay repeats the
+            numbers that a kernel got from the host.
     """
 
     def __init__(self, call: DirectCall, leaves: Sequence[Tensor], capture: Capture) -> None:
+        if len(devices := call.devices(leaves)) > 1:
+            raise RuntimeError(f"it uses tensors on {' and '.join(devices)}")
         self._call, self._addresses, self._capture = call, call.addresses(), capture
         self._leaves = [
             torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device) for leaf in leaves
@@ -114,12 +134,17 @@ class CapturingCaller:
         self._last = call
         if not self._can or self._in_a_row <= _WARM_UP:
             return call(leaves)
-        self._captured = None  # its memory is free for the next one
+        if (captured := self._capture(call, leaves)) is None:  # the error and the memory of its traceback are gone
+            return call(leaves)
+        self._captured = captured  # only now: CUDA refuses a pool that has lost its last graph
+        return captured(leaves)
+
+    def _capture(self, call: DirectCall, leaves: Sequence[Tensor]) -> CapturedCall | None:
+        """Capture a call; None if the device refuses it, which is tried once."""
         try:
-            self._captured = CapturedCall(call, leaves, self._make())
+            return CapturedCall(call, leaves, self._make())
         except RuntimeError as error:
             self._can = False
             what = "a step cannot be captured, so its kernels are launched one by one"
             _log.warning("compile.cuda_graphs: %s: %s", what, first_line(error))
-            return call(leaves)
-        return self._captured(leaves)
+            return None

@@ -227,6 +227,10 @@ class DirectCall:
             and all(map(operator.is_, self._inputs, other._inputs))
         )
 
+    def devices(self, leaves: Sequence[Tensor]) -> list[str]:
+        """Return the devices of the tensors that the graph reads and writes, in the order of their names."""
+        return sorted({str(one.device) for one in (*self._inputs, *leaves) if isinstance(one, Tensor)})
+
     def addresses(self) -> list[int]:
         """Return the addresses of the tensors that the graph reads and writes, but for the leaves."""
         return [one.data_ptr() for one in self._inputs if isinstance(one, Tensor)]
