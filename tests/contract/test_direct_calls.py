@@ -31,7 +31,7 @@ POINTS = Case(shaping=GRAPHS, num_steps=14)
         (POINTS, 6),
         (replace(POINTS, micro_size=3, optimizer="adamw", max_norm=0.5, resume_at=6), 18),
         (replace(POINTS, model={"norm": True}, micro_size=4), 10),
-        (replace(POINTS, task="tokens", global_size=8, micro_size=3), 6),
+        (replace(POINTS, task="tokens", global_size=8, micro_size=3), 30),
     ],
     ids=["ragged", "shards_resumed", "buffers", "counted"],
 )

@@ -146,10 +146,11 @@ class StepGraphs:
             else:
                 replica.begin_update(ticket.step)
                 sums = self._sums if len(batches) > 1 else None
-                earlier = found.weight if divisor.counted else None
+                added = (found.weight,) if divisor.counted and isinstance(found.weight, Tensor) else ()
+                earlier = None if not divisor.counted else 0.0 if added else found.weight
                 clips = update.max_norm is not None
                 fixed = (earlier, sums, updates.tensors, clips)
-                *one, norm = self._run(self._finish, (batch, values), fixed, unchanged=self._unchanged)
+                *one, norm = self._run(self._finish, (batch, values, added), fixed, unchanged=self._unchanged)
                 found.add(*one)
             if several:
                 replica.buffers.end_forward(training.plan.shard_size(ticket.step, shard) / batch_size)
@@ -225,7 +226,8 @@ class StepGraphs:
         def finish(  # noqa: PLR0917 - a call of a compiled function by position is faster
             batch: Batch,
             values: Tensor,
-            earlier: Tensor | float | None,
+            added: tuple[Tensor, ...],
+            earlier: float | None,
             sums: list[Tensor | None] | None,
             tensors: OptimizerTensors,
             clips: bool,
@@ -235,7 +237,7 @@ class StepGraphs:
                 if sums is not None:
                     grads = [_sum(total, grad) for total, grad in zip(sums, grads, strict=True)]
                 if earlier is not None:
-                    counted = torch.as_tensor(earlier + weight)
+                    counted = torch.as_tensor(sum(added, earlier + weight))
                     factor = torch.where(counted > 0, values[1] / counted, 0.0)
                     grads = [None if grad is None else grad * factor for grad in grads]
                 norm = updates.apply(grads, values, tensors, clips=clips)
