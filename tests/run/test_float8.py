@@ -139,6 +139,16 @@ def test_products_are_rounded_and_names_parameters_and_bits_of_weights_stay(reci
     assert present(next(eight.parameters()).grad).dtype is torch.float32
 
 
+@needs_torchao
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_shard_may_have_any_number_of_rows_on_a_gpu(recipe: Any) -> None:
+    with torch.device("meta"):  # its checks of a product are those of a GPU
+        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 64)).bfloat16()
+        inputs = torch.ones(5, 32, dtype=torch.bfloat16)
+    Float8(recipe=recipe).convert(model, output=None)(inputs).sum().backward()
+    assert [present(param.grad).shape for param in model.parameters()] == [param.shape for param in model.parameters()]
+
+
 STEPS = ("steps=3", "callbacks=[]", "logger=[]", "quiet=true", "batch.micro_size=32")
 
 

@@ -116,7 +116,10 @@ class Float8:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - optional
 
         names = frozenset(self.layers(model, output=output))
-        settings = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
+        # the gradient of a weight is a product over the rows of a shard, which are any number
+        settings = replace(
+            Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=not self.emulate
+        )
         convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in names)
         return model
 
