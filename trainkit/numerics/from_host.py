@@ -7,6 +7,7 @@ page-locked memory is copied in the order of the stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,3 +33,26 @@ def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
         tensor([0, 1, 2])
     """
     return tensor.to(device) if device.type != "cuda" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def constant_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (numbers,) a tensor on a device, which the caller must not change; a GPU gets it once.
+
+    A compiled graph would hold the numbers as a tensor of the host, and copy it from pageable memory in each run.
+
+    Example:
+        >>> constant_on([0.5, 2.0], torch.float32, torch.device("cpu"))
+        tensor([0.5000, 2.0000])
+    """
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    key = tuple(numbers), dtype, device
+    found = _CONSTANTS.get(key)
+    if found is None:
+        found = tensor_on(numbers, dtype, device)
+        if type(found) is Tensor:  # and not one without data
+            _CONSTANTS[key] = found
+    return found
+
+
+_CONSTANTS: Final[dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor]] = {}

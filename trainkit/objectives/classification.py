@@ -11,7 +11,7 @@ from torch.nn import functional
 from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, unit
-from trainkit.numerics.from_host import tensor_on
+from trainkit.numerics.from_host import constant_on
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import class_details
 from trainkit.objectives.fields import exact, scores_of
@@ -98,7 +98,7 @@ class Classification(ScoredFields, Supervised):
         if self.class_weights is None:
             loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
             return Loss(loss_sum, float(targets.shape[0]), None, outputs, targets)
-        weights = tensor_on(self.class_weights, scores.dtype, scores.device)
+        weights = constant_on(self.class_weights, scores.dtype, scores.device)
         loss_sum = functional.cross_entropy(
             scores, targets, weight=weights, reduction="sum", label_smoothing=self.label_smoothing
         )
