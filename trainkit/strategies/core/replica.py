@@ -266,8 +266,8 @@ class Replica(LocalModel):
         sums = self._sums or [None] * len(self.params)
         for place, (param, master) in enumerate(zip(self.params.values(), self.masters.values(), strict=True)):
             if param.grad is not None:
-                grad, earlier = param.grad.to(master.dtype), sums[place]
-                sums[place] = grad if earlier is None else earlier.add_(grad)
+                earlier = sums[place]  # the sum rounds like that of a widened gradient, which would be one more tensor
+                sums[place] = param.grad.to(master.dtype) if earlier is None else earlier.add_(param.grad)
                 param.grad = None
         self._sums = sums
 
