@@ -84,12 +84,15 @@ def test_an_overflowed_step_is_tried_again_with_the_same_samples(replicas: int, 
         )
 
 
-def test_a_loss_scale_has_a_floor_and_a_memory() -> None:
+def test_a_loss_scale_has_a_floor_a_memory_and_an_end() -> None:
     scaling = Scaling(growth_interval=2, min_scale=4.0, max_overflows=5)
     scale = LossScale(scale=8.0, scaling=scaling).after(overflow=True).after(overflow=True)
     assert (scale.scale, scale.overflows) == (4.0, 2)
     again = LossScale(scale=65536.0, scaling=scaling).restored(scale.after(overflow=False).state())
     assert (again.scale, again.after(overflow=False).scale) == (4.0, 8.0)
+    for _ in range(300):  # all gradients are zero
+        again = again.after(overflow=False)
+    assert float(torch.full((), again.scale, dtype=torch.float32)) == again.scale
 
 
 def test_clipping_sees_gradients_without_their_loss_scale(pool: Pool) -> None:

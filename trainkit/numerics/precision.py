@@ -17,6 +17,8 @@ from trainkit.fields import OnlyWith
 from trainkit.numerics.loss_scaling import KEYS, SCALED
 
 _NOTHING: Final = nullcontext()
+_LARGEST: Final = 2.0**120
+"""Largest loss scale, still a float32: where all gradients are zero nothing overflows, and the scale only grows."""
 
 Value = Literal["fp64", "fp32", "tf32", "bf16", "bf16_mixed", "fp16_mixed"]
 
@@ -209,7 +211,7 @@ class LossScale:
             return replace(self, scale=lower, good_steps=0, overflows=overflows, before=self.before or self)
         good_steps = self.good_steps + 1
         if good_steps >= self.scaling.growth_interval:
-            return replace(self, scale=self.scale * 2, good_steps=0, overflows=0, before=None)
+            return replace(self, scale=min(self.scale * 2, _LARGEST), good_steps=0, overflows=0, before=None)
         return replace(self, good_steps=good_steps, overflows=0, before=None)
 
     def state(self) -> dict[str, float]:
