@@ -19,6 +19,7 @@ from trainkit.api import prediction
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import CheckpointError, ConfigError, DataError
 from trainkit.models.mlp import Mlp
+from trainkit.numerics.precision import Precision
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.using import predict as verb
 
@@ -238,14 +239,16 @@ def test_the_weights_of_another_model_are_refused(run: Path, cwd: Path) -> None:
 
 
 def test_python_predicts_with_a_model_or_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, used = Digits(split="val"), list[torch.device]()
+    images, used, set_for = Digits(split="val"), list[torch.device](), list[str]()
     monkeypatch.setattr(prediction, "use_device", used.append)
+    monkeypatch.setattr(Precision, "apply_globally", lambda _, kind: set_for.append(kind))
     assert torch.equal(trainkit.predict(run, images), plain(run))
     assert used == [torch.device("cpu")]
     model = nn.Linear(4, 3).train()
     data = Rows(num_rows=10)
     expected = model(data.gather(torch.arange(10))).detach()
     assert torch.equal(trainkit.predict(model, data, batch_size=10), expected)
+    assert set_for == ["cpu"]  # for the run alone: a model keeps the settings of its program
     assert model.training
 
 

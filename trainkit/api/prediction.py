@@ -294,6 +294,8 @@ def predict(
         raise ConfigError(problems)
     place = next((one.device for one in found.parameters()), torch.device("cpu"))
     use_device(place)
+    if found is not model:  # by default torch rounds the products of a convolution to ten bits
+        precision.apply_globally(place.type)
     local = LocalModel(model=found, device=place, data_ranks=LocalCollective(), precision=precision)
     return torch.cat(list(_rows(local, objective, wanted, dataset, batch_size)))
 
