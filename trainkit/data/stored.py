@@ -21,6 +21,7 @@ from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import MoveBatch, collate, shape_text, to_device
 from trainkit.data.reading.pinned_ring import CudaCopies, PinnedRing
 from trainkit.errors import DataError
+from trainkit.numerics.from_host import constant_on
 from trainkit.numerics.generators import Untouched
 
 _READS: Final = ("__getitem__", "__getitems__", "gather", "tensors")
@@ -184,24 +185,15 @@ class Normalisation:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return (images, channels, height, width) float32 of uint8 of the same shape."""
-        wide = images.to(torch.float32).div_(_on((255.0,), images.device))
+        wide = images.to(torch.float32).div_(_channels((255.0,), images.device))
         if self.mean:
-            wide.sub_(_on(self.mean, images.device)).div_(_on(self.deviation, images.device))
+            wide.sub_(_channels(self.mean, images.device)).div_(_channels(self.deviation, images.device))
         return wide
 
 
-def _on(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return (channels, 1, 1) float32 on a device; copied to an accelerator only once, because the copy
-    synchronises.
-    """
-    if device.type == "cpu":
-        return torch.tensor(values).view(-1, 1, 1)
-    if (values, device) not in _CONSTANTS:
-        _CONSTANTS[values, device] = to_device(torch.tensor(values).view(-1, 1, 1), device)
-    return _CONSTANTS[values, device]
-
-
-_CONSTANTS: Final[dict[tuple[tuple[float, ...], torch.device], Tensor]] = {}
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return (channels, 1, 1) float32 on a device."""
+    return constant_on(values, torch.float32, device).view(-1, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def constant_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (numbers,) a tensor on a device, which the caller must not change; a GPU gets it once.
+    """Return (numbers,) a tensor on a device, which the caller must not change; an accelerator gets it once.
 
     A compiled graph would hold the numbers as a tensor of the host, and copy it from pageable memory in each run.
 
@@ -44,8 +44,8 @@ def constant_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.devi
         >>> constant_on([0.5, 2.0], torch.float32, torch.device("cpu"))
         tensor([0.5000, 2.0000])
     """
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=dtype)
     key = tuple(numbers), dtype, device
     found = _CONSTANTS.get(key)
     if found is None:
