@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import OutOfMemoryError, TrainingError
+from trainkit.run.planning import convolutions
+from trainkit.run.planning.out_of_memory import _remedies
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.task import explain_oom
 
@@ -53,6 +56,16 @@ def test_while_the_model_is_placed_shards_and_a_pipeline_come_first() -> None:
         "strategy=pipeline strategy.stages=4",
         "precision=fp32",
     ]
+
+
+def test_a_remedy_that_the_run_would_refuse_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "has_the_kernel", lambda: True)
+    layers = "model={_target_: torch.nn.Conv2d, in_channels: 1, out_channels: 1, kernel_size: 3, padding: 1, stride: 2}"
+    images = ("data=synthetic", "data.shape=[1,1,1]", "objective=regression", layers, "recipe=null", "steps=1")
+    statistics = ("model.batch_norm=true", "recipe=null", "steps=1", "batch.global_size=4", "batch.micro_size=2")
+    for keys, refused in ((images, "precision=bf16_mixed"), (statistics, "batch.micro_size=1")):
+        plan = make_plan(checked(compose(keys)).cfg, num_gpus=0)
+        assert [one for one in _remedies(plan, placing=False) if refused in one.overrides] == []
 
 
 def test_a_cut_that_leaves_replicas_without_a_shard_comes_with_one_that_does_not() -> None:

@@ -17,9 +17,10 @@ from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.estimates.verdict import verdict_of
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.out_of_memory import sharding_choices
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.capabilities import traits_here, validate_model
+from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.model_transforms import shaping_problems
 
 MOST: Final = 3
@@ -134,8 +135,7 @@ def _planned(cfg: RunConfig, plan: RunPlan) -> RunPlan | None:
     try:
         other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=plan.facts.launch, splits=plan.components.datasets)
         model = meta_model(other)
-        if validate_model(other.components.strategy, model, other.facts):
-            return None
+        model_notes(other, model)  # raises what the run itself would raise
         return other.resolved(lambda: model)
     except ConfigError:
         return None

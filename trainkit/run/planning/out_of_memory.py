@@ -22,9 +22,10 @@ from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, Traink
 from trainkit.frames import first_line
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
+from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import num_bytes
-from trainkit.strategies.capabilities import traits_here, validate_model
+from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.memory_capabilities import ShardsModel
 from trainkit.strategies.model_transforms import shaping_problems
 from trainkit.strategies.shipped import shipped_strategies
@@ -174,16 +175,19 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
 def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
     narrower = plan.components.precision.narrower
     if narrower is not None:
-        yield _Remedy(overrides=f"precision={narrower.value}", effect=narrower.saves)
+        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": narrower.value})
+        if _can_go(plan, cfg):
+            yield _Remedy(overrides=f"precision={narrower.value}", effect=narrower.saves)
 
 
 def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
     """Return whether this model could be trained with a config on this host."""
     try:
         other = make_plan(cfg, num_gpus=plan.facts.num_gpus, splits=plan.components.datasets)
+        model_notes(other, meta_model(other))
     except ConfigError:
         return False
-    return not validate_model(other.components.strategy, meta_model(other), other.facts)
+    return True
 
 
 def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
@@ -195,11 +199,10 @@ def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
 
 
 def _smaller_shards(plan: RunPlan) -> Iterator[_Remedy]:
-    micro = plan.batch.micro_size
-    if micro > 1:
-        yield _Remedy(
-            overrides=f"batch.micro_size={(micro + 1) // 2}", effect="half of the activations, in more shards"
-        )
+    half = (plan.batch.micro_size + 1) // 2
+    cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=half, accumulation=None))
+    if half < plan.batch.micro_size and _can_go(plan, cfg):
+        yield _Remedy(overrides=f"batch.micro_size={half}", effect="half of the activations, in more shards")
 
 
 class MemoryKind(Enum):
