@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,13 @@ ALONE: Final = ("strategy.replicas=1", "strategy.process_group=always")
 QUIET: Final = (
     "quiet=true", "logger=[]", "eval.every_epochs=null", "eval.every_steps=null", "checkpoint.export=false",
 )  # fmt: skip
+
+OVER: Final = 124
+"""The exit code of a process that was not done by the deadline."""
+TIME_OVER: Final = "the time of the part was over"
+
+_TO_END_S: Final = 10.0
+"""Seconds in which ranks see that their parent was killed."""
 
 Row = Sequence[str]
 """What was tried, the result, and a figure. Results are ok, FAILED, missed (a target), not tried, and - (nothing is
@@ -76,32 +85,30 @@ class Bench:
         reached = (least is None or value >= least) and (most is None or value <= most)
         return ("-" if self.small else "ok" if reached else "missed"), target
 
-    def run(
-        self, *command: str, environ: Mapping[str, str] | None = None, keeps_partial: bool = False
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run Python in the root of the project until the deadline; the output of what fails goes to OUT/failed.log.
 
-        Args:
-            command: arguments of Python.
-            environ: variables to set.
-            keeps_partial: whether a process that is not done by then returns what it has printed, with exit code 124.
-
-        Raises:
-            TimeoutExpired: it was not done by the deadline, without `keeps_partial`.
+        A process that is not done by then is killed, with all processes that it has started. It returns what it has
+        printed, with exit code 124; after the deadline nothing is started, and the exit code is the same.
         """
-        arguments, environment = [sys.executable, *command], {**self.environ, **(environ or {})}
-        try:
-            done = subprocess.run(
-                arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-                timeout=max(self.left_s, 1.0),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            if not keeps_partial:
-                raise
-            said = [part if isinstance(part, bytes) else b"" for part in (error.stdout, error.stderr)]
-            out, err = (part.decode(errors="replace") for part in said)
-            done = subprocess.CompletedProcess(arguments, 124, out, f"{err}\nthe time of the part was over")
-        if done.returncode:
+        arguments, begun = [sys.executable, *command], self.left_s > 0
+        out, err, code = "", "", OVER
+        if begun:
+            with subprocess.Popen(
+                arguments, cwd=ROOT, env={**self.environ, **(environ or {})}, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+            ) as process:  # fmt: skip
+                try:
+                    out, err = process.communicate(timeout=self.left_s)
+                    code = process.returncode
+                except subprocess.TimeoutExpired:
+                    _kill(process)
+                    out, err = _printed(process)
+                except BaseException:
+                    _kill(process)
+                    raise
+        done = subprocess.CompletedProcess(arguments, code, out, err + ("\n" + TIME_OVER if code == OVER else ""))
+        if code and begun:
             with (self.out / "failed.log").open("a") as log:
                 log.write(f"$ python {' '.join(command)}\n{done.stdout}{done.stderr}\n")
         return done
@@ -120,9 +127,41 @@ class Bench:
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of the training steps of a run."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Return the rows of the training steps of a run, none if it has written none; the last line of a killed run may
+    be cut.
+    """
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for row in rows if "train/loss" in row]
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process and those that it has started: they would use the GPU of the next part."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _printed(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return what a killed process has printed; ranks in sessions of their own may hold its output open a little."""
+    try:
+        return process.communicate(timeout=_TO_END_S)
+    except subprocess.TimeoutExpired as error:
+        out, err = (part if isinstance(part, bytes) else b"" for part in (error.stdout, error.stderr))
+        return out.decode(errors="replace"), err.decode(errors="replace")
+
+
+def failed(title: str, done: subprocess.CompletedProcess[str], *, error: str | None = None) -> Row:
+    """Return the row of a process that failed, or for which the part had too little time.
+
+    Args:
+        title: what was tried.
+        done: the process.
+        error: its error, if it is known; None: the last lines of its output.
+    """
+    if error is not None:
+        return title, "FAILED", error
+    return (title, "not tried", TIME_OVER) if done.returncode == OVER else (title, "FAILED", end_of(done))
 
 
 def verdict(holds: bool) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.bench import ALONE, ROOT, Bench, Row, end_of, verdict
+from benchmarks.gpu.bench import ALONE, OVER, ROOT, TIME_OVER, Bench, Row, end_of, failed, verdict
 
 TOLERANCES: Final = {"fp64": 1e-10, "fp32": 1e-4, "bf16_mixed": 3e-2}
 """The largest relative difference of weights after 20 steps, by precision: many times its rounding."""
@@ -23,6 +26,8 @@ PAIRS: Final = tuple(("strategy=pair_on_one_device", f"strategy.reduce={one}") f
 MODES: Final = ("captured", "step", "default")
 SHARDS: Final = (4, 1)
 FAILURES: Final = ("raise", "kill")
+_LAST_TESTS_S: Final = 60.0
+"""Seconds in which tests that have begun end, and pytest shows the errors of those that failed."""
 
 
 def maps(*, small: bool) -> tuple[tuple[str, ...], ...]:
@@ -35,15 +40,38 @@ def maps(*, small: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def tests(bench: Bench) -> Iterator[Row]:
-    """Run the tests that need a GPU."""
+    """Run the tests that need a GPU; no test begins in the last minute of the part."""
     chosen = ["tests/contract/test_device_map.py"] if bench.small else _files_of_tests()
     at_once = ("--numprocesses", str(bench.at_once if bench.at_once > 1 else 0), "--maxprocesses", str(bench.at_once))
-    done = bench.run("-m", "pytest", "-q", "-m", "gpu", *at_once, *chosen)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
-    yield "pytest -m gpu", verdict(done.returncode == 0), lines[-1].strip("= ")
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
-            yield line.split(" - ")[0], "FAILED", line.partition(" - ")[2]
+    until = ("--session-timeout", f"{max(bench.left_s - _LAST_TESTS_S, 1.0):.0f}")
+    done = bench.run("-m", "pytest", "-v", "-m", "gpu", *at_once, *until, *chosen)
+    yield from rows_of_tests(done)
+
+
+def rows_of_tests(done: subprocess.CompletedProcess[str]) -> Iterator[Row]:
+    """Yield the row of all tests, and one for each that failed, also of tests that were not done in time."""
+    ended = [found for line in done.stdout.splitlines() if (found := _ended_test(line)) is not None]
+    counts = Counter(result for result, _ in ended)
+    text = ", ".join(f"{count} {result.lower()}" for result, count in sorted(counts.items())) or end_of(done)
+    is_over = done.returncode == OVER or "session-timeout: " in done.stdout
+    left_out = is_over and not counts["FAILED"] + counts["ERROR"]
+    result = "ok" if done.returncode == 0 else "not tried" if left_out else "FAILED"
+    yield "pytest -m gpu", result, f"{text}; {TIME_OVER}" if is_over else text
+    reasons = dict(
+        line.partition(" - ")[::2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))
+    )
+    for result, name in ended:
+        if result in ("FAILED", "ERROR"):
+            yield f"{result} {name}", "FAILED", reasons.get(f"{result} {name}", "").replace("|", "\\|")
+
+
+def _ended_test(line: str) -> tuple[str, str] | None:
+    """Return result and name of a test from a line of `pytest -v`; with several processes the result comes first."""
+    found = re.match(r"\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.*?)\s*$", line)
+    if found is not None:
+        return found[1], found[2]
+    found = re.match(r"(\S+::.*) ([A-Z]+)(?: \(.*\))? +\[ *\d+%\]$", line)
+    return None if found is None else (found[2], found[1])
 
 
 def _files_of_tests() -> list[str]:
@@ -53,12 +81,11 @@ def _files_of_tests() -> list[str]:
 
 
 def prove(bench: Bench) -> Iterator[Row]:
-    """Prove strategies alone in a process group against one device."""
+    """Prove strategies alone in a process group against one device; the numbers are compared in fp64."""
     strategies = f"strategy={','.join(bench.tried(('mirrored', 'fsdp')))}"
-    for precision in bench.tried(tuple(TOLERANCES)):
-        done = bench.run("-m", "trainkit", "prove", "recipe=digits", strategies, *ALONE, f"precision={precision}")
-        said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
-        yield f"prove, {precision}", verdict(done.returncode == 0), "; ".join(said) or end_of(done)
+    done = bench.run("-m", "trainkit", "prove", "recipe=digits", strategies, *ALONE)
+    said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
+    yield ("prove", "ok", "; ".join(said)) if done.returncode == 0 else failed("prove", done)
 
 
 def alone(bench: Bench) -> Iterator[Row]:
@@ -114,36 +141,38 @@ def _all_against(bench: Bench, comparisons: Sequence[_Comparison]) -> Iterator[R
 
 def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:
     expected = _weights(bench, base)
-    if isinstance(expected, str):
-        yield " ".join(base), "FAILED", expected
+    if isinstance(expected, subprocess.CompletedProcess):
+        yield failed(" ".join(base), expected)
         return
     tolerance = {**COMPILED, **TOLERANCES}[precision]
     for other in others:
         name = " ".join(one for one in other if one not in DIGITS)
         found = _weights(bench, other)
-        if isinstance(found, str):
-            yield name, "FAILED", found
+        if isinstance(found, subprocess.CompletedProcess):
+            yield failed(name, found)
             continue
         furthest = _distance(expected, found)
         text = "the same bits" if furthest == 0 else f"largest relative difference {furthest:.1e}"
         yield name, verdict(furthest <= tolerance), text
 
 
-def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] | str:
-    """Return the weights that a training ends with, or why there are none; a training runs once."""
+def _weights(bench: Bench, overrides: Sequence[str]) -> dict[str, torch.Tensor] | subprocess.CompletedProcess[str]:
+    """Return the weights that a training ends with, or its process if it did not end well; a training runs once."""
     from trainkit.trainer.checkpoint import load
 
     key = ("weights", *overrides)
-    if key not in bench.kept:
-        with tempfile.TemporaryDirectory() as folder:
-            done, result = bench.train(Path(folder) / "run", *overrides)
-            if result is None:
-                bench.kept[key] = end_of(done)
-            else:
-                tensors = load(Path(result["last"])).tensors
-                bench.kept[key] = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
-    found: dict[str, torch.Tensor] | str = bench.kept[key]
-    return found
+    if key in bench.kept:
+        kept: dict[str, torch.Tensor] | subprocess.CompletedProcess[str] = bench.kept[key]
+        return kept
+    with tempfile.TemporaryDirectory() as folder:
+        done, result = bench.train(Path(folder) / "run", *overrides)
+        if result is not None:
+            tensors = load(Path(result["last"])).tensors
+            bench.kept[key] = found = {name: tensors[name].clone() for name in tensors if name.startswith("param/")}
+            return found
+    if done.returncode != OVER:  # another part may have the time for it
+        bench.kept[key] = done
+    return done
 
 
 def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
@@ -165,4 +194,5 @@ def failures(bench: Bench) -> Iterator[Row]:
             done, result = bench.train(Path(folder) / "run", *pair_of_ranks, fail=failpoint(action))
         reason = str((result or {}).get("reason", "")).partition("\n")[0]
         holds = reason.startswith("rank 1 ") and done.returncode == 1
-        yield f"rank 1: {action}", verdict(holds), reason or end_of(done)
+        title = f"rank 1: {action}"
+        yield (title, verdict(holds), reason) if reason and done.returncode != OVER else failed(title, done)

@@ -5,9 +5,9 @@
 Each part takes at most 9 minutes on one device, and all of them at most 45; without PART all run, one after the other.
 `--part-s` and `--rounds` make a part shorter: its seconds at most, and its turns with a hand-written loop at most.
 Trainings whose time is not measured run at the same time: as many as a quarter of the processor cores.
-A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds. A part that fails says so there,
-and the others run; one that has not begun after 45 minutes is written down as not tried. A figure below its target is
-`missed`. `--small` tries this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no
+A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds; each row is written as soon as it
+is known. A part that fails says so there, and the others run; what did not fit into the time of a part, and a part that
+has not begun after 45 minutes, are written down as not tried. A figure below its target is `missed`. `--small` tries this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no
 figure, and of the precisions, strategies and failures of a part runs the first alone.
 
 tests       the tests that need a GPU
@@ -18,9 +18,12 @@ save        how long a save of 18 GiB keeps the training
 overlap     exchanges that begin inside of backward, by precision, and a picture of a step
 modes       weights after compiled steps against eager ones: accumulation x precision x mode
 mapped      the same of a model over the GPU and the CPU, alone and as a replica of mirrored
-prove       the numbers of mirrored and fsdp, each alone in a process group, against those of one device
+prove       the numbers of mirrored and fsdp, each alone in a process group, against those of one device, in fp64
 pair        weights of two ranks on one device, over gloo
 failures    a rank that raises and a rank that is killed are named
+
+With a quarter of an hour, the order is: prove failures pair mlp resnet, then gpt_large tests modes resnet_shards, with
+`--rounds 1 --part-s 240` (docs/gpus.md).
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -75,32 +77,36 @@ BAD: Final = ("FAILED", "missed", "not tried")
 
 
 def rows_of(name: str, bench: Bench) -> Iterator[Row]:
-    """Yield the rows of a part; an error and the end of its time are rows, too."""
+    """Yield the rows of a part; an error is a row, too."""
     try:
         yield from PARTS[name](bench)
-    except subprocess.TimeoutExpired:
-        yield name, "FAILED", "the time of the part was over"
     except Exception as error:  # noqa: BLE001 - the other parts are worth their time
         yield name, "FAILED", f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "\\|")[:600]
 
 
 def run_part(name: str, options: argparse.Namespace, *, end: float, kept: dict[Any, Any]) -> list[Row]:
-    """Run a part, unless all parts have had their time; write its rows, and return them."""
+    """Run a part, unless all parts have had their time; write each row as soon as it is known, and return all."""
     begun, rows, small, out = time.monotonic(), list[Row](), options.small, options.out
     device = "CPU" if small or not torch.cuda.is_available() else torch.cuda.get_device_name(0)
     bench = Bench(
         small=small, deadline=min(begun + options.part_s, end), rounds=1 if small else options.rounds,
         at_once=1 if small else options.at_once, out=out, device_name=device, kept=kept,
     )  # fmt: skip
+    content = {"part": name, "device": device, "machine": report.machine(), "date": time.strftime("%Y-%m-%d")}
+
+    def write() -> None:
+        shown = rows or [(name, "not tried", "the script was ended in this part")]
+        text = json.dumps({**content, "seconds": time.monotonic() - begun, "rows": shown}, indent=1)
+        (out / f"{name}.json").write_text(text)
+        write_page(out)
+
     print(f"{name} ...", flush=True)
-    found = rows_of(name, bench) if begun < end else iter([(name, "not tried", "no time was left")])
-    for row in found:
+    write()
+    for row in rows_of(name, bench) if begun < end else [(name, "not tried", "no time was left")]:
         rows.append(row)
         print(f"  {row[0]}: {row[1]}  {row[2]}", flush=True)
-    content = {"part": name, "device": device, "machine": report.machine(), "seconds": time.monotonic() - begun}
-    (out / f"{name}.json").write_text(
-        json.dumps({**content, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1)
-    )
+        write()
+    write()
     return rows
 
 

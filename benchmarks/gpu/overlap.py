@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.bench import ALONE, Bench, Row, end_of
+from benchmarks.gpu.bench import ALONE, Bench, Row, failed
 from benchmarks.gpu.workloads import WORKLOADS
 
 PRECISIONS: Final = ("bf16_mixed", "bf16", "fp32")
@@ -45,7 +45,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
                 "callbacks=[profiler]", "checkpoint.every_epochs=null", *workload.overrides, *sizes,
             )  # fmt: skip
             if result is None:
-                yield title, "FAILED", end_of(done)
+                yield failed(title, done)
                 continue
             spans = spans_of(json.loads((folder / "profile/trace.json").read_text())["traceEvents"])
         steps = steps_of(spans)

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/save.py --gib 18 --device cuda --folder FOLDER
 
-The last line of the output is JSON: seconds that the update after a save was late, and whether the checkpoint holds the
-numbers from before that update.
+Each line of the output is JSON, for each save first `late_s`, the seconds that the update after it was late, then
+`is_whole`, whether the checkpoint holds the numbers from before that update.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Row, end_of, verdict
+from benchmarks.gpu.bench import Bench, Row, failed, verdict
 from trainkit.trainer.checkpoint import BackgroundSaver, Retention, SavePolicy, load
+from trainkit.trainer.checkpoint.snapshot import Snapshot
 
 _TENSORS = 48
 """Parameters and two slots of the optimizer each, of 16 layers."""
@@ -37,36 +38,40 @@ def saves(bench: Bench) -> Iterator[Row]:
     title = f"save of {gib:g} GiB"
     with tempfile.TemporaryDirectory() as folder:
         done = bench.run("benchmarks/gpu/save.py", "--gib", str(gib), "--device", device, "--folder", folder)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    late, whole = ([line[key] for line in lines if key in line] for key in ("late_s", "is_whole"))
+    if late:
+        judged, target = bench.judged(max(late), most=LIMIT_S)
+        shown = ", ".join(f"{seconds:.2f}" for seconds in late)
+        yield f"{title}: the next update is late", judged, f"{shown} s ({target} s)"
+    second = f"{title}: holds the numbers from before it"
+    if whole:
+        yield second, verdict(all(whole)), f"saves that were read: {len(whole)}"
     if done.returncode:
-        yield title, "FAILED", end_of(done)
-        return
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    judged, target = bench.judged(max(found["late_s"]), most=LIMIT_S)
-    shown = ", ".join(f"{seconds:.2f}" for seconds in found["late_s"])
-    yield f"{title}: the next update is late", judged, f"{shown} s ({target} s)"
-    yield f"{title}: holds the numbers from before it", verdict(found["is_whole"]), "two saves, each read"
+        yield failed(title if whole else second, done)
 
 
-def measured(gib: float, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Save twice; return how late the updates were, and whether each checkpoint is of one moment."""
+def measured(gib: float, device: torch.device, folder: Path) -> Iterator[dict[str, Any]]:
+    """Save twice; yield how late each update was, and whether each checkpoint is of one moment."""
     size = int(gib * 2**30) // 4 // _TENSORS
     state = {f"param/{place}": torch.zeros(size, device=device) for place in range(_TENSORS)}
-    saver = BackgroundSaver(folder, policy=SavePolicy(retention=Retention(keep_last=1, keep_best=0)))
+    snapshot = Snapshot()
+    saver = BackgroundSaver(folder, policy=SavePolicy(retention=Retention(keep_last=1, keep_best=0)), snapshot=snapshot)
     saver.prepare(state)
+    snapshot.wait_prepared()  # a training computes for longer before its first save
     update(state, device)
     plain = min(timed_update(state, device) for _ in range(3))
-    late, is_whole = [], True
     for step in range(2):
         before = float(state["param/0"][0])
         begun = time.perf_counter()
         saver.save(step=step, tensors=state, meta={})
         update(state, device)
-        late.append(time.perf_counter() - begun - plain)
+        yield {"late_s": time.perf_counter() - begun - plain}
         saver.wait()
         tensors = load(saver.finished()[-1].folder).tensors
-        is_whole &= all(bool((tensors[name] == before).all()) for name in (*list(state)[:2], *list(state)[-2:]))
+        some = (*list(state)[:2], *list(state)[-2:])
+        yield {"is_whole": all(bool((tensors[name] == before).all()) for name in some)}
     saver.close()
-    return {"late_s": late, "is_whole": is_whole}
 
 
 def timed_update(state: dict[str, torch.Tensor], device: torch.device) -> float:
@@ -84,13 +89,14 @@ def update(state: dict[str, torch.Tensor], device: torch.device) -> None:
 
 
 def main() -> None:
-    """Measure, and print the result as JSON."""
+    """Measure, and print each result as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gib", type=float, default=18.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    print(json.dumps(measured(options.gib, torch.device(options.device), options.folder)))
+    for result in measured(options.gib, torch.device(options.device), options.folder):
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.gpu.bench import ALONE, Bench, Row, end_of, rows_of
+from benchmarks.gpu.bench import ALONE, OVER, Bench, Row, failed, rows_of
 from benchmarks.gpu.turns import HAND
 from benchmarks.gpu.workloads import WORKLOADS, Workload
 from trainkit.run.estimates.hardware import recognised
@@ -53,12 +54,12 @@ def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     seconds = bench.left_s - _TO_START_S
     done = bench.run(
         "benchmarks/gpu/turns.py", name, HAND, *modes, "--rounds", str(bench.rounds), "--seconds", f"{seconds:.0f}",
-        *(("--small",) if bench.small else ()), keeps_partial=True,
+        *(("--small",) if bench.small else ()),
     )  # fmt: skip
     turns = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
     times = {kind: [statistics.median(one["step_s"]) for one in turns if _is_of(one, kind)] for kind in (HAND, *modes)}
     if not times[HAND]:
-        yield f"{workload.title}: hand-written loop", "FAILED", _error_of(turns, HAND) or end_of(done)
+        yield failed(f"{workload.title}: hand-written loop", done, error=_error_of(turns, HAND))
         return
     flops, peak = next(one["flops"] for one in turns if _is_of(one, HAND)), peak_of(bench, workload.precision)
     paces = {
@@ -70,7 +71,7 @@ def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     for mode in modes:
         title = f"{workload.title}: trainkit, {' '.join(bench.compiled(mode))}"
         if not times[mode]:
-            yield title, "FAILED", _error_of(turns, mode) or end_of(done)
+            yield failed(title, done, error=_error_of(turns, mode))
         else:
             yield from _judged(bench, title, times, mode=mode, goal=goal, pace=paces[mode])
     if name == "gpt" and times[goal.mode]:
@@ -81,8 +82,8 @@ def _is_of(turn: Mapping[str, Any], kind: str) -> bool:
     return turn["kind"] == kind and "step_s" in turn
 
 
-def _error_of(turns: Sequence[Mapping[str, Any]], kind: str) -> str:
-    return next((one["error"] for one in turns if one["kind"] == kind and "error" in one), "")
+def _error_of(turns: Sequence[Mapping[str, Any]], kind: str) -> str | None:
+    return next((one["error"] for one in turns if one["kind"] == kind and "error" in one), None)
 
 
 def _memory(turns: Sequence[Mapping[str, Any]], kind: str) -> str:
@@ -104,8 +105,10 @@ def _judged(
         return
     yield title, "-", f"{shown} of the speed of the hand-written loop; {pace}"
     if mode == goal.mode and goal.most_of_eager is not None and times["off"]:
-        result, target = bench.judged(_median_ratio(times[mode], times["off"]), most=goal.most_of_eager)
-        yield f"{title}, over eager", result, f"{report.ratio(times[mode], times['off'])} of the time ({target})"
+        rounds = min(len(times[mode]), len(times["off"]))
+        ours, eager = times[mode][:rounds], times["off"][:rounds]
+        result, target = bench.judged(_median_ratio(ours, eager), most=goal.most_of_eager)
+        yield f"{title}, over eager", result, f"{report.ratio(ours, eager)} of the time ({target})"
 
 
 def _tokens(bench: Bench, workload: Workload, step_s: float) -> Row:
@@ -129,17 +132,16 @@ def large(bench: Bench) -> Iterator[Row]:
         arguments = [*workload.overrides, *workload.sizes, *bench.compiled("default"), *hardware, *more]
         arguments += ["strategy=fsdp", *ALONE]
         with tempfile.TemporaryDirectory() as folder:
-            found = _trained(bench, Path(folder) / "run", arguments, steps=24 if bench.small else 40)
-            if isinstance(found, str):
-                yield title, "FAILED", found
-                continue
-            rows, result = found
-        yield from _large_rows(bench, title, rows, result, workload)
+            done, rows, result = _trained(bench, Path(folder) / "run", arguments, steps=24 if bench.small else 40)
+        if result is None and not (done.returncode == OVER and any("mfu" in row for row in rows)):
+            yield failed(title, done)
+            continue
+        yield from _large_rows(bench, title, rows, workload)
+        yield failed(f"{title}: memory", done) if result is None else _memory_row(bench, title, result)
 
 
-def _large_rows(
-    bench: Bench, title: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], workload: Workload
-) -> Iterator[Row]:
+def _large_rows(bench: Bench, title: str, rows: Sequence[Mapping[str, Any]], workload: Workload) -> Iterator[Row]:
+    """Yield the row of the speed; the rows of metrics may end early, where the time of the part was over."""
     used = [row["mfu"] for row in rows if "mfu" in row]
     rate = statistics.median(row["samples_per_s"] for row in rows[-4:]) * workload.units
     if used:
@@ -147,26 +149,27 @@ def _large_rows(
         yield f"{title}: MFU", judged, f"{statistics.median(used):.1%} ({target}), {rate:,.0f} tokens/s"
     else:
         yield f"{title}: MFU", "-", f"the peak of {bench.device_name} is not known; {rate:,.0f} tokens/s"
+
+
+def _memory_row(bench: Bench, title: str, result: Mapping[str, Any]) -> Row:
+    """Return the row of the peak of memory beside the plan."""
     at_end = (result.get("measured") or {}).get("at_end", {})
     differs = at_end.get("per_cent", {}).get("memory")
     if differs is None:
-        yield f"{title}: memory", "-", "the plan of so small a run has no figure to compare"
-        return
+        return f"{title}: memory", "-", "the plan of so small a run has no figure to compare"
     judged, target = bench.judged(abs(differs), most=PLANNED)
-    yield f"{title}: memory", judged, f"{at_end['memory'] / 2**30:.1f} GiB, {differs:+.1f} % of the plan ({target} %)"
+    return f"{title}: memory", judged, f"{at_end['memory'] / 2**30:.1f} GiB, {differs:+.1f} % of the plan ({target} %)"
 
 
 def _trained(
     bench: Bench, folder: Path, overrides: Sequence[str], *, steps: int, log_every: int = 5
-) -> tuple[list[dict[str, Any]], dict[str, Any]] | str:
-    """Return the rows of metrics and the result of a training, or why there are none."""
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]], dict[str, Any] | None]:
+    """Return the process of a training, its rows of metrics, and its result; None if it did not end well."""
     at_end = ("checkpoint.every_epochs=null", "checkpoint.every_s=null")
     few = (*at_end, "checkpoint.keep_last=1", "checkpoint.keep_best=0")
     fixed = ("recipe=null", f"steps={steps}", f"log_every_steps={log_every}", *few)
     done, result = bench.train(folder, *fixed, *overrides)
-    if result is None:
-        return end_of(done)
-    return rows_of(folder), result
+    return done, rows_of(folder), result
 
 
 def _median_ratio(ours: Sequence[float], base: Sequence[float]) -> float:

@@ -6,15 +6,16 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import comparing, first_contact, overlap, save, speed
-from benchmarks.gpu.bench import ALONE, QUIET, Bench
+from benchmarks.gpu.bench import ALONE, OVER, QUIET, Bench
 from benchmarks.gpu.workloads import WORKLOADS
 from trainkit import api
 from trainkit.config.targets.allowed import allow_packages
@@ -80,11 +81,59 @@ def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_
 def test_a_small_run_that_takes_longer_than_its_time_ends_with_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 0.0, first_contact.SMALL_S + 1.0, first_contact.SMALL_S + 1.0])
+    clock = chain([0.0, 0.0], repeat(first_contact.SMALL_S + 1.0))
     monkeypatch.setattr(first_contact, "PARTS", {"slow": lambda _: [("one", "ok", "")]})
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert contact(monkeypatch, "--small", "--out", str(tmp_path)) == 1
     assert "the parts took more than the 300 s that they have" in capsys.readouterr().out
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, out: str, *, code: int = OVER) -> None:
+    """Let each process of a part end with an output and a code, by default those of one whose time was over."""
+    monkeypatch.setattr(Bench, "run", lambda *_, **__: subprocess.CompletedProcess([], code, out, ""))
+
+
+def test_turns_that_ended_in_time_are_rows_and_the_others_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [("hand", 1.0), ("captured", 1.0), ("off", 4.0), ("hand", 1.0), ("captured", 1.0)]
+    lines = [json.dumps({"kind": kind, "step_s": [step_s], "flops": 1, "peak": None}) for kind, step_s in turns]
+    ended(monkeypatch, "\n".join(lines))
+    rows = list(speed.speed(Bench(small=False, deadline=0.0), name="mlp"))
+    assert [row[1] for row in rows] == ["-", "-", "ok", "-"]  # two captured turns beside one eager turn
+    ended(monkeypatch, lines[0])
+    rows = list(speed.speed(Bench(small=False, deadline=0.0), name="mlp"))
+    assert [row[1] for row in rows] == ["-", "not tried", "not tried"]
+
+
+def test_the_tests_that_ended_in_time_are_counted_and_each_failed_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended(monkeypatch, "[gw0] [ 16%] PASSED t.py::one[a b] \n[gw1] [ 33%] FAILED t.py::two[2] \n")
+    first, second = comparing.tests(Bench(small=False, deadline=0.0))
+    assert first == ("pytest -m gpu", "FAILED", "1 failed, 1 passed; the time of the part was over")
+    assert second == ("FAILED t.py::two[2]", "FAILED", "")
+    late = (
+        "t.py::one[a b] PASSED   [ 16%]\nt.py::skip SKIPPED (why)   [ 33%]\n!!! session-timeout: 9.0 sec exceeded !!!\n"
+    )
+    ended(monkeypatch, late, code=1)
+    (row,) = comparing.tests(Bench(small=False, deadline=0.0))
+    assert row == ("pytest -m gpu", "not tried", "1 passed, 1 skipped; the time of the part was over")
+
+
+def test_a_training_that_had_no_time_is_tried_again_by_another_part() -> None:
+    bench = Bench(small=False, deadline=0.0)
+    rows = list(comparing.pair(bench))
+    assert [row[1] for row in rows] == ["not tried"] * len(comparing.TOLERANCES)
+    assert not bench.kept
+
+
+def test_a_script_that_is_killed_leaves_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_: Bench) -> Iterator[Sequence[str]]:
+        yield "one", "ok", ""
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_contact, "PARTS", {"half": killed})
+    with pytest.raises(KeyboardInterrupt):
+        contact(monkeypatch, "--small", "--out", str(tmp_path))
+    assert json.loads((tmp_path / "half.json").read_text())["rows"] == [["one", "ok", ""]]
+    assert "| one | ok |" in (tmp_path / "first_contact.md").read_text()
 
 
 def test_a_figure_is_judged_on_a_gpu_alone() -> None:
@@ -142,8 +191,9 @@ def test_what_a_small_run_leaves_out_can_be_planned(name: str, request: pytest.F
 
 
 def test_a_save_holds_the_numbers_from_before_the_next_update(tmp_path: Path) -> None:
-    found = save.measured(1e-3, torch.device("cpu"), tmp_path)
-    assert (found["is_whole"], len(found["late_s"])) == (True, 2)
+    found = list(save.measured(1e-3, torch.device("cpu"), tmp_path))
+    assert [list(one) for one in found] == [["late_s"], ["is_whole"]] * 2
+    assert found[1::2] == [{"is_whole": True}] * 2
 
 
 def test_each_failure_can_be_planted() -> None:
