@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.contract.running import run
 from tests.support.present import present
 from trainkit.trainer.checkpoint import BackgroundSaver, load
+from trainkit.trainer.checkpoint import snapshot as staging
 from trainkit.trainer.checkpoint.snapshot import Pairs, Snapshot
 
 
@@ -90,6 +92,7 @@ class Late:
 
     def start(self, pairs: Pairs) -> None:
         self.pairs = list(pairs)
+        self.log.append(f"start {len(pairs)}")
 
     def hold(self) -> None:
         self.log.append(f"hold {len(self.pairs)}")
@@ -114,7 +117,8 @@ def test_the_training_waits_for_the_copies_of_what_a_phase_may_change(phase: str
     state = {name: torch.zeros(2) for name in STATE}
     listen = snapshot.heard(lambda *_: log.append("begun"))
     taken = snapshot.take(state)
-    assert log == ["hold 1"], "that of the callback"
+    # One stream copies them in this order: the parts that the training waits for later are copied later.
+    assert log == ["start 1", "start 2", "start 1", "hold 1"], "callback, model, optimizer; that of the callback"
     listen(phase, 1)
     assert log[-1] == "begun", "the training waits first"
     for tensor in state.values():
@@ -159,3 +163,27 @@ def test_a_device_that_fails_in_a_copy_leaves_the_checkpoint_before_it(tmp_path:
         saver.wait()
     assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == ["step_00000001"]
     assert load(tmp_path / "step_00000001").tensors["param/w"].tolist() == [1, 1, 1]
+
+
+def test_threads_of_a_save_use_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seen, second = [0], list[str](), torch.device("cuda:1")
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    class Event:
+        def synchronize(self) -> None:
+            seen.append(f"wait on {current[-1]}")
+
+    def empty(*_: object, **__: object) -> None:
+        seen.append(f"allocate on {current[-1]}")
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", empty)
+    staging.CudaCopyStream(second).wait()
+    staging._Kind(torch.Size([3]), torch.float32, second).allocated()
+    assert seen == ["wait on 1", "allocate on 1"]

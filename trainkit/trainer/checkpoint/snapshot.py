@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +21,8 @@ _CHANGED_BY: Final[Mapping[str, tuple[Part, ...]]] = {"data": (), "forward": ("m
 """Phase -> the parts that it may change: some models change their own parameters in a forward pass, and an optimizer's
 state changes in updates alone (docs/decisions/0051). Any other phase may change all of them.
 """
-_ALL: Final[tuple[Part, ...]] = ("model", "optimizer", "other")
-
+_ALL: Final[tuple[Part, ...]] = ("other", "model", "optimizer")
+"""In the order in which the training waits for them: all copies of a device are on one stream."""
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Tensors, each with the tensor of the same shape and dtype that it is copied to."""
@@ -51,6 +52,14 @@ def stream_of(device: torch.device) -> CopyStream | None:
     return CudaCopyStream(device) if device.type == "cuda" else None
 
 
+@functools.cache
+def _stream_beside_training(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all copies of a device: torch keeps the temporary memory of a copy, as of a tensor with the
+    channels last, for each stream that has used some.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class CudaCopyStream:
     """Copies on a separate CUDA stream, while the training reads the same tensors.
 
@@ -68,7 +77,7 @@ class CudaCopyStream:
 
     def start(self, pairs: Pairs) -> None:
         """Copy the tensors as they are at this place of the training's stream; returns before that is done."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = _stream_beside_training(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         self._sources = [source for source, _ in pairs]
         with torch.cuda.stream(stream):
@@ -83,20 +92,24 @@ class CudaCopyStream:
 
     def wait(self) -> None:
         """Wait on the host until the copies are complete; from any thread."""
-        self._done.synchronize()
+        with torch.cuda.device(self._device):  # otherwise a new thread creates a context on the first GPU: 0.5 GiB
+            self._done.synchronize()
 
 
 class _Kind(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
-    pinned: bool
+    device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Kind:
-        return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def allocated(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.pinned)
+        if self.device.type != "cuda":
+            return torch.empty(self.shape, dtype=self.dtype)
+        with torch.cuda.device(self.device):  # as above: torch looks for pinned memory that copies no longer use
+            return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
 
 
 class Snapshot:
@@ -145,7 +158,7 @@ class Snapshot:
         for name, tensor in tensors.items():
             found.setdefault((_part_of(name), tensor.device), []).append((tensor.detach(), self.buffers[name]))
         self._copying = []
-        for part in _ALL:  # in the order in which the training waits for them
+        for part in _ALL:
             for device in {device for one, device in found if one == part}:
                 self._copy(part, device, found[part, device])
         self._hold(("other",) if self.overlaps else _ALL)
