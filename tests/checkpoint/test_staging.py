@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_a_device_that_fails_in_a_copy_leaves_the_checkpoint_before_it(tmp_path:
 
 
 def test_threads_of_a_save_use_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, seen, second = [0], list[str](), torch.device("cuda:1")
+    current, seen, second, empty = [0], list[str](), torch.device("cuda:1"), torch.empty
 
     @contextmanager
     def on(device: torch.device) -> Iterator[None]:
@@ -178,12 +179,32 @@ def test_threads_of_a_save_use_the_device_of_the_tensors(monkeypatch: pytest.Mon
         def synchronize(self) -> None:
             seen.append(f"wait on {current[-1]}")
 
-    def empty(*_: object, **__: object) -> None:
-        seen.append(f"allocate on {current[-1]}")
+    def pinned(num_bytes: int, *, pin_memory: bool, **settings: Any) -> Tensor:
+        assert pin_memory
+        seen.append(f"{num_bytes} bytes on {current[-1]}")
+        return empty(num_bytes, **settings)
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty", pinned)
     staging.CudaCopyStream(second).wait()
-    staging._Kind(torch.Size([3]), torch.float32, second).allocated()
-    assert seen == ["wait on 1", "allocate on 1"]
+    kinds = {"a": staging._Kind(torch.Size([2, 3]), torch.float64, second)}
+    kinds["b"] = staging._Kind(torch.Size([5]), torch.bfloat16, second)
+    first, other = staging._allocated(kinds).values()
+    assert (first.shape, first.dtype, other.shape, other.dtype) == ((2, 3), torch.float64, (5,), torch.bfloat16)
+    assert first.fill_(1).sum() + other.fill_(2).sum() == 16
+    assert first.sum() == 6, "they do not overlap"
+    assert seen == ["wait on 1", "128 bytes on 1"]
+
+
+def test_page_locked_memory_is_little_more_than_the_state() -> None:
+    sizes = {name: num_params * 12 for name, num_params in (("wte", 50304 * 768), ("wpe", 1024 * 768), ("ln", 768))}
+    sizes |= {f"{layer}.{name}": 12 * 768 * wide for layer in range(12) for name, wide in
+              (("qkv", 2304), ("out", 768), ("up", 3072), ("down", 3072))}  # fmt: skip
+    blocks = list(staging.blocks_of(sizes))
+    assert all(block.bit_count() == 1 for block, _ in blocks)
+    assert sum(block for block, _ in blocks) < 1.1 * sum(sizes.values())
+    for block, places in blocks:
+        ends = [start + sizes[name] for name, start in places.items()]
+        assert all(end <= start for end, start in zip(ends, [*list(places.values())[1:], block], strict=True))
+    assert sorted(name for _, places in blocks for name in places) == sorted(sizes)
