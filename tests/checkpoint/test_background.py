@@ -80,9 +80,18 @@ def test_older_checkpoints_are_pruned(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_snapshot_of_the_device_is_whole(tmp_path: Path) -> None:
-    saver, weight = BackgroundSaver(tmp_path), torch.arange(1 << 20, device="cuda")
-    saver.save(step=1, tensors={"param/w": weight}, meta={})
-    weight.zero_()
+def test_snapshots_of_the_device_are_whole(tmp_path: Path) -> None:
+    images = torch.randn(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
+    state = {"param/w": torch.arange(1 << 20, device="cuda"), "param/conv": images}
+    state |= {"optimizer/exp_avg/w": torch.rand(1 << 22, device="cuda"), "buffer/none": torch.empty(0, device="cuda")}
+    saver, expected = BackgroundSaver(tmp_path), dict[int, dict[str, torch.Tensor]]()
+    saver.prepare(state)
+    for step in (1, 2):
+        expected[step] = {name: tensor.cpu() for name, tensor in state.items()}
+        saver.save(step=step, tensors=state, meta={})
+        for tensor in state.values():
+            tensor.add_(1)
     saver.close()
-    assert torch.equal(load(tmp_path / "step_00000001").tensors["param/w"], torch.arange(1 << 20))
+    for step, tensors in expected.items():
+        loaded = load(tmp_path / f"step_{step:08}").tensors
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

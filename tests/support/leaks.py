@@ -20,6 +20,9 @@ IGNORED_VARIABLES = frozenset(
         "KMP_INIT_AT_FORK",
         "TORCHINDUCTOR_CACHE_DIR",
         "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # set where inductor is imported
+        "TRITON_CACHE_DIR",  # set where inductor compiles the first kernel for a GPU, with the next two
+        "TRITON_PTXAS_PATH",
+        "TRITON_LIBDEVICE_PATH",
     }
 )
 
