@@ -1,17 +1,21 @@
 """Which wrong rule a step follows, from the gradients of its shards: made by hand, without a training."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support.present import present
+from tests.support.second_device import SecondDevice, There
+from trainkit import api
 from trainkit.config.schema import RunConfig
 from trainkit.run.diagnosis import matching as causes
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, add_up, combine
-from trainkit.run.diagnosis.examining import Probed, explain_probe, explain_updates
+from trainkit.run.diagnosis.examining import Examiner, Probed, explain_probe, explain_updates
 from trainkit.run.diagnosis.matching import Cause, Difference, Hypothesis, Matching, differing_gradients
+from trainkit.run.diagnosis.plain_loop import PlainLoop
 from trainkit.run.diagnosis.updates import (
     Replay,
     buffer_hypotheses,
@@ -196,6 +200,20 @@ def test_a_replayed_step_has_the_bits_of_torch_and_leaves_the_checkpoint_as_it_w
     first, second = again.step(evidence.gradient), again.step(evidence.gradient)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert float(again.state["optimizer/step/weight"]) == 3.0
+
+
+def test_what_is_compared_with_checkpoints_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = PlainLoop.shards
+
+    def on_second_device(loop: PlainLoop, step: int) -> Iterator[Shard]:
+        for one in shards(loop, step):
+            yield replace(one, gradient={name: There(grad) for name, grad in one.gradient.items()})
+
+    monkeypatch.setattr(PlainLoop, "shards", on_second_device)
+    with SecondDevice():
+        examiner = Examiner(api.compose(["recipe=digits", "steps=2"]).cfg)
+    masks = examiner.elements_without_gradient  # some pixels of the digits are always 0
+    assert {name: mask.device.type for name, mask in masks.items()}["layers.0.weight"] == "cpu"
 
 
 def test_a_gradient_is_compared_within_the_rounding_of_its_terms() -> None:

@@ -148,7 +148,7 @@ class Examiner:
     def __init__(self, reference: RunConfig) -> None:
         self._plan = make_plan(reference)
         self._loop = loop = PlainLoop(self._plan)
-        self._initial = loop.tensors()
+        self._initial = {name: tensor.cpu() for name, tensor in loop.tensors().items()}  # as those of a checkpoint
         with loop.reading():
             first = add_up(loop.shards(0), loop.buffers())
         self._rate = probe_rate(first, loop.params.values())
@@ -158,11 +158,13 @@ class Examiner:
         )
         """The parameters whose gradient in the first step is zero except for rounding."""
         self.elements_without_gradient: dict[str, Tensor] = {
-            name: mask
+            name: mask.cpu()
             for name, grad in first.gradient.items()
             if name not in self.without_gradient and (mask := grad.abs() < _NO_GRADIENT * whole).any()
         }
-        """Mask of the elements whose gradient is zero except for rounding; only for parameters where others are not."""
+        """Mask of the elements whose gradient is zero except for rounding, on the host; only for parameters where
+        others are not.
+        """
 
     def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
         """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers."""
