@@ -17,6 +17,8 @@ from typing import Any, Final, TypeVar
 ROOT: Final = Path(__file__).resolve().parents[2]
 ALONE: Final = ("strategy.replicas=1", "strategy.process_group=always")
 """A single rank with a process group of its own: over NCCL on a GPU."""
+OWN: Final = ("--config-dir", "benchmarks/conf", "--allow-package=benchmarks")
+"""Two ranks on one device are a strategy of the benchmarks."""
 QUIET: Final = (
     "quiet=true", "logger=[]", "eval.every_epochs=null", "eval.every_steps=null", "checkpoint.export=false",
 )  # fmt: skip
@@ -115,10 +117,9 @@ class Bench:
 
     def train(self, folder: Path, *overrides: str, fail: str = "") -> tuple[subprocess.CompletedProcess[str], Any]:
         """Train by the command; return the process, and what result.json holds, None if it failed."""
-        own = ("--config-dir", "benchmarks/conf", "--allow-package=benchmarks")
         callbacks = () if any(one.startswith("callbacks=") for one in overrides) else ("callbacks=[]",)
         done = self.run(
-            "-m", "trainkit", *own, *QUIET, *callbacks, *overrides, f"hydra.run.dir={folder}",
+            "-m", "trainkit", *OWN, *QUIET, *callbacks, *overrides, f"hydra.run.dir={folder}",
             environ={"TRAINKIT_FAIL": fail} if fail else {},
         )  # fmt: skip
         path = folder / "result.json"

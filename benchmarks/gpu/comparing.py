@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.bench import ALONE, OVER, ROOT, TIME_OVER, Bench, Row, end_of, failed, verdict
+from benchmarks.gpu.bench import ALONE, OVER, OWN, ROOT, TIME_OVER, Bench, Row, end_of, failed, verdict
 
 TOLERANCES: Final = {"fp64": 1e-10, "fp32": 1e-4, "bf16_mixed": 3e-2}
 """The largest relative difference of weights after 20 steps, by precision: many times its rounding."""
@@ -81,11 +81,13 @@ def _files_of_tests() -> list[str]:
 
 
 def prove(bench: Bench) -> Iterator[Row]:
-    """Prove strategies alone in a process group against one device; the numbers are compared in fp64."""
-    strategies = f"strategy={','.join(bench.tried(('mirrored', 'fsdp')))}"
-    done = bench.run("-m", "trainkit", "prove", "recipe=digits", strategies, *ALONE)
-    said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
-    yield ("prove", "ok", "; ".join(said)) if done.returncode == 0 else failed("prove", done)
+    """Prove strategies alone in a process group, and two ranks on one device; the numbers are compared in fp64."""
+    strategies = (("strategy=mirrored,fsdp", *ALONE), PAIRS[0])
+    for chosen in bench.tried(strategies):
+        title = f"prove {' '.join(chosen)}"
+        done = bench.run("-m", "trainkit", "prove", *OWN, "recipe=digits", *chosen)
+        said = [line.strip() for line in done.stdout.splitlines() if "the same numbers" in line]
+        yield (title, "ok", "; ".join(said)) if done.returncode == 0 else failed(title, done)
 
 
 def alone(bench: Bench) -> Iterator[Row]:

@@ -7,8 +7,9 @@ Each part takes at most 9 minutes on one device, and all of them at most 45; wit
 Trainings whose time is not measured run at the same time: as many as a quarter of the processor cores.
 A part writes OUT/PART.json, and OUT/first_contact.md shows all parts that OUT holds; each row is written as soon as it
 is known. A part that fails says so there, and the others run; what did not fit into the time of a part, and a part that
-has not begun after 45 minutes, are written down as not tried. A figure below its target is `missed`. `--small` tries this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no
-figure, and of the precisions, strategies and failures of a part runs the first alone.
+has not begun after 45 minutes, are written down as not tried. A figure below its target is `missed`. `--small` tries
+this script: it runs all parts on the CPU with tiny trainings in at most 5 minutes, judges no figure, and of the
+precisions, strategies and failures of a part runs the first alone.
 
 tests       the tests that need a GPU
 alone       weights after a training in a process group of one rank (NCCL on a GPU) against those of one_device
@@ -18,7 +19,7 @@ save        how long a save of 18 GiB keeps the training
 overlap     exchanges that begin inside of backward, by precision, and a picture of a step
 modes       weights after compiled steps against eager ones: accumulation x precision x mode
 mapped      the same of a model over the GPU and the CPU, alone and as a replica of mirrored
-prove       the numbers of mirrored and fsdp, each alone in a process group, against those of one device, in fp64
+prove       the numbers of mirrored and fsdp, each alone in a process group, and of two ranks on one device, in fp64
 pair        weights of two ranks on one device, over gloo
 failures    a rank that raises and a rank that is killed are named
 
