@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.contract.running import run
 from tests.support.present import present
+from trainkit.run.planning.out_of_memory import MemoryKind, memory_kind
 from trainkit.trainer.checkpoint import BackgroundSaver, load
 from trainkit.trainer.checkpoint import snapshot as staging
 from trainkit.trainer.checkpoint.snapshot import Pairs, Snapshot
@@ -195,6 +196,17 @@ def test_threads_of_a_save_use_the_device_of_the_tensors(monkeypatch: pytest.Mon
     assert first.fill_(1).sum() + other.fill_(2).sum() == 16
     assert first.sum() == 6, "they do not overlap"
     assert seen == ["wait on 1", "128 bytes on 1"]
+
+
+def test_page_locked_memory_that_is_lacking_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")  # torch.AcceleratorError, of cudaHostAlloc
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "empty", refused)
+    with pytest.raises(MemoryError) as raised:
+        staging._page_locked(64, torch.device("cuda:0"))
+    assert memory_kind(raised.value) is MemoryKind.host
 
 
 def test_page_locked_memory_is_little_more_than_the_state() -> None:

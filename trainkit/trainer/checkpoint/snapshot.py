@@ -121,14 +121,28 @@ class _Kind(NamedTuple):
         return buffer is not None and (buffer.shape, buffer.dtype) == (self.shape, self.dtype)
 
 
+def _page_locked(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate page-locked memory of the host.
+
+    Raises:
+        MemoryError: the host has too little, which CUDA calls "out of memory", as that of a device.
+    """
+    try:
+        with torch.cuda.device(device):  # as above: torch looks for such memory that copies no longer use
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise MemoryError("the host has too little memory for the copy of a checkpoint") from error
+
+
 def _allocated(kinds: Mapping[str, _Kind]) -> dict[str, Tensor]:
     """Allocate the buffers of tensors; those of GPUs are in page-locked memory."""
     found = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in kinds.items() if not kind.is_pinned}
     for device in {kind.device for kind in kinds.values() if kind.is_pinned}:
         sizes = {name: kind.num_bytes for name, kind in kinds.items() if kind.is_pinned and kind.device == device}
         for num_bytes, places in blocks_of(sizes):
-            with torch.cuda.device(device):  # as above: torch looks for such memory that copies no longer use
-                block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            block = _page_locked(num_bytes, device)
             for name, start in places.items():
                 kind = kinds[name]
                 found[name] = block[start : start + sizes[name]].view(kind.dtype).view(kind.shape)
@@ -268,7 +282,7 @@ class Snapshot:
                 stream.hold()
 
     def _allocate(self, kinds: Mapping[str, _Kind]) -> None:
-        with suppress(RuntimeError):  # no memory: the save itself will report it
+        with suppress(RuntimeError, MemoryError):  # no memory: the save itself will report it
             made = _allocated({name: kind for name, kind in kinds.items() if name not in self.buffers})
             for name, buffer in made.items():
                 if not kinds[name].is_pinned:
