@@ -18,7 +18,7 @@ _PAGE: Final = 4096
 _ALIGNMENT: Final = 64
 """Bytes to which tensors are aligned in a block of page-locked memory."""
 _BLOCK: Final = 1 << 30
-"""Bytes of a block of page-locked memory, if no tensor needs more."""
+"""Bytes of a block of page-locked memory, if that is enough for eight tensors."""
 Part = Literal["model", "optimizer", "other"]
 """A part of the state: parameters and buffers, the state of the optimizer, or the state of callbacks."""
 _CHANGED_BY: Final[Mapping[str, tuple[Part, ...]]] = {"data": (), "forward": ("model",), "backward": ("model",)}
@@ -165,7 +165,8 @@ def blocks_of(sizes: Mapping[str, int]) -> Iterator[tuple[int, dict[str, int]]]:
     waiting = {name: -(-size // _ALIGNMENT) * _ALIGNMENT for name, size in sorted(sizes.items(), key=_by_size)}
     while waiting:
         largest, left = max(waiting.values()), sum(waiting.values())
-        block = max(1 << (largest - 1).bit_length(), min(_BLOCK, 1 << (left.bit_length() - 1)))
+        least = 1 << (largest - 1).bit_length()
+        block = max(least, min(max(_BLOCK, 8 * least), 1 << (left.bit_length() - 1)))
         places, end = dict[str, int](), 0
         for name, size in waiting.items():
             if end + size <= block:
