@@ -23,8 +23,8 @@ prove       the numbers of mirrored and fsdp, each alone in a process group, and
 pair        weights of two ranks on one device, over gloo
 failures    a rank that raises and a rank that is killed are named
 
-With a quarter of an hour, the order is: prove failures pair mlp resnet, then gpt_large tests modes resnet_shards, with
-`--rounds 1 --part-s 240` (docs/gpus.md).
+With a quarter of an hour, the order is: prove failures pair mlp resnet tests, then gpt_large modes resnet_shards, with
+`--rounds 1 --part-s 150` (docs/gpus.md).
 """
 
 from __future__ import annotations
