@@ -54,6 +54,8 @@ class Bench:
     """What the driver calls the device."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What a part has computed and later ones may use."""
+    running: set[subprocess.Popen[str]] = field(default_factory=set)
+    """Processes, each in a session of its own: a Ctrl-C does not reach them."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -100,6 +102,7 @@ class Bench:
                 arguments, cwd=ROOT, env={**self.environ, **(environ or {})}, text=True, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, start_new_session=True,
             ) as process:  # fmt: skip
+                self.running.add(process)
                 try:
                     out, err = process.communicate(timeout=self.left_s)
                     code = process.returncode
@@ -109,11 +112,18 @@ class Bench:
                 except BaseException:
                     _kill(process)
                     raise
+                finally:
+                    self.running.discard(process)
         done = subprocess.CompletedProcess(arguments, code, out, err + ("\n" + TIME_OVER if code == OVER else ""))
         if code and begun:
             with (self.out / "failed.log").open("a") as log:
                 log.write(f"$ python {' '.join(command)}\n{done.stdout}{done.stderr}\n")
         return done
+
+    def end(self) -> None:
+        """Kill the processes that other threads wait for."""
+        for process in tuple(self.running):
+            _kill(process)
 
     def train(self, folder: Path, *overrides: str, fail: str = "") -> tuple[subprocess.CompletedProcess[str], Any]:
         """Train by the command; return the process, and what result.json holds, None if it failed."""

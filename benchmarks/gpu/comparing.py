@@ -135,10 +135,15 @@ def _all_against(bench: Bench, comparisons: Sequence[_Comparison]) -> Iterator[R
     trainings = dict.fromkeys(one for base, others, _ in comparisons for one in (base, *others))
     with ThreadPoolExecutor(bench.at_once) as threads:
         running = {one: threads.submit(_weights, bench, one) for one in trainings}
-        for base, others, precision in comparisons:
-            for one in (base, *others):
-                running[one].result()
-            yield from _against(bench, base, others, precision)
+        try:
+            for base, others, precision in comparisons:
+                for one in (base, *others):
+                    running[one].result()
+                yield from _against(bench, base, others, precision)
+        except BaseException:  # Ctrl-C: do not wait for the rest
+            threads.shutdown(wait=False, cancel_futures=True)
+            bench.end()
+            raise
 
 
 def _against(bench: Bench, base: Sequence[str], others: Sequence[Sequence[str]], precision: str) -> Iterator[Row]:
