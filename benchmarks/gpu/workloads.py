@@ -135,7 +135,10 @@ def mlp(small: bool) -> Workload:
     return Workload(
         title="MLP 64-128-10, batch 64",
         batch=64, parts=1, mixed=False, units=1, steps=9 if small else 450,
-        overrides=("data=digits", "model=mlp", "model.in_features=64", "model.hidden=[128]", "model.out_features=10"),
+        overrides=(
+            "data=digits", "batch.drop_last=true", "model=mlp", "model.in_features=64", "model.hidden=[128]",
+            "model.out_features=10",
+        ),
         make_model=make_model, make_batch=make_batch,
     )  # fmt: skip
 
