@@ -175,6 +175,19 @@ def test_on_a_device_a_dataset_lies_as_wide_as_it_fits(
     assert [part.dtype for part in batch] == [torch.float32, torch.int64]
 
 
+def test_samples_that_were_widened_on_a_device_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fits(_: torch.device, num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return len(asked) == 1  # the samples themselves have taken the memory that was free
+
+    monkeypatch.setattr(loading, "_fits", fits)
+    memory: Any = loader_of(Pictures(), LoaderConfig(), META)._source
+    assert memory.is_on_device
+    assert memory._arrive is None
+
+
 def test_every_byte_is_normalised_as_numpy_does() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).expand(2, 3, 1, 256)
     mean, deviation = (np.array(values, np.float32).reshape(3, 1, 1) for values in (MEAN, DEVIATION))

@@ -71,9 +71,11 @@ class Memory:
         widened: MoveBatch | None = None,
     ) -> None:
         self._positions = positions
-        if widened is not None and _fits(device, _bytes_of(widened(narrow(arrays, 0, 1))) * _length_of(arrays)):
+        wide = widened is not None and _fits(device, _bytes_of(widened(narrow(arrays, 0, 1))) * _length_of(arrays))
+        if widened is not None and wide:
             arrays, widened = widened(to_device(arrays, device)), None
-        self._home = device if _fits(device, _bytes_of(arrays)) else torch.device("cpu")
+        # Wide samples are there already: less memory is free now, and they must not go back and be widened again.
+        self._home = device if wide or _fits(device, _bytes_of(arrays)) else torch.device("cpu")
         self.is_on_device = self._home == device
         """Whether batches are gathered on the device that uses them."""
         self._arrive = widened if self.is_on_device else move
