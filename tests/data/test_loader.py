@@ -8,6 +8,7 @@ import torch
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import Reading
+from trainkit.data.reading import loader as loading
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
@@ -103,6 +104,20 @@ def test_batches_that_are_cut_from_a_block_are_those_of_the_order_and_aligned(ra
         start = step % 3 * 32 + rank * 16
         assert batch[0].flatten().tolist() == order.indices(step // 3, start, start + 16).tolist()
         assert [part.data_ptr() % 64 for part in batch] == [0, 0]
+
+
+@pytest.mark.parametrize(("size", "is_ahead"), [(64, False), (128, True)])
+def test_on_a_device_batches_are_cut_where_torch_would_place_a_tensor(
+    size: int, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta, sent = torch.device("meta"), list[torch.device]()
+    monkeypatch.setattr(loading, "_fits", lambda *_: True)
+    monkeypatch.setattr(loading, "sent_to", lambda device, block: (sent.append(device), block.to(device))[1])
+    loader = make_loader(InMemorySquares(256), device=meta, global_size=size, micro_size=size)
+    loader.fetch(Ticket(0, (0,)))
+    memory: Any = loader._source
+    assert (memory._ahead is not None) == is_ahead  # the rows of 4 and 8 bytes of 64 samples begin at 256
+    assert sent == [meta]  # by page-locked memory, for which no step waits
 
 
 def test_what_user_code_does_to_a_batch_changes_no_other_batch() -> None:

@@ -20,6 +20,7 @@ from trainkit.data.splits import size_of
 from trainkit.data.stored import Stored, batch_mover, refuse_other_samples, stored_of, widening
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Positions, Ticket
+from trainkit.numerics.from_host import sent_to
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.fields import tuple_like
 
@@ -28,8 +29,8 @@ _CHUNK: Final = 1024
 
 _AHEAD_BYTES: Final = 1 << 20
 """Largest block of samples that is gathered at once: it stays in the second-level cache of a processor."""
-_ALIGNMENT: Final = 64
-"""Bytes to which torch aligns the memory of a tensor."""
+_ALIGNMENT: Final = (64, 512)
+"""Bytes to which torch aligns the memory of a tensor, on the CPU and on a GPU."""
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -115,10 +116,11 @@ class Memory:
     def _enter_block(self, start: int, stop: int) -> None:
         """Take the samples of a block of positions, of which this rank takes a range first."""
         self._version = self._positions.version
-        self._block = torch.from_numpy(self._positions.block).to(self._home)
+        self._block = sent_to(self._home, torch.from_numpy(self._positions.block))
         stride = self._positions.plan.global_size
         # Kernels may round differently where torch would place no tensor of its own.
-        is_aligned = not any(row * place % _ALIGNMENT for row in self._row_bytes for place in (stride, start))
+        multiple = _ALIGNMENT[self._home.type != "cpu"]
+        is_aligned = not any(row * place % multiple for row in self._row_bytes for place in (stride, start))
         is_small = len(self._block) * sum(self._row_bytes) <= _AHEAD_BYTES
         is_ahead = is_aligned and is_small and start % stride + stop - start <= stride <= len(self._block)
         self._ahead = _BatchesOfBlock(self._gathered(self._block), stride, (start, stop)) if is_ahead else None
