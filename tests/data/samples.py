@@ -69,11 +69,12 @@ class Numbered:
 
 
 class Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the copies from the host to another device, and their bytes."""
+    """Counts the copies from the host to another device, and their bytes; notes what is copied asynchronously."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies = self.num_bytes = 0
+        self.beside: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call, and count it."""
@@ -81,6 +82,8 @@ class Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != found.device.type:
             self.copies += 1
             self.num_bytes += args[0].nbytes
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("non_blocking"):
+            self.beside.append(found.device.type)
         return found
 
 

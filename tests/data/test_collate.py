@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.data.samples import Squares, make_loader
+from tests.data.samples import CPU, Copied, Squares, make_loader
 from trainkit.data.reading.collate import collate, immovable_in, narrow, shards_of, tensors_in, to_device
 from trainkit.errors import DataError
+from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.fields import input_of, split_batch, with_fields
 
@@ -74,6 +76,16 @@ def test_tensors_of_dataclasses_and_mappings_are_moved_and_the_given_batch_stays
     assert given[0].corners.device.type == "cpu"
     assert [*map(len, tensors_in(given))] == [2, 3]
     assert [*immovable_in(given)] == [other]
+
+
+def test_only_copies_to_a_device_are_asynchronous() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), Copied() as copied:
+        on_gpu = torch.ones(2, 2, device="cuda:0")
+        to_device([on_gpu], CPU)
+        Ensemble(members=[torch.nn.Linear(2, 2)], combine="outputs")(on_gpu)
+        assert not copied.beside  # the host would read numbers that have not arrived
+        to_device([torch.ones(2)], torch.device("cuda:0"))
+    assert copied.beside == ["cuda"]
 
 
 def test_a_sample_of_another_shape_is_named() -> None:

@@ -66,7 +66,7 @@ def _home(member: nn.Module) -> torch.device | None:
 
 
 def _moved(inputs: Any, device: torch.device | None) -> Any:
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) and device is not None else value
-
-    return tree_map(move, inputs)
+    if device is None:
+        return inputs
+    beside = device.type != "cpu"  # torch returns from an asynchronous copy to the host before its numbers have arrived
+    return tree_map(lambda value: value.to(device, non_blocking=beside) if isinstance(value, Tensor) else value, inputs)

@@ -197,7 +197,7 @@ def immovable_in(batch: Any) -> Iterator[Any]:
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Return the batch on a device. A copy from pinned memory is asynchronous to the host.
+    """Return the batch on a device. A copy from pinned memory to an accelerator is asynchronous to the host.
 
     Objects that are neither tensors nor containers of `with_parts` stay as they are, unless they have a method `to`.
 
@@ -207,7 +207,8 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
         move: moves each tensor of `tensors_in`; None: torch does.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True) if move is None else move(batch)
+        # torch returns from an asynchronous copy to the host before its numbers have arrived
+        return batch.to(device, non_blocking=device.type != "cpu") if move is None else move(batch)
     if _moves_itself(batch):
         return batch.to(device)
     return with_parts(batch, lambda part: to_device(part, device, move))
