@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,22 @@ def test_the_wait_for_one_rank_and_a_slow_exchange_are_two_verdicts(
     _, found = profiled_in_a_quiet_moment(tmp_path, kind, *settings, "quiet=true")
     assert found["bottleneck"] == kind
     assert kind != "straggler" or found["slowest_rank"] == 1
+
+
+def test_kernels_of_a_gpu_are_told_apart_by_name_and_ranges_of_the_host_are_no_kernels() -> None:
+    products = ["nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "sm90_xmma_fprop_implicit_gemm_bf16", "triton_tem_fused_mm_0"]
+    others = ["triton_poi_fused_convolution_relu_0", "triton_red_fused_convert_element_type_sum_1", "convert_kernel"]
+    ranges = ["Torch-Compiled Region: 0/0", "Optimizer.step#Adagrad.step"]
+    events = [
+        SimpleNamespace(
+            key=name,
+            device_type=SimpleNamespace(name="CUDA"),
+            self_device_time_total=1e6,
+            is_user_annotation=name in ranges,
+        )
+        for name in (*products, *others, *ranges, "ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    ]
+    assert KernelTimes.of(events, steps=1, on_device=True) == KernelTimes(compute_s=3.0, memory_s=3.0)
 
 
 def test_the_rank_that_all_wait_for_may_be_another_in_each_step() -> None:

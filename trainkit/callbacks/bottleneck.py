@@ -14,8 +14,13 @@ from trainkit.report.numbers import share
 KINDS: Final = ("input", "host", "compute", "memory", "exchange", "straggler")
 """Possible bottlenecks."""
 
-_MATRIX: Final = re.compile(r"(^|[^a-z])(add|bad?d?)?b?mm($|[^a-z])|gemm|conv|attention|flash|fmha|cutlass|xmma")
-"""Names of compute-bound operations and kernels: matrix products, convolutions, attention."""
+_MATRIX: Final = re.compile(
+    r"^(?!triton_(?:poi|red|per)_).*"
+    r"((^|[^a-z])(add|bad?d?)?b?mm($|[^a-z])|gemm|conv(?!ert)|attention|flash|fmha|cutlass|xmma|nvjet)"
+)
+"""Names of compute-bound operations and kernels: matrix products, convolutions, attention. Elementwise kernels and
+reductions of inductor have the names of the operations around them; cuBLAS calls its products `nvjet` since Hopper.
+"""
 _COMMUNICATES: Final = re.compile(r"nccl|gloo|c10d|ProcessGroup|Memcpy")
 _SHORT_S: Final = 1e-5
 """CPU operations shorter than this mostly consist of the host's call overhead."""
@@ -43,6 +48,8 @@ class KernelTimes:
         for event in events:
             is_kernel = event.device_type.name != "CPU"
             if is_kernel is not on_device or _COMMUNICATES.search(event.key):
+                continue
+            if on_device and event.is_user_annotation:  # a range of the host, over kernels that are counted themselves
                 continue
             seconds = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
             if not on_device and (not event.key.startswith("aten::") or seconds < _SHORT_S * event.count):
