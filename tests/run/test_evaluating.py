@@ -135,7 +135,7 @@ def test_its_figures_stand_in_an_event_file_of_its_own(run: RunFolder) -> None:
 
 
 def test_any_run_folder_can_be_evaluated_by_hand(run: RunFolder) -> None:
-    assert evaluator.main([str(run.path)]) == 0
+    assert evaluator.main([str(run.path), "/cpu:0"]) == 0
     assert [row["epoch"] for row in rows(run.evaluations)] == pytest.approx(
         [256 / 1437, 512 / 1437, 768 / 1437], abs=1e-5
     )

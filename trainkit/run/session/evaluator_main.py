@@ -1,4 +1,4 @@
-"""Evaluate the checkpoints of any run by hand: `python -m trainkit.run.evaluator RUN [DEVICE]`.
+"""Evaluate the checkpoints of any run by hand: `python -m trainkit.run.session.evaluator_main RUN [DEVICE]`.
 
 It scores existing and new checkpoints until the training has ended, or no process works in its folder; then it writes
 the best checkpoint into the result of the run, which did not wait for it. It may be stopped and restarted: finished
@@ -39,16 +39,18 @@ def main(arguments: list[str]) -> int:
     """
     arguments, packages = _without_packages(arguments)
     if len(arguments) not in (1, 2):
-        usage = "usage: python -m trainkit.run.evaluator RUN [DEVICE] [--allow-package PKG]"
+        usage = "usage: python -m trainkit.run.session.evaluator_main RUN [DEVICE] [--allow-package PKG]"
         print(usage, file=sys.stderr)  # noqa: T201 - meant for the terminal
         return 2
     folder = RunFolder(Path(arguments[0]))
-    task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
     with masked_output(), lasting_output(), StopFlag() as stop:
         try:
             with allow_packages(packages):
+                plan = _plan_of(folder, arguments[1] if len(arguments) > 1 else "cpu")
+                # in torch's spelling, with a number: torch makes no `cuda` the current device
+                task = Task(role="evaluator", index=0, rank=1, device=plan.tasks[0].device)
                 done = evaluate_checkpoints(
-                    _plan_of(folder, task.device),
+                    plan,
                     Identity(task=task, num_ranks=2),
                     folder,
                     requested=lambda: stop.requested,
