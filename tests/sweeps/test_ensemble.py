@@ -17,6 +17,7 @@ from tests.support.second_device import META, SecondDevice
 from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.ensemble import Ensemble
+from trainkit.numerics.precision import Precision
 from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.verbs.support.call import Call
@@ -58,11 +59,14 @@ def two(sweep: Path, root: Path) -> Path:
 
 
 def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    switched: list[tuple[str, str]] = []
+    monkeypatch.setattr(Precision, "apply_globally", lambda self, kind: switched.append((self.value, kind)))
     assert called(two(sweep, tmp_path), k="2") == 0
     told = figures(tmp_path / "ensemble")
     assert list(told)[2:] == ["ensemble of 2", "averaged weights"]
+    assert switched == [("fp32", "cpu")]
     for name in ("0", "1"):
         result = json.loads((tmp_path / name / "result.json").read_text())["metrics"]
         # sums of 360 samples in batches of other sizes: a few units in the last place of float32

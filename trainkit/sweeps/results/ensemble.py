@@ -175,6 +175,7 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     cfg = combined.cfg
     splits = folded(build_splits(cfg.data), cfg.cv)
     precision: Precision = build(cfg.precision, "precision")
+    precision.apply_globally(devices[0].type)  # by default torch rounds the products of a convolution to ten bits
     if combined.averaged is not None:
         _count_statistics(combined.averaged.model.to(devices[0]), splits["train"], cfg, devices[0])
     if precision.model_dtype is not precision.master_dtype:  # the written model keeps the master weights
