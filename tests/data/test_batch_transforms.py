@@ -56,6 +56,15 @@ def test_a_transform_that_loses_a_sample_or_fails_is_named_with_its_shapes() -> 
         loader_of(lambda batch: {"y": batch}["x"]).fetch(Ticket(2, (0,)))
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_without_memory_is_no_error_of_the_data(kind: type[Exception]) -> None:
+    def fails(batch: Any) -> Any:
+        raise kind(f"CUDA out of memory for {len(batch)}")
+
+    with pytest.raises(kind, match=r"^CUDA out of memory"):
+        loader_of(fails).fetch(Ticket(0, (0,)))
+
+
 @pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3)], ids=["mixup", "cutmix"])
 def test_images_and_classes_are_mixed_in_the_same_shares(transform: Any) -> None:
     labels = torch.tensor([0, 1, 2])

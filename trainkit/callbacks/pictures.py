@@ -61,6 +61,8 @@ class Pictures(Callback):
         try:
             with torch.no_grad():
                 images = model(noise, self.part)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
         except (TypeError, RuntimeError) as error:
             rule = f"calls model(noise, {self.part!r}) with noise of {tuple(noise.shape)}: {first_line(error)}"
             raise ConfigError([Problem(key="callbacks.pictures", rule=rule)]) from error

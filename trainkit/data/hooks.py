@@ -119,8 +119,8 @@ class UserTransform:
                 for generator in generators_of([device]):
                     generator.manual_seed(seed)
                 found = self.function(batch)
-        except TrainkitError:
-            raise
+        except (TrainkitError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # a device also reports errors of kernels that were started before
         except Exception as error:
             raise DataError(
                 f"data.batch_transform={self.name} fails on {place}: {type(error).__name__}: {error}. "
