@@ -14,6 +14,7 @@ from trainkit.data.hooks import DataHooks, Reading, UserTransform
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.generators import seed_host
 from trainkit.objectives.classification import Classification
 
 
@@ -83,6 +84,23 @@ def test_drawn_numbers_are_sent_to_the_device_in_one_copy(transform: Any) -> Non
     with Copied() as copied:
         assert transform(batch)[0].is_meta
     assert copied.copies == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3), CropAndFlip()])
+def test_on_a_gpu_a_transform_does_not_wait_and_gives_the_batch_of_the_host(transform: Any) -> None:
+    batch = (torch.rand(4, 2, 8, 8), torch.tensor([0, 1, 2, 0]))
+    there = tuple(part.to("cuda") for part in batch)
+    seed_host(3)
+    wanted = transform(batch)
+    seed_host(3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = transform(there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close([part.cpu() for part in found], list(wanted), rtol=1e-6, atol=1e-6)
 
 
 def test_class_weights_of_mixed_classes_are_mixed_alike() -> None:

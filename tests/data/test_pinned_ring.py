@@ -130,6 +130,26 @@ def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
     assert device.log == ["copy 0", "kernels wait", "copy 1", "kernels wait"]
 
 
+PROCESSES: dict[str, tuple[Any, dict[str, Any]]] = {"processes": (Squares(9), {"num_workers": 1})}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(("dataset", "settings"), [*SOURCES.values(), *PROCESSES.values()], ids=[*SOURCES, *PROCESSES])
+def test_on_a_gpu_no_batch_waits_and_all_are_those_of_the_host(dataset: Any, settings: dict[str, Any]) -> None:
+    host, there = (make_loader(dataset, device=one, **settings) for one in (CPU, torch.device("cuda", 0)))
+    for step in (0, 1, 3, 4, 6):  # step 3 begins an epoch
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            found = there.fetch(Ticket(step, (0, 1)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for batch, wanted in zip(found, host.fetch(Ticket(step, (0, 1))), strict=True):
+            assert all(torch.equal(one.cpu(), other) for one, other in zip(batch, wanted, strict=True))
+    host.close()
+    there.close()
+
+
 @pytest.mark.parametrize("pin_memory", ["auto", False])
 def test_on_the_cpu_a_batch_stays_where_it_is(pin_memory: Any) -> None:
     batch = (torch.ones(2), "text")
