@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
@@ -83,6 +86,29 @@ def test_what_is_done_already_is_not_named() -> None:
 @pytest.mark.slow
 def test_memory_runs_out_in_several_ways(error: Exception) -> None:
     assert told(error=error)[0].startswith("rank 0, step 3: cpu is out of memory. ")
+
+
+def test_the_tensors_of_the_failed_step_are_freed_before_the_state_is_saved() -> None:
+    plan, held, alive = make_plan(compose(GPT).cfg, num_gpus=0), list[ref[torch.Tensor]](), list[bool]()
+
+    def step() -> None:
+        activations = torch.ones(4)
+        held.append(ref(activations))
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError as error:
+            raise TypeError("in the backward of a block") from error
+
+    @contextmanager
+    def saving() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            alive.append(held[0]() is not None)
+
+    with pytest.raises(OutOfMemoryError), saving(), explain_oom(plan, plan.tasks[0], lambda: 3):
+        step()
+    assert alive == [False]
 
 
 def test_any_other_error_stays_what_it_is() -> None:

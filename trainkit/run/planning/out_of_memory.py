@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -42,7 +43,7 @@ def explained(error: Exception, plan: RunPlan, task: Task, *, step: int | None) 
     """Return the error of a failed allocation, with the memory that the run needs and remedies.
 
     Args:
-        error: any error of a task; of a failed allocation, the traceback is removed.
+        error: any error of a task; of a failed allocation, the traceback and the variables of its frames are removed.
         plan: the run.
         task: the task that has failed.
         step: the step of the task; None while the model was placed.
@@ -54,7 +55,7 @@ def explained(error: Exception, plan: RunPlan, task: Task, *, step: int | None) 
     kind = memory_kind(error)
     if kind is None or isinstance(error, TrainkitError):
         return None
-    error.__traceback__ = None  # its frames keep the tensors alive that fill the memory
+    _free(error)
     head = f"rank {task.rank}, {'while the model was placed' if step is None else f'step {step}'}:"
     if kind is MemoryKind.on_chip:
         return TrainingError(f"{head} {_OF_KERNEL.format(device=task.device, error=first_line(error))}")
@@ -63,6 +64,19 @@ def explained(error: Exception, plan: RunPlan, task: Task, *, step: int | None) 
     if kind is MemoryKind.host and task.device != "cpu":
         return OutOfMemoryError(f"{head} {_host(plan, task)}")
     return OutOfMemoryError(_with_remedies(plan, f"{head} {task.device} is out of memory.", placing=step is None))
+
+
+def _free(error: BaseException) -> None:
+    """Free the tensors in the frames of an error and of its causes, which fill the memory; `with` statements around
+    them hold the traceback, too.
+    """
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current.__traceback__ = None
+        current = current.__cause__ or current.__context__
 
 
 def _shared(plan: RunPlan) -> str:
