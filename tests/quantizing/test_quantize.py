@@ -86,6 +86,27 @@ def arguments(model: nn.Module) -> dict[str, Any]:
     return {"in_channels": 1, "image_size": 8, "widths": [8], "num_classes": 3}
 
 
+class Placed(nn.Module):
+    """Makes a tensor of its own on the device of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.layer = nn.Embedding(4, 8), nn.Linear(8, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        made = torch.arange(values.shape[1], device=values.device)
+        return self.layer(values + self.places(made))  # type: ignore[no-any-return]
+
+
+@needs_torchao
+def test_a_graph_that_moves_makes_its_own_tensors_on_the_new_device() -> None:
+    graph: Any = quantize(Placed().eval(), "int8_static", [{"values": torch.rand(2, 4, 8)}]).model
+    assert "device(type='cpu')" in graph.graph.code
+    graph.to("meta")
+    assert "device(type='cpu')" not in graph.graph.code
+    assert "device(type='meta')" in graph.graph.code
+
+
 @needs_torchao
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("to", FORMATS)

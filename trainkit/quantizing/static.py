@@ -10,7 +10,7 @@ Source: https://docs.pytorch.org/ao/stable/pt2e_quantization/pt2e_quant_ptq.html
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self
 
 import torch
@@ -48,6 +48,17 @@ class StaticallyQuantized(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode: the graph is that of an evaluation."""
         del mode
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move the tensors, and let the graph make its own where they are: it was recorded with the device of then."""
+        super()._apply(fn, recurse)
+        device = next(iter(self.graph.state_dict().values())).device
+        for node in self.graph.graph.nodes:
+            node.args, node.kwargs = fx.node.map_aggregate(
+                (node.args, node.kwargs), lambda value: device if isinstance(value, torch.device) else value
+            )
+        self.graph.recompile()
         return self
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
