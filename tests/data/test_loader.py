@@ -111,8 +111,13 @@ def test_on_a_device_batches_are_cut_where_torch_would_place_a_tensor(
     size: int, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta, sent = torch.device("meta"), list[torch.device]()
+
+    def noted(device: torch.device, block: torch.Tensor) -> torch.Tensor:
+        sent.append(device)
+        return block.to(device)
+
     monkeypatch.setattr(loading, "_fits", lambda *_: True)
-    monkeypatch.setattr(loading, "sent_to", lambda device, block: (sent.append(device), block.to(device))[1])
+    monkeypatch.setattr(loading, "sent_to", noted)
     loader = make_loader(InMemorySquares(256), device=meta, global_size=size, micro_size=size)
     loader.fetch(Ticket(0, (0,)))
     memory: Any = loader._source

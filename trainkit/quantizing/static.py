@@ -52,7 +52,7 @@ class StaticallyQuantized(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Move the tensors, and let the graph make its own where they are: it was recorded with the device of then."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = next(iter(self.graph.state_dict().values())).device
         for node in self.graph.graph.nodes:
             node.args, node.kwargs = fx.node.map_aggregate(
