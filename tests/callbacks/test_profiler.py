@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.callbacks.run_double import run_double
+from trainkit.callbacks import profiler as profiling
 from trainkit.callbacks.profiler import Profiler
 from trainkit.strategies.base import Status, StepOutcome
+from trainkit.trainer.phase_clock import PhaseClock
 
 
 def profiled(folder: Path, *, until: int, **settings: Any) -> Path:
@@ -39,3 +42,22 @@ def test_a_run_that_ends_within_the_recording_keeps_it(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_before_the_recording_leaves_nothing(tmp_path: Path) -> None:
     assert not profiled(tmp_path, until=3, skip_steps=10).exists()
+
+
+def test_on_a_gpu_the_steps_are_timed_together_and_a_step_takes_their_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, waits = iter([10.0, 16.0, 17.0]), list[torch.device]()
+    monkeypatch.setattr(profiling, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(profiling, "wait_for", waits.append)
+    monkeypatch.setattr(PhaseClock, "begin", lambda *_: None)
+    monkeypatch.setattr(PhaseClock, "lap", lambda _: {"input": 0.3, "exchange": 0.6})
+    run, profiler = run_double(tmp_path, is_owner=False), Profiler(skip_steps=4, num_steps=9)
+    run.device = torch.device("cuda", 1)
+    profiler.run_start(run)
+    for step in range(1, 6):
+        run.state.step = step
+        profiler.step_end(run, StepOutcome(step=step, status=Status.applied, loss_sum=None, weight=0.0))
+    found = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
+    assert found == {"steps": [2.0], "inputs": [pytest.approx(0.1)], "exchanges": [pytest.approx(0.2)]}
+    assert waits == [run.device] * 2

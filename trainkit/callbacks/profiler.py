@@ -31,7 +31,7 @@ class _Timed:
     clock: PhaseClock = field(default_factory=PhaseClock)
     begun: float = 0.0
     laps: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """The seconds of each step, and those of its parts."""
+    """The seconds of each step, and those of its parts; on a CUDA device one entry, the means."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Profiler(Callback):
         timed = min(self.num_steps, self.skip_steps - 1) or self.num_steps
         begin = first - timed if self.skip_steps > 1 else first
         if begin <= step <= begin + timed:
-            self._time(run, is_first=step == begin, is_last=step == begin + timed)
+            self._time(run, step - begin, timed)
         if step < first or not run.is_owner:
             return
         if step == first:
@@ -98,20 +98,25 @@ class Profiler(Callback):
         if run.is_owner and self._running.recorded and self._running.timed.laps:
             self._conclude(run)
 
-    def _time(self, run: Run, *, is_first: bool, is_last: bool) -> None:
-        """Time a step; a CUDA device is synchronised only before the first step and after the last."""
-        timed = self._running.timed
+    def _time(self, run: Run, place: int, last: int) -> None:
+        """Time a step; a CUDA device is synchronised only before the first step and after the last, which gives the
+        means of them all.
+        """
+        timed, on_device = self._running.timed, run.device.type == "cuda"
         timed.clock.end_step()
-        if is_first:
+        if place == 0:
             wait_for(run.device)
             timed.clock.begin(run.device)
-        elif is_last or run.device.type != "cuda":
+        elif place == last or not on_device:
             wait_for(run.device)
-            timed.laps.append((perf_counter() - timed.begun, timed.clock.lap()))
+            count = last if on_device else 1
+            seconds = perf_counter() - timed.begun
+            parts = {part: value / count for part, value in timed.clock.lap().items()}
+            timed.laps.append((seconds / count, parts))
         else:
             return
         timed.begun = perf_counter()
-        if is_last:
+        if place == last:
             timed.clock.stop()
             self._keep(run)
 
