@@ -11,9 +11,10 @@ from tests.data.samples import CPU, InMemorySquares, Numbered, Squares, make_loa
 from trainkit.config.sections import LoaderConfig
 from trainkit.data import stored
 from trainkit.data.hooks import Reading
+from trainkit.data.reading import pinned_ring
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import _in_memory
-from trainkit.data.reading.pinned_ring import Event, PinnedRing
+from trainkit.data.reading.pinned_ring import CudaCopies, Event, PinnedRing
 from trainkit.data.stored import batch_mover
 from trainkit.errors import ConfigError
 from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder, Ticket
@@ -128,6 +129,16 @@ def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
         assert len(batches.fetch(Ticket(step, (0, 1)))) == 2
     batches.close()
     assert device.log == ["copy 0", "kernels wait", "copy 1", "kernels wait"]
+
+
+def test_copies_to_a_device_share_a_stream_whose_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device))
+    pinned_ring._stream_of.cache_clear()
+    for place in (0, 1, 0):
+        CudaCopies(torch.device("cuda", place))
+    pinned_ring._stream_of.cache_clear()
+    assert made == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 PROCESSES: dict[str, tuple[Any, dict[str, Any]]] = {"processes": (Squares(9), {"num_workers": 1})}
