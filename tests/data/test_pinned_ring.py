@@ -91,6 +91,18 @@ def test_what_workers_have_pinned_is_copied_from_where_it_is() -> None:
     assert moved[0] is not batch
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_of_another_class_keeps_it_and_a_nested_one_stays_nested() -> None:
+    class Boxes(Tensor):
+        """Tensors of a library."""
+
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    batch = torch.ones(2, 4).as_subclass(Boxes), nested, torch.zeros(2)
+    boxes, words, _ = PinnedRing(device := Device(), CPU).move(batch)
+    assert (type(boxes), words.is_nested) == (Boxes, True)
+    assert device.log == ["copy 0", "kernels wait"]
+
+
 def test_objects_with_a_method_of_their_own_are_moved_by_it() -> None:
     class Packed:
         def to(self, device: torch.device) -> str:

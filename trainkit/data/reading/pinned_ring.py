@@ -102,7 +102,7 @@ class PinnedRing:
     """Moves the tensors of a step's batches to the device: one copy, whatever their number and structure.
 
     A buffer is filled again only after the copy from it has ended. Tensors that are already page-locked (those of
-    worker processes) are copied directly.
+    worker processes) are copied directly; sparse and nested ones, and those of a class of their own, as torch does it.
 
     Args:
         copies: the copy stream of the device.
@@ -117,18 +117,15 @@ class PinnedRing:
 
     def move(self, batch: Any) -> Any:
         """Return the batch, of any structure, on the device."""
-        tensors = [one for one in tensors_in(batch) if one.layout is torch.strided and one.device.type == "cpu"]
-        joint = [one for one in tensors if not self._copies.is_pinned(one)]
+        joint = [one for one in tensors_in(batch) if _is_plain(one) and not self._copies.is_pinned(one)]
         moved = dict(zip(map(id, joint), self._moved(joint), strict=True))
         return to_device(
             batch, self._device, lambda tensor: self._alone(tensor) if id(tensor) not in moved else moved[id(tensor)]
         )
 
     def _alone(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device without using a buffer: it is page-locked or sparse, or already on the
-        device.
-        """
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        """Return a tensor on the device without using a buffer: it is page-locked, or not a plain one of the host."""
+        if not _is_plain(tensor):
             return tensor.to(self._device, non_blocking=True)
         found, event = self._copies.copy(tensor)
         self._copies.join([found], event)
@@ -157,6 +154,12 @@ class PinnedRing:
         if slot.buffer.numel() < size:
             slot.buffer = self._copies.buffer(size)
         return slot
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of the host that its bytes, dtype and shape describe."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) is Tensor and is_dense and tensor.device.type == "cpu"
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
