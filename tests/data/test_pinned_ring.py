@@ -92,14 +92,15 @@ def test_what_workers_have_pinned_is_copied_from_where_it_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_tensor_of_another_class_keeps_it_and_a_nested_one_stays_nested() -> None:
+def test_a_tensor_that_is_more_than_its_bytes_stays_what_it_is() -> None:
     class Boxes(Tensor):
         """Tensors of a library."""
 
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    batch = torch.ones(2, 4).as_subclass(Boxes), nested, torch.zeros(2)
-    boxes, words, _ = PinnedRing(device := Device(), CPU).move(batch)
-    assert (type(boxes), words.is_nested) == (Boxes, True)
+    batch = torch.ones(2, 4).as_subclass(Boxes), nested, torch.ones(2, requires_grad=True), torch.zeros(2)
+    ring = PinnedRing(device := Device(), CPU)
+    boxes, words, leaf, _ = ring.move(batch)
+    assert (type(boxes), words.is_nested, leaf.is_leaf) == (Boxes, True, True)
     assert device.log == ["copy 0", "kernels wait"]
 
 

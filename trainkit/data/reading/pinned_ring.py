@@ -102,7 +102,8 @@ class PinnedRing:
     """Moves the tensors of a step's batches to the device: one copy, whatever their number and structure.
 
     A buffer is filled again only after the copy from it has ended. Tensors that are already page-locked (those of
-    worker processes) are copied directly; sparse and nested ones, and those of a class of their own, as torch does it.
+    worker processes) are copied directly. Tensors that are more than their bytes (sparse, nested, of another class,
+    with a gradient) are copied as torch does it.
 
     Args:
         copies: the copy stream of the device.
@@ -159,7 +160,7 @@ class PinnedRing:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is one of the host that its bytes, dtype and shape describe."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
-    return type(tensor) is Tensor and is_dense and tensor.device.type == "cpu"
+    return type(tensor) is Tensor and is_dense and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
