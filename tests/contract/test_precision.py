@@ -1,6 +1,7 @@
 """Each precision of conf/precision, and what keeps fp16 from overflowing."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 
 from tests.contract.stepping import CONF, Case, train
 from tests.support.pool import Pool
+from trainkit.errors import ConfigError
 from trainkit.numerics.precision import LossScale, Precision, Scaling
+from trainkit.strategies.core.buffers import StepBuffers
 
 BASE = Case(global_size=16, micro_size=4, max_norm=0.2)
 # unit roundoff of the products, times what ten steps with momentum make of it
@@ -104,3 +107,18 @@ def test_clipping_sees_gradients_without_their_loss_scale(pool: Pool) -> None:
 def test_only_fp16_scales_its_loss() -> None:
     scales = {name: Precision(value=name).loss_scale().scale for name in TOLERANCES}  # type: ignore[arg-type]
     assert scales == {name: 65536.0 if name == "fp16_mixed" else 1.0 for name in TOLERANCES}
+
+
+@pytest.mark.parametrize("value", ["fp64", "fp32", "bf16"])
+def test_complex_buffers_keep_their_imaginary_part(value: Literal["fp64", "fp32", "bf16"]) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("rotations", torch.tensor([1j, 1 - 1j]))
+    assert Precision(value=value).adapt(model).get_buffer("rotations").tolist() == [1j, 1 - 1j]
+    assert model.weight.dtype == Precision(value=value).model_dtype
+
+
+def test_a_complex_buffer_that_forward_changes_is_refused() -> None:
+    model = nn.Module()
+    model.register_buffer("spectrum", torch.tensor([1j]))
+    with pytest.raises(ConfigError, match=r"spectrum holds complex numbers, .* torch.view_as_real"):
+        StepBuffers(model, torch.float32).settle([1.0])

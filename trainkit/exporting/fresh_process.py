@@ -180,7 +180,9 @@ class _Weights:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - read by the other process
             raise SystemExit(NOT_BUILT) from error
         state = load_file(folder / "model.safetensors")
-        self._model.to(next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32))
+        dtype = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
+        # `to` would drop the imaginary part of complex buffers.
+        self._model._apply(lambda one: one.to(dtype) if one.is_floating_point() else one)  # noqa: SLF001
         self._model.load_state_dict(state, strict=True)
         self._model.eval()
 

@@ -106,8 +106,7 @@ class Precision:
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """Convert the model to its dtype and accept floating inputs of any dtype: data knows no precision."""
-        model = model.to(dtype=self.model_dtype)
-        self.accept_floats(model)
+        self.accept_floats(converted_floats(model, self.model_dtype))
         return model
 
     def accept_floats(self, model: nn.Module) -> None:
@@ -139,6 +138,22 @@ class Precision:
             growth_interval=self.growth_interval, min_scale=self.min_scale, max_overflows=self.max_overflows
         )
         return LossScale(scale=self.initial_scale, scaling=scaling)
+
+
+def converted_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert the floating parameters and buffers of a model to a dtype, in place, and return the model.
+
+    Complex numbers stay: `model.to(dtype)` would drop their imaginary part (the rotations of position embeddings).
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> model.register_buffer("rotations", torch.tensor([1j]))
+        >>> converted_floats(model, torch.float64).rotations, model.weight.dtype
+        (tensor([0.+1.j]), torch.float64)
+    """
+    # `_apply` is what `model.to` calls.
+    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return model
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.errors import TrainingError
+from trainkit.numerics.precision import converted_floats
 
 LoadRun = Callable[[str, Literal["best", "last"]], nn.Module]
 """(run folder, which checkpoint) -> its trained model, on the CPU."""
@@ -67,7 +68,9 @@ class FrozenModel:
         if self._copies:
             model = copy.deepcopy(next(iter(self._copies.values()))).to(device)
         else:
-            model = self._loaded().eval().requires_grad_(requires_grad=False).to(device, self._dtype)
+            model = self._loaded().eval().requires_grad_(requires_grad=False).to(device)
+            if self._dtype is not None:
+                converted_floats(model, self._dtype)
         self._copies[device] = model
         return model
 

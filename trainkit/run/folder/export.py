@@ -23,6 +23,7 @@ from trainkit.exporting.formats import Format, format_named
 from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.trained import TrainedModel
 from trainkit.files import read_map
+from trainkit.numerics.precision import converted_floats
 from trainkit.run.folder.model_file import Which, checkpoint_name, checkpoint_of, precision_of, refuse_foreign
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import average_of, build_model, load_weights
@@ -151,7 +152,7 @@ def trained_model(
     }
 
     def build(tensors: Mapping[str, Tensor]) -> nn.Module:
-        model = build_model(cfg).to(precision_of(cfg).master_dtype)
+        model = converted_floats(build_model(cfg), precision_of(cfg).master_dtype)
         load_weights(model, tensors)
         return model.eval()
 

@@ -23,7 +23,7 @@ from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableErr
 from trainkit.exporting.folder import BEST, CONFIG
 from trainkit.exporting.whole_file import WEIGHTS
 from trainkit.files import read_text, write_atomically
-from trainkit.numerics.precision import Precision
+from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.quantizing.description import QUANTIZED, restored_model
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import build_model, load_weights
@@ -77,7 +77,7 @@ def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
 def _load_trained(folder: Path, weights: Loaded) -> nn.Module:
     cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
     refuse_foreign(cfg.model)
-    model = build_model(cfg).to(precision_of(cfg).master_dtype)
+    model = converted_floats(build_model(cfg), precision_of(cfg).master_dtype)
     load_weights(model, weights.tensors)
     return model.eval()
 
@@ -188,7 +188,8 @@ def _load_written(config: Path) -> nn.Module:
         return restored_model(config, description[QUANTIZED], model, file)
     try:
         weights = {name: file.read(tied.get(name, name)) for name in model.state_dict()}
-        model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))
+        dtypes = (tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+        converted_floats(model, next(dtypes, torch.float32))
         model.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder / WEIGHTS} holds the weights of another model: {error}") from None

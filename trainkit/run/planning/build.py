@@ -25,7 +25,7 @@ from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Probl
 from trainkit.files import read_map
 from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
-from trainkit.numerics.precision import Precision
+from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
@@ -345,7 +345,7 @@ def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
     """
     cfg = config_of_run(folder)
     precision: Precision = build(cfg.precision, "precision")
-    model = build_model(cfg).to(precision.master_dtype)
+    model = converted_floats(build_model(cfg), precision.master_dtype)
     load_weights(model, _checkpoint(_run_folder(folder) / "checkpoints", which).tensors)
     return model
 

@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainkit.errors import ConfigError, Problem
+
 _T = TypeVar("_T")
 
 
@@ -125,8 +127,16 @@ class StepBuffers:
         return [float(old != new or moved) for old, new, moved in zip(before, after, differs, strict=True)]
 
     def settle(self, changed: Sequence[float]) -> None:
-        """Keep only the buffers that a forward pass updates, on any rank; also in the middle of a step."""
+        """Keep only the buffers that a forward pass updates, on any rank; also in the middle of a step.
+
+        Raises:
+            ConfigError: one of them holds complex numbers, which no sum over shards keeps.
+        """
         kept = [place for place, flag in enumerate(changed) if flag]
+        for name, (owner, leaf) in ((self.names[place], self._all[place]) for place in kept):
+            if owner._buffers[leaf].is_complex():  # type: ignore[union-attr]  # noqa: SLF001 - as in `tensors`
+                rule = f"buffer {name} holds complex numbers, and forward changes it. Keep torch.view_as_real of it."
+                raise ConfigError([Problem(key="model", rule=rule)])
         self._chosen = [self._all[place] for place in kept]
         if not self._groups:
             return
