@@ -93,3 +93,11 @@ def test_a_ticket_that_is_out_of_order_is_read_again(direct: Callable[[Any], InP
     source.read(Ticket(0, (0,)))
     assert source.read(Ticket(5, (0,)))[0].flatten().tolist() == [8, 9]
     assert source.read(Ticket(6, (0,)))[0].flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_sparse_batches_are_read(direct: Callable[[Any], InProcessReader]) -> None:
+    data = Numbers()
+    data.__class__ = type("Sparse", (Numbers,), {"__getitem__": lambda _, index: torch.eye(9)[index].to_sparse()})
+    (batch,) = direct(data).read(Ticket(0, (0,)))
+    assert batch.is_sparse
+    assert batch.shape == (4, 9)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import Reading
 from trainkit.data.reading import loader as loading
 from trainkit.data.reading.loader import Loader
+from trainkit.data.reading.reader import Reader
+from trainkit.data.reading.workers import _Remote
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
@@ -221,3 +225,37 @@ def test_waiting_is_counted() -> None:
     loader.fetch(Ticket(0, (0, 1)))
 
     assert loader.wait_s > 0
+
+
+class Odd(Squares):
+    """A dataset with one method of another result."""
+
+    def __init__(self, name: str, result: Any) -> None:
+        super().__init__(9)
+        setattr(self, name, lambda *_: result)
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "said"),
+    [
+        ("__getitems__", [(torch.zeros(1), 0)], "__getitems__ of the dataset gives a list of 1 for 4 indices"),
+        ("__getitems__", {"x": [0] * 4}, "__getitems__ of the dataset gives a dict of 1 for 4 indices"),
+        ("gather", (np.zeros((4, 1)), np.zeros(4)), r"gather\(indices\) gives float64 \(4, 1\) .* torch.from_numpy"),
+        ("gather", (torch.zeros(3, 1), torch.zeros(3)), r"gather\(indices\) gives float32 \(3, 1\) for 4 samples"),
+        ("tensors", (np.zeros((9, 1)), np.zeros(9)), r"Odd.tensors\(\) gives float64 \(9, 1\) .* torch.from_numpy"),
+    ],
+)
+def test_a_method_that_gives_other_samples_than_asked_for_is_named(name: str, result: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        make_loader(Odd(name, result)).fetch(Ticket(0, (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [(torch.ones(1, requires_grad=True), "a tensor requires gradients: use detach"), (print, "cannot pickle")],
+)
+def test_a_batch_that_a_worker_cannot_send_is_an_error_instead_of_a_wait(sample: Any, said: str) -> None:
+    reader = Reader(Odd("__getitems__", [sample]), seed=0, collate=lambda samples, _: [samples[0], Lock()])
+    if isinstance(sample, torch.Tensor):
+        reader = Reader(Odd("__getitems__", [sample]), seed=0)
+    assert said in _Remote(reader)[0, [3], [1], None].message

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from trainkit.errors import DataError
 from trainkit.objectives.fields import tuple_like
@@ -121,6 +122,23 @@ def shape_text(sample: Any) -> str:
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{key}: {shape_text(part)}" for key, part in sample.items()) + "}"
     return type(sample).__name__
+
+
+def refuse_other_rows(batch: Any, count: int, source: str) -> None:
+    """Refuse a batch of a dataset's own method that holds arrays, or another number of samples.
+
+    Raises:
+        DataError: names the method and the first such value.
+
+    Example:
+        >>> refuse_other_rows({"x": torch.zeros(2, 3), "text": ["a", "b"]}, 2, "gather(indices)")
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (count,)):
+            wanted = "a row for each" + (", torch.from_numpy(array)" if isinstance(leaf, np.ndarray) else "")
+            raise DataError(
+                f"{source} gives {shape_text(leaf)} for {count} samples, and must give tensors with {wanted}."
+            )
 
 
 def narrow(batch: Any, start: int, size: int) -> Any:

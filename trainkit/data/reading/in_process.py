@@ -97,4 +97,5 @@ class InProcessReader:
 
 
 def _bytes_of(batch: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    # `nbytes` fails for sparse tensors.
+    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.hooks import Reading, UserTransform
+from trainkit.data.reading import collate as collating
 from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device, with_parts
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
@@ -176,6 +177,7 @@ class Gatherer:
                 "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "
                 "Use loader.cache=false, which reads samples one at a time."
             )
+        collating.refuse_other_rows(found, len(indices), "gather(indices)")
         self._is_known = True
         return found
 
@@ -187,18 +189,14 @@ def whole_arrays(dataset: Any) -> Arrays | None:
     """Return the result of an in-memory dataset's `tensors()`; None for any other dataset.
 
     Raises:
-        DataError: its tensors have different lengths.
+        DataError: it returns arrays, or tensors of other lengths.
     """
     offer = getattr(dataset, "tensors", None)
     if not callable(offer):
         return None
     with Untouched(seed=0):
         arrays: Arrays = offer()
-    values = list(arrays.values()) if isinstance(arrays, dict) else list(arrays)
-    lengths = [len(tensor) for tensor in values]
-    if set(lengths) != {len(dataset)}:
-        name = type(dataset).__name__
-        raise DataError(f"{name}.tensors() gives lengths {lengths} for a dataset of {len(dataset)} samples.")
+    collating.refuse_other_rows(arrays, len(dataset), f"{type(dataset).__name__}.tensors()")
     return arrays
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -114,9 +113,12 @@ class Reader:
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
         if self._many is not None:
-            with suppress(Exception):  # reading one by one below names the sample that fails
-                found: Sequence[Any] = self._many(indices)
-                return found
+            try:
+                return _one_for_each(indices, self._many(indices))
+            except DataError:
+                raise
+            except Exception:  # noqa: BLE001, S110 - reading one by one below names the sample that fails
+                pass
         dataset, index = self._dataset, -1
         samples = []
         try:
@@ -132,6 +134,21 @@ class Reader:
             return self._dataset[index]
         except Exception as error:
             raise _unreadable(index, error) from error
+
+
+def _one_for_each(indices: Sequence[int], found: Any) -> Sequence[Any]:
+    """Return the samples that `__getitems__` gave.
+
+    Raises:
+        DataError: it gave another number of samples, or columns.
+    """
+    if isinstance(found, Mapping) or len(found) != len(indices):
+        raise DataError(
+            f"__getitems__ of the dataset gives a {type(found).__name__} of {len(found)} for {len(indices)} indices. "
+            "It must give a list with the sample of each index, as __getitem__ does."
+        )
+    samples: Sequence[Any] = found
+    return samples
 
 
 def _unreadable(index: int, error: Exception) -> DataError:

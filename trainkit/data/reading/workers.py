@@ -7,9 +7,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.data.hooks import Reading
@@ -114,12 +117,44 @@ class _Remote(Dataset[Any]):
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._is_sendable = False
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            return self._reader.read(*request)
+            batch = self._reader.read(*request)
+            if not self._is_sendable:
+                _refuse_unsendable(batch)
+                self._is_sendable = True
         except DataError as error:
             return _Failure(str(error))
+        return batch
+
+
+class _WithoutTensors(ForkingPickler):
+    """Pickles a batch without its tensors, which would be moved to shared memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Leave out a tensor, unless torch refuses to send it."""
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if value.requires_grad and not value.is_leaf:
+            raise TypeError("a tensor requires gradients: use detach() in the dataset or in data.collate")
+        return bool, ()
+
+
+def _refuse_unsendable(batch: Any) -> None:
+    """Refuse a batch that a worker cannot send: the thread that sends drops it, and its reader would wait.
+
+    Raises:
+        DataError: names what cannot be pickled.
+    """
+    try:
+        _WithoutTensors(BytesIO(), None).dump(batch)
+    except Exception as error:
+        raise DataError(
+            f"a worker process cannot send its batch: {type(error).__name__}: {error}. "
+            "Change what the batch holds, or use loader.num_workers=0."
+        ) from error
 
 
 class _Requests:
