@@ -131,3 +131,9 @@ def test_a_tensor_of_a_deferred_model_says_meta_once_it_is_built() -> None:
     model = build_deferred(lambda: nn.Linear(2, 2))
     assert model.weight.is_meta
     assert model.weight.device.type == "meta"
+
+
+def test_a_constructor_that_goes_on_after_a_refusal_is_built_with_numbers() -> None:
+    # `orthogonal` leaves out its base if the operation that computes it is not implemented.
+    with pytest.raises(CannotDeferError, match="geqrf"):
+        build_deferred(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 2)))

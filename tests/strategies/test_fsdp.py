@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
+from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.core.refusals import is_elementwise
+from trainkit.strategies.core.sharded.base import unsharded_model_problems
 from trainkit.strategies.core.sharded.fully import blocks_of_model, modules_above, without_shared
 from trainkit.strategies.fsdp.strategy import Fsdp
 
@@ -116,6 +119,18 @@ def test_modules_by_size_are_the_smallest_that_hold_so_much() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(16, 16)), nn.Linear(4, 4), nn.Linear(4, 4))
     assert list(modules_above(model, 200)) == ["0.1"]
     assert list(modules_above(model, 80)) == ["0.0", "0.1", "1", "2"]
+
+
+def test_parameters_in_a_list_are_gathered_with_the_model_that_reads_them() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "list": nn.ParameterList([torch.ones(2)])})
+    assert list(blocks_of_model(model)) == ["layer"]
+
+
+def test_modules_of_torch_jit_are_refused_and_take_no_keys() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Dropout(0.5)))
+    BlockKeys(model, seed=0, devices=[])
+    assert "1 is a module of torch.jit" in unsharded_model_problems(model)[0].rule
 
 
 def test_a_rank_holds_rows_and_gathers_a_block_and_the_next_one() -> None:

@@ -89,3 +89,9 @@ def test_with_streams_a_gather_begins_while_the_block_before_computes(monkeypatc
     assert "gather 6" in events[events.index("forward 7") : events.index("backward 7")], "begun by the head"
     for number in range(6):
         assert backward.index(f"gather {number}") < backward.index(f"backward {number + 1}") + 2
+
+
+@pytest.mark.usefixtures("eight")
+def test_an_error_of_the_first_forward_pass_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IndexError, match="index 9 is out of range"):
+        events_of_a_step([0, 9], monkeypatch)

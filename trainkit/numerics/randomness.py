@@ -80,6 +80,8 @@ class BlockKeys:
 
     def _register(self, model: nn.Module, adapted: Callable[[Any], Any]) -> None:
         for name, block in blocks_of(model):
+            if isinstance(block, torch.jit.ScriptModule):
+                continue  # takes no hooks: it draws with the key of the code that calls it
             if name in self.drawing.keyed:
                 block.register_forward_pre_hook(adapted(_hook(self, self._key_setter(name_id(name)))))
             if name in self.drawing.returned:

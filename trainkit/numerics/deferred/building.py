@@ -61,6 +61,8 @@ def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
     recorder = Recorder()
     with fake_cpu_device(recorder.fakes_cpu), recorder:
         model = build()
+    if recorder.refused is not None:
+        raise CannotDeferError(recorder.refused)
     recorded: dict[str, TensorVersion | Tensor] = {}
     for name, tensor in _named(model):
         tape = recorder.tape_of(tensor)

@@ -209,6 +209,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._computing = False
+        self.refused: str | None = None
+        """The operation that could not be recorded, whose error the constructor may have caught."""
         self._drawn_into = memory(0)
         self._tapes: dict[
             int, tuple[Tape, torch.UntypedStorage]
@@ -229,6 +231,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._computing = True  # meanwhile, torch itself sees the real device
         try:
             return self._dispatched(func, args, kwargs or {})
+        except (CannotDeferError, NotImplementedError):  # the latter: there is no kernel without values
+            self.refused = func.overloadpacket.__name__
+            raise
         finally:
             self._computing = False
 

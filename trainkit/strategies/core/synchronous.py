@@ -146,7 +146,8 @@ def broadcast_initial(replica: Replica) -> None:
     """Broadcast rank 0's parameters and buffers: a model may draw numbers that no seed controls. Collective."""
     if replica.num_ranks > 1 or replica.parts_made_of.is_grouped:
         for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
-            broadcast_values(tensor)
+            if isinstance(tensor, Tensor):  # not what `get_extra_state` of a module returns
+                broadcast_values(tensor)
 
 
 class SynchronousExecutor(Executor, Generic[R]):

@@ -192,6 +192,10 @@ def sharding_problems(context: PlanContext) -> list[Problem]:
 def unsharded_model_problems(model: nn.Module) -> list[Problem]:
     """Return problems of parameters that cannot be sharded, and gradients that cannot be summed in parts."""
     found = sparse_problems(model, "which are not summed in parts")
+    scripted = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    if (name := next(scripted, None)) is not None:
+        rule = f"{name} is a module of torch.jit, whose parameters cannot be sharded. Give the class it was made of."
+        found.append(Problem(key="model", rule=rule))
     for name, param in model.named_parameters():
         if not param.dim():
             rule = f"{name} has no dims, and cannot be sharded. Give it the shape (1,)."

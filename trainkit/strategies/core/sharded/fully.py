@@ -54,6 +54,7 @@ def filled(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that no hook could gather them."""
 
 
 def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
@@ -65,7 +66,8 @@ def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
         ['0', '2']
     """
     wholes = {unit.name: unit.entries[0] for unit in blocks_of(model) if len(unit.entries) == 1 and unit.tensor is None}
-    return {name: module for name, module in wholes.items() if any(True for _ in module.parameters())}
+    called = {name: module for name, module in wholes.items() if not isinstance(module, _UNCALLED)}
+    return {name: module for name, module in called.items() if any(True for _ in module.parameters())}
 
 
 def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -200,7 +202,7 @@ def gather_in_order(model: nn.Module, *, prefetches: bool) -> None:
 
     modules = [module for module in _sharded(model) if module is not model]
     handles = [module.register_forward_pre_hook(before) for module in modules]
-    handles.append(model.register_forward_hook(after, always_call=True))
+    handles.append(model.register_forward_hook(after))
 
 
 def _prefetch(model: Any, order: list[Any]) -> None:
