@@ -19,6 +19,7 @@ from trainkit.run.planning.plan import make_plan
 
 PACKAGE = """
 import sys
+import warnings
 
 import numpy
 import torch
@@ -43,6 +44,7 @@ SAMPLES = {
     "one_hot": lambda x, y: (x, torch.eye(3)[y]),
     "two_labels": lambda x, y: (x, torch.tensor([y, y])),
     "ragged": lambda x, y: (torch.cat([x, x[:y]]), y),
+    "true_or_false": lambda x, y: (x, y > 0),
     "wrong_keys": lambda x, y: {"sound": x, "word": y},
 }
 
@@ -71,7 +73,10 @@ class Net(nn.Module):
         if kind == "broken":
             raise ValueError("cannot be negative")
         self.kind = kind
-        self.layer = nn.Linear(width, 3)
+        self.layer = nn.LazyLinear(3) if kind == "lazy" else nn.Linear(width, 3)
+        self.listed = [nn.Linear(3, 3)]
+        if kind == "complex":
+            self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
     def forward(self, x):
         scores = self.layer(x)
@@ -85,8 +90,23 @@ class Net(nn.Module):
             return torch.relu_(scores.exp()).mul_(2)
         return {
             "plain": scores, "nothing": None, "dict": {"out": scores}, "vector": scores.sum(1), "fewer": scores[:1],
-            "detached": scores.detach(),
+            "detached": scores.detach(), "listed": self.listed[0](scores),
         }[self.kind]
+
+
+def scripted():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.jit.script(nn.Linear(8, 3))
+
+
+class Closing(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+
+
+class Listing(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["history"] = [torch.ones(2)]
 
 
 class Own(Objective):
@@ -100,7 +120,8 @@ class Own(Objective):
             raise ZeroDivisionError("a mistake of mine")
         if self.kind == "tensor":
             return each.sum()
-        return Loss(loss_sum={"vector": each, "number": float(each.sum())}[self.kind], weight=float(len(y)))
+        weight = 2.0 if self.kind == "weight" else float(len(y))
+        return Loss(loss_sum={"vector": each, "number": float(each.sum())}.get(self.kind, each.sum()), weight=weight)
 
 
 class NoMetric(Metric):
@@ -180,7 +201,8 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (data("float_label"), 3, "the targets are float32", "int(y)"),
     (data("text_label"), 3, "a field of the samples is text ('cat')"),
     (data("text_input"), 2, "the model raised"),
-    (data("list_of_ints"), 2, "((int, int, int), int)", "in forward: scores = self.layer(x)"),
+    (data("list_of_ints"), 2, "((int, int, int), int)", "in forward: scores = self.layer(x)", "with_format('torch')"),
+    (data("true_or_false"), 3, "the targets are bool", "int(y)"),
     (data("nothing"), 3, "sample 0 cannot be part of a batch"),
     (data("alone"), 3, "objective.input=NAME"),
     (data("objects"), 3, "sample 0 cannot be part of a batch"),
@@ -202,6 +224,13 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (net("fewer"), 2, "The model gave float32 (1, 3)"),
     (net("detached"), 2, "the loss does not depend on a parameter that is trained"),
     (net("in_place"), 2, "modified by an inplace operation"),
+    (net("lazy"), 2, "has a parameter, layer.weight, without a shape"),
+    (net("complex"), 2, "has a complex parameter, turn. Keep torch.view_as_real of it"),
+    (net("listed"), 2, "a parameter of shape (3, 3) that is not among model.parameters()", "nn.ModuleList"),
+    ((OWN[0], "model._target_=misfit_pkg.scripted"), 2, "gives a module of torch.jit"),
+    ((*OWN, "optimizer._target_=misfit_pkg.Closing"), 2, "a step with the gradients of this model raised TypeError"),
+    ((*OWN, "optimizer._target_=misfit_pkg.Listing"), 2, "keeps history of layer.weight as a list"),
+    (own("weight"), 2, "gives the weight 2 for 4 samples, and Own.weight_per_sample the weight 1 for each"),
     ((*OWN, "model.width=9"), 2, "model.width=9: the layer takes 9 features, and it gets 8. Use 8"),
     ((*MLP, "model.in_features=9", "model.out_features=3"), 2, "model.in_features=9: the layer takes 9 features"),
     ((*MLP, "model.in_features=8", "model.out_features=2"), 2, "model.out_features=2: the model gives 2 classes"),

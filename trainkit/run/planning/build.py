@@ -34,6 +34,7 @@ from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
+from trainkit.strategies.model_transforms.trainable import why_untrainable
 from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback
 from trainkit.trainer.manifest import is_checkpoint
@@ -196,18 +197,14 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     needs (`trainkit.numerics.deferred.building.lazy_init_values`).
 
     Raises:
-        ConfigError: the target is not a model.
+        ConfigError: the target is not a model that can be trained.
     """
     with Untouched(seed=cfg.seed):
         model = _deferred(cfg) if deferred else None
         if model is None:
             seed_host(cfg.seed)
             model = build(cfg.model, "model")
-    if not isinstance(model, nn.Module):
-        rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
-        raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
-    if "_parameters" not in vars(model):
-        rule = f"{type(model).__name__}.__init__ does not call super().__init__(), as every torch.nn.Module must."
+    if (rule := why_untrainable(model)) is not None:
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
     return model
 

@@ -6,6 +6,7 @@ dtypes but no numbers. An error that only occurs on that device, or only on the 
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,10 @@ from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, text_of, with_frames
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.from_hidden.output_layer import scores_kept
-from trainkit.run.planning.build import build_model, build_objective
+from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.core.optimizer import optimizer_state
 from trainkit.trainer.events import Callback
 
 _CHEAP: Final = 50_000_000
@@ -38,6 +40,12 @@ _SAMPLES: Final = 4
 _HOST: Final = torch.device("cpu")
 _FEATURES: Final = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _DTYPES: Final = re.compile(r"same dtype|expected scalar type|not implemented for '|should be the same")
+_LISTED: Final = (
+    " A list of numbers becomes one tensor for each place in it: return a tensor (of a Hugging Face dataset: "
+    "with_format('torch'))."
+)
+_KNOWN: Final = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
+"""Optimizers that step with any dense gradients. They are not tried: their import takes longer than the check."""
 _TARGET: Final = re.compile(r"Target (-?\d+) is out of bounds")
 _GROUP: Final = re.compile(r"process group|torch\.distributed", re.IGNORECASE)
 _ELSEWHERE: Final = re.compile(r"cuda|triton|'CPU' backend|not implemented for|on CPU|no kernel", re.IGNORECASE)
@@ -148,9 +156,13 @@ class _Trial:
                 loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
+            if problem is None and self.numbers:
+                problem = self._other_weight(loss, objective)
             if problem is None and self.numbers and loss.loss_sum.requires_grad:
+                problem = _other_parameters(loss.loss_sum, model, objective)
                 self.part = "model"
                 torch.autograd.backward(loss.loss_sum)
+                problem = problem or self._optimizer_problem(model)
         except TrainkitError as error:
             return error if error.exit_code != 1 else self._config_error(text_of(error), error)
         except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
@@ -159,6 +171,43 @@ class _Trial:
             for hook in hooks:
                 hook.remove()
         return None if problem is None else ConfigError([problem])
+
+    def _other_weight(self, loss: Loss, objective: Objective) -> Problem | None:
+        """Return the problem of a weight that differs from the one by which a step is divided."""
+        per_sample = self.plan.components.weighing.per_sample
+        if per_sample is None or math.isclose(float(loss.weight), per_sample * len(self.places), rel_tol=1e-3):
+            return None
+        name = type(objective).__name__
+        rule = (
+            f"{name}.loss gives the weight {float(loss.weight):g} for {len(self.places)} samples, and "
+            f"{name}.weight_per_sample the weight {per_sample:g} for each. Return None from weight_per_sample: then "
+            "the weight of each batch is counted."
+        )
+        return Problem(key="objective", rule=rule)
+
+    def _optimizer_problem(self, model: nn.Module) -> Problem | None:
+        """Return the problem of one optimizer that cannot step with the gradients of a small model."""
+        cfg, params = self.plan.cfg, {name: param for name, param in model.named_parameters() if param.requires_grad}
+        if cfg.optimizers or sum(param.numel() for param in params.values()) > _CHEAP_MADE:
+            return None
+        are_dense = not any(param.grad is not None and param.grad.is_sparse for param in params.values())
+        if are_dense and cfg.optimizer[TARGET] in _KNOWN:
+            return None
+        if cfg.numerics.reproducible:  # sums sparse gradients as dense ones
+            for param in params.values():
+                param.grad = param.grad if param.grad is None else param.grad.to_dense()
+        try:
+            optimizer = make_optimizer(cfg, model)(params)
+            optimizer.step()
+            optimizer_state(optimizer, params)
+        except TrainkitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
+            if self._is_of_this_device(error):
+                return None
+            rule = with_frames(f"a step with the gradients of this model raised {named_first_line(error)}.", error)
+            return Problem(key=f"optimizer.{TARGET}", value=cfg.optimizer[TARGET], rule=rule)
+        return None
 
     def _before(self, _module: nn.Module, _args: Any) -> None:
         self.part = "model"
@@ -229,7 +278,7 @@ class _Trial:
         targets = leaves[-1] if isinstance(leaves[-1], Tensor) else None
         if targets is None or not outputs or "lassification" not in str(self.plan.cfg.objective.get("_target_")):
             return None
-        if targets.is_floating_point():
+        if targets.is_floating_point() or targets.dtype is torch.bool:
             return (
                 f"the targets are {_name(targets.dtype)}, and classes are whole numbers (int64). Convert them in the "
                 "dataset, int(y), or use objective=regression."
@@ -253,7 +302,13 @@ class _Trial:
         first = shape_text(self.samples[0])
         who = "the model" if self.part == "model" else "the objective"
         where = f"With samples {_listed(self.places)}, the first of them {first}"
-        return f"{where}, {who} raised {named_first_line(error)}.{gave}"
+        return f"{where}, {who} raised {named_first_line(error)}.{gave}{_LISTED if _has_list(self.samples[0]) else ''}"
+
+
+def _has_list(sample: Any) -> bool:
+    """Return whether a field of a sample is a list of numbers."""
+    parts = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
+    return any(isinstance(part, list) and part and isinstance(part[0], int | float) for part in parts)
 
 
 def _count(objective: Objective, loss: object, batch: Any, *, numbers: bool) -> None:
@@ -280,6 +335,26 @@ def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Proble
     if trains and not total.requires_grad:
         rule = "the loss does not depend on a parameter that is trained. Is an output detached, or made a number?"
         return Problem(key="objective", rule=rule)
+    return None
+
+
+def _other_parameters(total: Tensor, model: nn.Module, objective: Objective) -> Problem | None:
+    """Return the problem of a parameter in the graph of a loss that the model does not have: nothing trains it."""
+    own, seen, nodes = set(map(id, model.parameters())), set[Any](), [total.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            rule = (
+                f"the loss of {type(objective).__name__} depends on a parameter of shape {tuple(leaf.shape)} that is "
+                "not among model.parameters(), so no optimizer trains it. Make it a part of the model (a list of "
+                "layers is an nn.ModuleList), or freeze it by requires_grad_(False)."
+            )
+            return Problem(key="objective", rule=rule)
     return None
 
 

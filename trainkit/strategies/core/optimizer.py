@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.average import AfterStep
+from trainkit.errors import ConfigError, Problem
 from trainkit.strategies.step_values import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
 
@@ -307,11 +308,18 @@ def _kernel_maker(kind: type) -> Callable[..., Callable[[list[Tensor], float], N
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the optimizer's state as `optimizer/<slot>/<name>` -> tensor, numbers as () tensors; no copies."""
+    """Return the optimizer's state as `optimizer/<slot>/<name>` -> tensor, numbers as () tensors; no copies.
+
+    Raises:
+        ConfigError: it is neither of these.
+    """
     found = {}
     for name, param in params.items():
         for slot, value in optimizer.state.get(param, {}).items():
             if value is not None:
+                if not isinstance(value, Tensor | bool | int | float):
+                    rule = f"keeps {slot} of {name} as a {type(value).__name__}. Checkpoints hold tensors and numbers."
+                    raise ConfigError([Problem(key="optimizer", value=type(optimizer).__name__, rule=rule)])
                 kept = torch.as_tensor(value)
                 found[f"optimizer/{slot}/{name}"] = kept.to_dense() if kept.is_sparse else kept
     return found
