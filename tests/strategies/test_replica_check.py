@@ -53,6 +53,7 @@ def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, 
 def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> None:
     one, other = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
     assert int(bits_hash(one)) != int(bits_hash(other))
+    assert (one.tolist(), other.tolist()) == ([1, 0, 0], [0, 1, 0])  # the bits of float64 are int64, without a copy
 
 
 def test_parameters_on_two_devices_are_compared() -> None:

@@ -31,9 +31,9 @@ def bits_hash(tensor: Tensor) -> Tensor:
     bits = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
+        part = bits[start : start + _CHUNK]
         factors = torch.arange(start, start + part.numel(), device=tensor.device).mul_(2 * 0x9E3779B97F4A7C1).add_(1)
-        total += part.mul_(factors).sum()
+        total += factors.mul_(part).sum()
     return total
 
 
