@@ -70,6 +70,20 @@ def test_a_parameter_without_saved_slots_gets_those_of_a_new_optimizer(steps: in
     assert slots == {"a": 2.0, "b": 0.5}
 
 
+def test_slots_keep_their_dtype_in_a_restore() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    stepper = OptimizerStepper(torch.optim.NAdam([param]), [param])
+    stepper.step([torch.ones_like(param)], 1.0)
+    before = {key: slot.clone() for key, slot in stepper.state({"a": param}).items()}
+
+    stepper.restore({"a": param}, before)  # torch would turn the product, a float32, into a float64
+
+    assert before["optimizer/mu_product/a"].dtype is torch.float32
+    assert {key: slot.dtype for key, slot in stepper.state({"a": param}).items()} == {
+        key: slot.dtype for key, slot in before.items()
+    }
+
+
 def test_slots_of_later_steps_are_gone_after_a_return_to_a_checkpoint_without_any() -> None:
     param = nn.Parameter(torch.ones(3))
     stepper = OptimizerStepper(torch.optim.SGD([param], lr=0.1, momentum=0.9), [param])

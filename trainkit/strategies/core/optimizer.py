@@ -356,8 +356,11 @@ def restore_optimizer_state(
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
     state["state"] = {place: slots[name] for place, name in enumerate(order) if name in slots}
     optimizer.load_state_dict(state)
-    for param, own in optimizer.state.items():  # load_state_dict casts dtype and device, not layout
+    for param, own in optimizer.state.items():  # load_state_dict casts to the dtype of the parameter, not to its layout
         for slot, value in own.items():
+            kept = slots[names[id(param)]].get(slot)
+            if slot != "step" and isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.dtype != value.dtype:
+                value = own[slot] = kept.to(value.device)  # noqa: PLW2901
             if isinstance(value, Tensor) and value.shape == param.shape:
                 own[slot] = in_layout(value, param.stride())
 
