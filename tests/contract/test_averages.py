@@ -192,6 +192,13 @@ def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place:
                 "stages only."
             ),
         ),
+        (
+            ("average=swa", "model.norm=true", "eval.batch_size=12"),
+            (
+                "eval.batch_size=12: leaves one training sample for the last batch in which average=swa computes batch "
+                "statistics, and one sample has none (BatchNorm1d). Use 13."
+            ),
+        ),
         (("average.start_step=8",), "average.start_step=8: is after the last step: the run has 7. Give a smaller one."),
         (
             ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=2"),

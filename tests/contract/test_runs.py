@@ -10,6 +10,7 @@ import torch
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case
 from tests.support import reference, zoo
+from trainkit.trainer.checkpoint import load
 
 POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=5")
 
@@ -104,6 +105,17 @@ def test_evaluation_draws_no_dropout_and_leaves_batch_statistics_alone(tmp_path:
     with torch.no_grad():
         loss = float(torch.nn.functional.cross_entropy(expected(data.inputs.double()), data.targets))
     assert done["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_is_trained_in_training_mode_from_the_first_step(frozen: bool, tmp_path: Path) -> None:
+    model = ("model=null", "model._target_=tests.support.zoo.Modes", f"model.frozen={str(frozen).lower()}")
+    done = run(tmp_path, *POINTS[1:], *model, "optimizer=sgd", "optimizer.lr=0.1", "schedule=constant", "steps=3",
+               "eval.every_steps=2", "average=swa", "eval.batch_size=16")  # fmt: skip
+    expected = points_oracle(model=zoo.Modes(frozen=frozen), num_steps=3, micro_size=5)
+    assert reference.differences(weights(done), expected) == []
+    counted = load(Path(done["last"])).tensors["optimizer/average/1.running_mean"]
+    assert bool((counted == 0.5).all()) is frozen  # those that the training does not change are not counted again
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 from unittest import mock
 
 import torch
@@ -72,6 +72,24 @@ class HalfFrozen(Net):
     def __init__(self) -> None:
         super().__init__()
         self.get_submodule("0").requires_grad_(requires_grad=False)
+
+
+class Modes(Net):
+    """Built in evaluation mode, as `from_pretrained` of transformers does; or with a norm that never leaves it."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__(norm=True)
+        self.frozen = frozen
+        self.get_buffer("1.running_mean").fill_(0.5)
+        if not frozen:
+            self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Keep the batch statistics, if they are frozen."""
+        super().train(mode)
+        if self.frozen:
+            self.get_submodule("1").eval()
+        return self
 
 
 class Attention(nn.Module):

@@ -49,14 +49,14 @@ def count_statistics(
         batches: this rank's batches: together the ranks have every sample once.
         num_counted: number of first batches that count; None: all.
     """
-    model, modules = local.model, modules_with_statistics(local.model)
-    momenta = {name: module.momentum for name, module in modules.items()}
+    model, was_training = local.model, local.model.training
     keys = keys_of(model) or BlockKeys(model, seed=0, devices=[local.device])
-    was_training = model.training
+    model.train()
+    modules = {name: one for name, one in modules_with_statistics(model).items() if one.training}  # others are frozen
+    momenta = {name: module.momentum for name, module in modules.items()}
     for module in modules.values():
         module.reset_running_stats()
         module.momentum = None  # a mean of all batches
-    model.train()
     try:
         with torch.no_grad(), local.precision.autocast(local.device_types):
             for place, batch in enumerate(batches):

@@ -191,7 +191,7 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
 
 
 def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
-    """Build the model on the CPU; its initial weights depend on the run's seed alone.
+    """Build the model on the CPU, in training mode; its initial weights depend on the run's seed alone.
 
     `deferred` builds it without data, if its constructor allows that, for a strategy that initialises the parameters it
     needs (`trainkit.numerics.deferred.building.lazy_init_values`).
@@ -206,6 +206,7 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
             model = build(cfg.model, "model")
     if (rule := why_untrainable(model)) is not None:
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
+    model.train()  # `from_pretrained` of transformers gives evaluation mode; a model may override `train`
     return model
 
 

@@ -112,6 +112,15 @@ def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> No
                 "batch.drop_last=true."
             )
             raise ConfigError([Problem(key="batch.micro_size", value=plan.batch.micro_size, rule=rule)])
+    average, size, others = average_of(plan.cfg), plan.eval_batch_size, size_of(plan.components.datasets["train"]) - 1
+    if average is None or not average.counts_statistics or others % size:
+        return
+    larger = next(one for one in range(size + 1, size + others + 2) if others % one)
+    rule = (
+        f"leaves one training sample for the last batch in which average={average.name} computes batch statistics, and "
+        f"one sample has none ({type(statistics[0]).__name__}). Use {larger}."
+    )
+    raise ConfigError([Problem(key="eval.batch_size", value=size, rule=rule)])
 
 
 _CHEAP: Final = 50_000_000
