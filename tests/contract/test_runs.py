@@ -10,6 +10,7 @@ import torch
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case
 from tests.support import reference, zoo
+from trainkit.errors import ConfigError
 from trainkit.trainer.checkpoint import load
 
 POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=5")
@@ -116,6 +117,17 @@ def test_a_model_is_trained_in_training_mode_from_the_first_step(frozen: bool, t
     assert reference.differences(weights(done), expected) == []
     counted = load(Path(done["last"])).tensors["optimizer/average/1.running_mean"]
     assert bool((counted == 0.5).all()) is frozen  # those that the training does not change are not counted again
+
+
+@pytest.mark.parametrize("place", [("strategy=mirrored", "strategy.replicas=2"), ("strategy=central_storage",)])
+def test_a_weight_that_a_forward_pass_changes_is_refused_for_several_copies(
+    place: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = "model={_target_: torch.nn.Embedding, num_embeddings: 11, embedding_dim: 11, max_norm: 1.0}"
+    fixed = (model, "data=sentences", "objective=language_modelling", "optimizer=sgd", "batch.global_size=8", "steps=1")
+    assert run(tmp_path / "one", *fixed)["steps"] == 1
+    with pytest.raises(ConfigError, match=r"model: Embedding\(11, 11, max_norm=1.0\) changes its weight"):
+        run(tmp_path / "run", *fixed, *place)
 
 
 @pytest.mark.slow

@@ -40,6 +40,21 @@ def counted_statistics_problems(model: nn.Module, context: PlanContext, *, becau
     return [Problem(key="average", value="swa", rule=rule)]
 
 
+def renorm_problems(model: nn.Module) -> list[Problem]:
+    """Return a problem for each embedding that changes its weight in a forward pass.
+
+    Each copy of the model would change the rows of its own samples only.
+
+    Example:
+        >>> len(renorm_problems(nn.ModuleList([nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2)])))
+        1
+    """
+    rule = "changes its weight in each forward pass (max_norm), by the samples of one process or thread only. Use "
+    rule += "strategy=one_device, or scale the rows in `forward`."
+    tables = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    return [Problem(key="model", rule=f"{table} {rule}") for table in tables if table.max_norm is not None]
+
+
 def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:
     """Return the problem of processes that an external launcher started and that have no work."""
     if context.launch is None or context.launch.num_ranks == 1:
