@@ -155,6 +155,11 @@ def test_batch_statistics_of_a_mean_of_weights_are_counted_over_the_training_dat
     assert torch.equal(raw, weights(run(tmp_path / "plain", *NORM))["1.running_mean"])
 
 
+def test_counting_batch_statistics_changes_no_other_buffer(tmp_path: Path) -> None:
+    stepped = (*SWA, "model._target_=tests.support.zoo.Stepped")
+    assert int(weights(run(tmp_path / "run", *stepped, "stop_at_step=4"))["steps"]) == 4  # which a resume continues
+
+
 @pytest.mark.parametrize("place", [(), pytest.param(PLACES["mirrored"], marks=pytest.mark.long)], ids=["one", "two"])
 @pytest.mark.slow
 def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_where_it_was(

@@ -74,6 +74,21 @@ class HalfFrozen(Net):
         self.get_submodule("0").requires_grad_(requires_grad=False)
 
 
+class Stepped(Net):
+    """Its own code counts the passes in training mode, in a buffer."""
+
+    def __init__(self, *, width: int = 7, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__(width=width, norm=norm, dropout=dropout)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, features) -> (samples, classes)."""
+        if self.training:
+            self.steps += 1
+        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs
+
+
 class Modes(Net):
     """Built in evaluation mode, as `from_pretrained` of transformers does; or with a norm that never leaves it."""
 

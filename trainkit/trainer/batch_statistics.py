@@ -41,7 +41,7 @@ def count_statistics(
     """Replace the batch statistics of a model by means over batches with equal weights; collective.
 
     As `torch.optim.swa_utils.update_bn`: forward passes in training mode. Random numbers of the model depend on the
-    number of the batch.
+    number of the batch. Other buffers do not change.
 
     Args:
         local: the model; its mode is restored afterwards.
@@ -54,6 +54,7 @@ def count_statistics(
     model.train()
     modules = {name: one for name, one in modules_with_statistics(model).items() if one.training}  # others are frozen
     momenta = {name: module.momentum for name, module in modules.items()}
+    others = {name: one.clone() for name, one in model.named_buffers() if name not in statistics_of(model)}
     for module in modules.values():
         module.reset_running_stats()
         module.momentum = None  # a mean of all batches
@@ -61,12 +62,11 @@ def count_statistics(
         with torch.no_grad(), local.precision.autocast(local.device_types):
             for place, batch in enumerate(batches):
                 counts = num_counted is None or place < num_counted
-                kept = None if counts else {name: one.clone() for name, one in statistics_of(model).items()}
+                kept = {} if counts else {name: one.clone() for name, one in statistics_of(model).items()}
                 with Untouched(seed=0, devices=[local.device]):
                     keys.enter_evaluation(batch=place * local.num_ranks + local.rank, objective=objective)
                     objective.loss(model, batch)
-                if kept is not None:
-                    restore_statistics(model, kept)
+                restore_buffers(model, others | kept)
     finally:
         model.train(was_training)
         for name, module in modules.items():
@@ -75,11 +75,12 @@ def count_statistics(
         _join(local, modules.values())
 
 
-def restore_statistics(model: nn.Module, kept: dict[str, Tensor]) -> None:
-    """Restore the batch statistics from copies of `statistics_of`."""
+def restore_buffers(model: nn.Module, kept: dict[str, Tensor]) -> None:
+    """Restore buffers from copies, by canonical name."""
     with torch.no_grad():
-        for name, buffer in statistics_of(model).items():
-            buffer.copy_(kept[name])
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                buffer.copy_(kept[name])
 
 
 def _join(local: LocalModel, modules: Iterable[_BatchNorm]) -> None:

@@ -24,7 +24,7 @@ from trainkit.run.planning.build import average_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor
 from trainkit.strategies.capabilities import swap_averages
-from trainkit.trainer.batch_statistics import count_statistics, restore_statistics, statistics_of
+from trainkit.trainer.batch_statistics import count_statistics, restore_buffers, statistics_of
 from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import CallbackHooks
@@ -247,7 +247,7 @@ class Averages:
             if here:
                 swap_averages(self._executor)
             if self._counts:
-                restore_statistics(model, kept)
+                restore_buffers(model, kept)
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the batch statistics of the averages for a checkpoint; after the last step. Collective."""
@@ -259,7 +259,7 @@ class Averages:
     def _set_statistics(self) -> None:
         model = self._executor.local.model
         if self._counted:
-            restore_statistics(model, self._counted)
+            restore_buffers(model, self._counted)
             return
         local, parts = self._executor.local, self._plan.components
         batches = EvalBatches(
