@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import trainkit
@@ -44,6 +45,14 @@ def test_the_given_model_is_where_the_training_begins_and_stays_as_it_is(tmp_pat
     assert all(torch.equal(trained[name], tensor) for name, tensor in before.items())
     train(tmp_path / "other", given)
     assert all(torch.equal(given.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_model_whose_hooks_compute_a_weight_is_copied_for_each_thread(tmp_path: Path) -> None:
+    given = net()
+    prune.l1_unstructured(given.get_submodule("0"), "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    given(X)
+    one, two = (train(tmp_path / name, given, strategy=name) for name in ("one_device", "central_storage"))
+    assert two["metrics"]["val/loss"] == pytest.approx(one["metrics"]["val/loss"], rel=1e-5)
 
 
 def test_an_optimizer_object_gives_its_class_and_settings() -> None:

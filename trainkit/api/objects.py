@@ -30,6 +30,7 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import write_atomically
+from trainkit.numerics.copies import copied
 from trainkit.objectives.base import Objective
 
 
@@ -82,7 +83,8 @@ class Given:
             return self._add_data(value)
         if not isinstance(value, kinds):
             return [_misfit(group, value)]
-        self._register(group, functools.partial(copy.deepcopy, value))  # the object of the caller stays as it is
+        copy_of = copied if isinstance(value, nn.Module) else copy.deepcopy
+        self._register(group, functools.partial(copy_of, value))  # the object of the caller stays as it is
         self.instances.append(group)
         return []
 

@@ -7,7 +7,6 @@ trainkit; otherwise it is a program of `torch.export` whose own weights are NaN.
 
 from __future__ import annotations
 
-import copy
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, checkpoint_keys
 from trainkit.files import read_json
 from trainkit.frames import named_first_line
+from trainkit.numerics.copies import copied
 from trainkit.storage import num_bytes
 from trainkit.strategies.reducers.shared_memory import available_bytes
 
@@ -140,7 +140,7 @@ def _program(model: nn.Module, samples: Inputs, place: Path) -> dict[str, Any]:
     """
     if checkpoint_keys(model) is None:
         raise NotBuiltError("a hook of the model makes its state_dict.")
-    hollow = copy.deepcopy(model)
+    hollow = copied(model)
     for tensor in hollow.state_dict().values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     example = example_of(samples)

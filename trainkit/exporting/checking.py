@@ -7,7 +7,6 @@ one unit in the last place of the largest output.
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from trainkit.exporting.fresh_process import layers_of, tensors_of
 from trainkit.exporting.inputs import Inputs, model_inputs
 from trainkit.exporting.trained import NotExportableError
 from trainkit.frames import named_first_line
+from trainkit.numerics.copies import copied
 
 _NUM_SAMPLES: Final = 8
 _BATCHES: Final = (_NUM_SAMPLES, 3, 1)
@@ -100,7 +100,7 @@ def refuse_difference(check: Check, model: nn.Module, samples: Inputs, folder: P
         batches.append(_cut(samples, sizes[0], check.free))
         _refuse_fixed_length(model, batches[-1])
     theirs = _run(check, batches, folder, layers=False)
-    exact_model = None if check.exact else copy.deepcopy(model).double()
+    exact_model = None if check.exact else copied(model).double()
     for inputs, found in zip(batches, theirs, strict=True):
         own = _outputs(model, inputs)
         exact = own if exact_model is None else _outputs(exact_model, _doubled(inputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from trainkit.errors import ConfigError, Problem, TrainingError, TrainkitError
 from trainkit.frames import named_first_line
 from trainkit.inference.outputs import Outputs
 from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.run.folder.model_file import load_model
@@ -190,7 +190,7 @@ def refuse_misfits(job: Job) -> None:
         objective, precision = job.parts.objective, job.parts.precision
         run = objective.loss if job.request.verb == "evaluate" else objective.predict
         if not _is_quantized(job.request, model):
-            model = precision.adapt(copy.deepcopy(model) if model is job.model else model)
+            model = precision.adapt(copied(model) if model is job.model else model)
         try:
             with torch.no_grad(), precision.autocast(["cpu"]):
                 run(model.eval(), batch)

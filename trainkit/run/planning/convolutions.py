@@ -12,7 +12,6 @@ numbers. Every wrong one meets the rule below; some that meet it are right, as o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from trainkit.data.reading.collate import to_device
 from trainkit.errors import Problem
+from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import Untouched
 from trainkit.run.planning.build import build_objective
 from trainkit.run.planning.plan import RunPlan
@@ -120,7 +120,7 @@ def _faulty_calls(plan: RunPlan, model: nn.Module, suspects: Mapping[str, _Convo
     with suppress(Exception), Untouched(seed=0):  # a training reports what fails
         sample, objective = plan.components.sample, build_objective(plan.cfg)  # the pass may change its state
         batch = to_device(plan.components.hooks.collate_function([sample, sample], [0, 1]), _META)
-        without_data = copy.deepcopy(model).to(_META)
+        without_data = copied(model).to(_META)
         for name in suspects:
             without_data.get_submodule(name).register_forward_hook(partial(judge, name), with_kwargs=True)
         objective.loss(without_data, batch)

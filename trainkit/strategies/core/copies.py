@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.cluster.host import use_device
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.copies import copied
 from trainkit.numerics.generators import GENERATORS_LOCK
 from trainkit.numerics.precision import LossScale
 from trainkit.numerics.randomness import BlockKeys, forget_keys
@@ -148,7 +148,7 @@ def computing_copy(
         on_phase: receives (phase, step) of its computation.
     """
     held = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
-    model = copy.deepcopy(variables.model, held).to(device)
+    model = copied(variables.model, held).to(device)
     forget_keys(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = variables.masters if variables.masters_apart else params

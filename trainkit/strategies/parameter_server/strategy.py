@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
+from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import LoopCall, PlanContext, SetupRequest, Strategy, TaskContext, Traits
@@ -236,7 +236,7 @@ class ParameterServer(Strategy):
 
         A thread computes while this one evaluates: two threads must not compile, so the evaluated model is eager.
         """
-        computing = _replica(replace(request, model=copy.deepcopy(request.model)))
+        computing = _replica(replace(request, model=copied(request.model)))
         uncompiled(request.model)
         return CoordinatorExecutor(self._settings(), request, _replica(request), computing)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainkit.numerics.copies import copied
 from trainkit.strategies.core.sharded.fully import blocks_of_model, without_shared
 from trainkit.strategies.tensor_parallel.plans import MatchedModule, MatchedPlan
 from trainkit.strategies.traffic import (
@@ -228,7 +228,7 @@ def part_of(model: nn.Module, dims: Mapping[str, int], degree: int) -> nn.Module
         if (dim := dims.get(name)) is not None:
             shape[dim] //= degree
         held[id(param)] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=param.requires_grad)
-    return copy.deepcopy(model, held)
+    return copied(model, held)
 
 
 def _together(several: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:

@@ -1,0 +1,33 @@
+"""Copy models whose hooks or passes keep computed tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy of a model, in which computed tensors have no graph.
+
+    Hooks of torch (`torch.nn.utils.prune`, `torch.nn.utils.weight_norm`) keep such tensors, and so does a forward pass
+    that stores its activations. torch refuses to copy a tensor with a graph.
+
+    Args:
+        model: the model, which does not change.
+        held: objects of the copy by the id of the original, as the memo of `copy.deepcopy`.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.kept = layer.weight * 2
+        >>> copied(layer).kept.requires_grad
+        False
+    """
+    held = {} if held is None else held
+    for module in model.modules():
+        for value in tree_leaves(vars(module)):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                held.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(model, held)
