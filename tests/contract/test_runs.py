@@ -119,6 +119,12 @@ def test_a_model_is_trained_in_training_mode_from_the_first_step(frozen: bool, t
     assert bool((counted == 0.5).all()) is frozen  # those that the training does not change are not counted again
 
 
+def test_synchronised_batch_statistics_are_refused_for_several_copies(tmp_path: Path) -> None:
+    model = "model={_target_: torch.nn.SyncBatchNorm, num_features: 6}"
+    with pytest.raises(ConfigError, match=r"is a SyncBatchNorm, and batch statistics are those of a shard on any"):
+        run(tmp_path, model, *POINTS[1:], "strategy=mirrored", "strategy.replicas=2")
+
+
 @pytest.mark.parametrize("place", [("strategy=mirrored", "strategy.replicas=2"), ("strategy=central_storage",)])
 def test_a_weight_that_a_forward_pass_changes_is_refused_for_several_copies(
     place: tuple[str, ...], tmp_path: Path

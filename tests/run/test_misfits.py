@@ -77,6 +77,7 @@ class Net(nn.Module):
         self.listed = [nn.Linear(3, 3)]
         if kind == "complex":
             self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
 
     def forward(self, x):
         scores = self.layer(x)
@@ -84,13 +85,15 @@ class Net(nn.Module):
             raise RuntimeError("a mistake of mine")
         if self.kind == "no_text":
             raise NoText
+        if self.kind == "flag":
+            self.seen |= True
         if self.kind == "exits":
             sys.exit(0)
         if self.kind == "in_place":
             return torch.relu_(scores.exp()).mul_(2)
         return {
             "plain": scores, "nothing": None, "dict": {"out": scores}, "vector": scores.sum(1), "fewer": scores[:1],
-            "detached": scores.detach(), "listed": self.listed[0](scores),
+            "detached": scores.detach(), "listed": self.listed[0](scores), "flag": scores,
         }[self.kind]
 
 
@@ -223,6 +226,7 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (net("vector"), 2, "The model gave float32 (4,)"),
     (net("fewer"), 2, "The model gave float32 (1, 3)"),
     (net("detached"), 2, "the loss does not depend on a parameter that is trained"),
+    (net("flag"), 2, "updates seen, of bool, in its forward pass", "a buffer of float32 or int64"),
     (net("in_place"), 2, "modified by an inplace operation"),
     (net("lazy"), 2, "has a parameter, layer.weight, without a shape"),
     (net("complex"), 2, "has a complex parameter, turn. Keep torch.view_as_real of it"),

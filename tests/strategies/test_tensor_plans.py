@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from tests.support import zoo
 from trainkit.models.gpt import Gpt
@@ -36,6 +37,12 @@ def test_the_plan_of_the_gpt_cuts_every_large_matrix() -> None:
         "norm",
     }
     assert fit.dims["embed.tokens.weight"] == 0
+
+
+def test_a_weight_that_is_computed_from_others_is_refused() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))
+    (found,) = told(model, degree=2, plan={"0": "rowwise_scattered"})
+    assert "0 computes its weight from other parameters, as weight_norm does: it cannot be sharded." in found
 
 
 def test_a_vocabulary_that_does_not_come_out_even_stays_whole() -> None:

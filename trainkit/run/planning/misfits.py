@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -111,6 +111,16 @@ def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitErro
     return trial.run(model)
 
 
+def _updated_flag(model: nn.Module, before: Mapping[str, Tensor]) -> Problem | None:
+    """Return the problem of a buffer that a pass has updated, and whose values of several shards have no sum."""
+    for name, buffer in model.named_buffers():
+        if name in before and not torch.equal(buffer, before[name]):
+            kind = str(buffer.dtype).removeprefix("torch.")
+            rule = f"updates {name}, of {kind}, in its forward pass, and the results of shards are added up. "
+            return Problem(key="model", rule=rule + "Make it a buffer of float32 or int64.")
+    return None
+
+
 def _immovable(plan: RunPlan, found: object) -> Problem:
     """Return the problem of an object in a batch whose tensors would stay in the memory of the host."""
     key, value = ("data.collate", plan.cfg.data.get("collate")) if plan.components.hooks.collate else ("data", None)
@@ -146,6 +156,9 @@ class _Trial:
         else:
             batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
         objective = build_objective(self.plan.cfg)
+        flags = {
+            name: one.clone() for name, one in model.named_buffers() if one.dtype is torch.bool or one.is_complex()
+        }
         hooks = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),
@@ -157,7 +170,7 @@ class _Trial:
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
             if problem is None and self.numbers:
-                problem = self._other_weight(loss, objective)
+                problem = self._other_weight(loss, objective) or _updated_flag(model, flags)
             if problem is None and self.numbers and loss.loss_sum.requires_grad:
                 problem = _other_parameters(loss.loss_sum, model, objective)
                 self.part = "model"

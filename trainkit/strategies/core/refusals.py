@@ -40,19 +40,21 @@ def counted_statistics_problems(model: nn.Module, context: PlanContext, *, becau
     return [Problem(key="average", value="swa", rule=rule)]
 
 
-def renorm_problems(model: nn.Module) -> list[Problem]:
-    """Return a problem for each embedding that changes its weight in a forward pass.
-
-    Each copy of the model would change the rows of its own samples only.
+def copies_problems(model: nn.Module) -> list[Problem]:
+    """Return a problem for each module whose copies in several processes or threads would not be those of one device.
 
     Example:
-        >>> len(renorm_problems(nn.ModuleList([nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2)])))
-        1
+        >>> model = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2, max_norm=1.0), nn.SyncBatchNorm(2))
+        >>> [problem.rule[:20] for problem in copies_problems(model)]
+        ['Embedding(3, 2, max_', '2 is a SyncBatchNorm']
     """
-    rule = "changes its weight in each forward pass (max_norm), by the samples of one process or thread only. Use "
-    rule += "strategy=one_device, or scale the rows in `forward`."
-    tables = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
-    return [Problem(key="model", rule=f"{table} {rule}") for table in tables if table.max_norm is not None]
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    synchronised = [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)]
+    changes = "changes its weight in each forward pass (max_norm), by the samples of one process or thread only. Use "
+    changes += "strategy=one_device, or scale the rows in `forward`."
+    shard = "is a SyncBatchNorm, and batch statistics are those of a shard on any number of replicas. Use BatchNorm2d."
+    found = [f"{table} {changes}" for table in tables if table.max_norm is not None]
+    return [Problem(key="model", rule=rule) for rule in [*found, *(f"{name} {shard}" for name in synchronised)]]
 
 
 def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:

@@ -250,6 +250,9 @@ def _uncuttable(one: MatchedModule, model: nn.Module) -> str | None:
     owner = model.get_submodule(one.name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention):
         return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be sharded."
+    weight = getattr(one.module, "weight", None)
+    if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
+        return f"{one.name} computes its weight from other parameters, as weight_norm does: it cannot be sharded."
     if isinstance(one.module, nn.Embedding) and (one.module.sparse or one.module.max_norm is not None):
         return f"{one.name} has sparse gradients or a largest norm, which need whole rows: it cannot be sharded."
     return None
