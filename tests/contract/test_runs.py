@@ -125,6 +125,17 @@ def test_synchronised_batch_statistics_are_refused_for_several_copies(tmp_path: 
         run(tmp_path, model, *POINTS[1:], "strategy=mirrored", "strategy.replicas=2")
 
 
+@pytest.mark.parametrize(
+    ("place", "of_layer"),
+    [("strategy=fsdp", False), ("strategy=parameter_server", False), ("compile.mode=default", False),
+     ("strategy=pipeline", True)],
+)  # fmt: skip
+def test_a_hook_on_a_gradient_that_a_run_does_not_call_is_refused(place: str, of_layer: bool, tmp_path: Path) -> None:
+    model = ("model=null", "model._target_=tests.support.zoo.Hooked", f"model.of_layer={str(of_layer).lower()}")
+    with pytest.raises(ConfigError, match=r"model: (0.weight|2) has a (hook on its gradient|backward hook), which"):
+        run(tmp_path, *model, *POINTS[1:], place)
+
+
 @pytest.mark.parametrize("place", [("strategy=mirrored", "strategy.replicas=2"), ("strategy=central_storage",)])
 def test_a_weight_that_a_forward_pass_changes_is_refused_for_several_copies(
     place: tuple[str, ...], tmp_path: Path

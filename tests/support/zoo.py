@@ -89,6 +89,17 @@ class Stepped(Net):
         return outputs
 
 
+class Hooked(Net):
+    """A hook scales the gradient of the first weight, or that of a layer's output."""
+
+    def __init__(self, *, of_layer: bool = False) -> None:
+        super().__init__()
+        if of_layer:
+            self.get_submodule("2").register_full_backward_hook(lambda _layer, grads, _: (grads[0] / 2,))
+        else:
+            self.get_parameter("0.weight").register_hook(lambda grad: grad / 2)
+
+
 class Modes(Net):
     """Built in evaluation mode, as `from_pretrained` of transformers does; or with a norm that never leaves it."""
 

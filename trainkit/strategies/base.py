@@ -194,6 +194,8 @@ class Traits:
     """Whether it may compute gradients and update of a step as graphs of torch.compile."""
     shows_gradients: bool = False
     """Whether its steps call `StepContext.on_gradients`."""
+    runs_hooks: bool = False
+    """Whether its eager steps call hooks on the gradient of a parameter: it computes with those of the model."""
     keeps_memory_format: bool = True
     """Whether parameters keep the memory format of the model; parts of sharded ones are contiguous."""
 

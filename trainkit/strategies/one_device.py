@@ -34,7 +34,13 @@ class OneDevice(Strategy):
     """
 
     traits: ClassVar[Traits] = Traits(
-        place=0, compiles="model", several_optimizers=True, converts=True, compiles_step=True, shows_gradients=True
+        place=0,
+        compiles="model",
+        several_optimizers=True,
+        converts=True,
+        compiles_step=True,
+        shows_gradients=True,
+        runs_hooks=True,
     )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""

@@ -41,7 +41,7 @@ from trainkit.run.planning.optimizers import assignment_problems, optimizer_note
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, traits_here, validate_model
 from trainkit.strategies.core.graphs.refusals import step_problems
-from trainkit.strategies.core.refusals import copies_problems
+from trainkit.strategies.core.refusals import copies_problems, hook_problems
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, shaping_notes, shaping_problems
 from trainkit.strategies.tensors.layouts import layout_problems
 
@@ -67,6 +67,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.traits.keeps_memory_format)
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
+    problems += [] if strategy.traits.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
     named, traits = plan.cfg.strategy["_target_"].rpartition(".")[2], traits_here(strategy)
     if (conversion := conversion_of(plan.cfg)) is not None:

@@ -57,6 +57,22 @@ def copies_problems(model: nn.Module) -> list[Problem]:
     return [Problem(key="model", rule=rule) for rule in [*found, *(f"{name} {shard}" for name in synchronised)]]
 
 
+def hook_problems(model: nn.Module) -> list[Problem]:
+    """Return the problem of a parameter with a hook on its gradient, for a run that does not call it.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> handle = model.weight.register_hook(lambda grad: grad / 2)
+        >>> [problem.rule[:33] for problem in hook_problems(model)]
+        ['weight has a hook on its gradient']
+    """
+    places = ("_backward_hooks", "_post_accumulate_grad_hooks")  # have no public names
+    hooked = (name for name, param in model.named_parameters() if any(getattr(param, place) for place in places))
+    rule = "has a hook on its gradient, which only eager steps of one_device, mirrored and device_map call. Use one of "
+    rule += "them, with compile.mode=off, or change the gradient in `forward`."
+    return [Problem(key="model", rule=f"{name} {rule}") for name in hooked][:1]
+
+
 def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:
     """Return the problem of processes that an external launcher started and that have no work."""
     if context.launch is None or context.launch.num_ranks == 1:

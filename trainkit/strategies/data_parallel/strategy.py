@@ -124,6 +124,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         converts=True,
         compiles_step=True,
         shows_gradients=True,
+        runs_hooks=True,
     )
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""

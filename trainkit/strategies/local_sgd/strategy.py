@@ -84,7 +84,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     """
 
     changes_maths: ClassVar[bool] = True
-    traits: ClassVar[Traits] = Traits(compiles="model")
+    traits: ClassVar[Traits] = Traits(compiles="model", runs_hooks=True)
 
     replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Number of processes; it changes the result."""

@@ -194,6 +194,11 @@ def programs_of(model: nn.Module, context: PlanContext) -> tuple[Program, ...] |
     sample = context.sample
     if sample is None:
         return ()
+    places = ("_backward_hooks", "_backward_pre_hooks")  # have no public names
+    for name, module in model.named_modules():
+        if any(getattr(module, place) for place in places):
+            rule = f"{name} has a backward hook, which a pipeline does not call. Use strategy=fsdp."
+            return [Problem(key="model", rule=rule)]
     known = _KNOWN.get(model)
     if known is None or known[0] is not sample:
         _KNOWN[model] = known = sample, _tried(model, _inputs(context))
