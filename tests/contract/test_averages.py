@@ -182,6 +182,8 @@ def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_whe
 def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", *SWA)
     run(tmp_path / "run", *SWA, *PLACES[place])
+    bits = [run(tmp_path / f"{len(at)}", *SWA, *at, "numerics.reproducible=true") for at in ((), PLACES[place])]
+    assert all(tensor.equal(averages(bits[1])[name]) for name, tensor in averages(bits[0]).items())
     whole, found = (load_file(tmp_path / name / "model/average/model.safetensors") for name in ("whole", "run"))
     for name, tensor in whole.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)

@@ -84,7 +84,7 @@ class Stepped(Net):
     def forward(self, inputs: Tensor) -> Tensor:
         """(samples, features) -> (samples, classes)."""
         if self.training:
-            self.steps += 1
+            self.get_buffer("steps").add_(1)
         outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -95,9 +95,9 @@ class Hooked(Net):
     def __init__(self, *, of_layer: bool = False) -> None:
         super().__init__()
         if of_layer:
-            self.get_submodule("2").register_full_backward_hook(lambda _layer, grads, _: (grads[0] / 2,))
+            self.get_submodule("2").register_full_backward_hook(lambda _layer, grads, _: (grads[0] / 2,))  # type: ignore[index]
         else:
-            self.get_parameter("0.weight").register_hook(lambda grad: grad / 2)
+            self.get_parameter("0.weight").register_hook(lambda grad: grad / 2)  # type: ignore[no-untyped-call]
 
 
 class Modes(Net):

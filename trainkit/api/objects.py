@@ -83,8 +83,11 @@ class Given:
             return self._add_data(value)
         if not isinstance(value, kinds):
             return [_misfit(group, value)]
-        copy_of = copied if isinstance(value, nn.Module) else copy.deepcopy
-        self._register(group, functools.partial(copy_of, value))  # the object of the caller stays as it is
+        # The object of the caller stays as it is.
+        if isinstance(value, nn.Module):
+            self._register(group, functools.partial(copied, value))
+        else:
+            self._register(group, functools.partial(copy.deepcopy, value))
         self.instances.append(group)
         return []
 

@@ -22,8 +22,9 @@ from trainkit.objectives.tables import Table
 from trainkit.run.planning.adapters import averaged_split
 from trainkit.run.planning.build import average_of
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Executor
+from trainkit.strategies.base import Executor, LocalModel
 from trainkit.strategies.capabilities import swap_averages
+from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.trainer.batch_statistics import count_statistics, restore_buffers, statistics_of
 from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.events import Run
@@ -262,6 +263,14 @@ class Averages:
             restore_buffers(model, self._counted)
             return
         local, parts = self._executor.local, self._plan.components
+        if local.lanes is not None:  # every rank counts all batches, in the order of one device
+            local = LocalModel(
+                model=model,
+                device=local.device,
+                device_types=local.device_types,
+                data_ranks=LocalCollective(),
+                precision=local.precision,
+            )
         batches = EvalBatches(
             parts.datasets["train"],
             self._plan.reading(local.device),
