@@ -109,7 +109,6 @@ def test_parameters_that_cannot_be_cut_are_named() -> None:
 
 def test_blocks_are_gathered_by_themselves_and_tied_weights_with_the_model() -> None:
     model = gpt()
-    model.scales = nn.ParameterDict({"one": torch.ones(1)})  # never called
     assert list(without_shared(model, blocks_of_model(model))) == ["blocks.0", "blocks.1"]
     with torch.device("meta"):
         resnet = ResNet(depth=18)

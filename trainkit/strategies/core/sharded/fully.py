@@ -60,11 +60,8 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks that a map places, by canonical name: elements of lists and sequences, else top-level children.
 
-    Containers are not called, and what belongs to them is gathered with the model.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        >>> model.add_module("scales", nn.ParameterDict({"a": torch.ones(2)}))
         >>> list(blocks_of_model(model))
         ['0', '2']
     """

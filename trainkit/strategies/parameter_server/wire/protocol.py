@@ -17,7 +17,7 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64, torch.float32, torch.bfloat16, torch.float16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.complex128, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
 _KEY_LENGTH: Final = 128
