@@ -87,13 +87,20 @@ class FastLane:
             self._item = None
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Report a failure that follows a refused process as a skip."""
-        report = yield
-        if report.failed and item.nodeid in self._refused:
-            report.outcome = "skipped"
-            report.longrepr = (str(item.path), item.location[1] or 0, REASON)
-        return report
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Report a failure that follows a refused process as a skip.
+
+        Its traceback is not written: a thread that was refused writes one, too, and Python 3.11 parses the lines of a
+        traceback by code that two threads must not run at once.
+        """
+        if item.nodeid in self._refused and call.excinfo is not None:
+            try:
+                pytest.skip(REASON)
+            except pytest.skip.Exception:
+                call.excinfo = pytest.ExceptionInfo.from_current()
+        return (yield)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Drop what refused processes left open."""
