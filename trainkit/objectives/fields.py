@@ -41,7 +41,7 @@ def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tupl
         >>> split_batch({"input": 1, "target": 2}), split_batch(("a", "b", "c"), 0, 2)
         ((1, 2), ('a', 'c'))
     """
-    if input is None and target is None and _is_pair(batch) and not hasattr(batch, "_fields"):
+    if input is None and target is None and type(batch) in {tuple, list} and len(batch) == 2:
         return batch[0], batch[1]
     named = named_fields(batch)
     names = _chosen(named, batch, input, target)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.data.hooks import Reading, UserTransform
 from trainkit.data.reading import collate as collating
-from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device, with_parts
+from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
@@ -81,7 +81,8 @@ class Memory:
         self.is_on_device = self._home == device
         """Whether batches are gathered on the device that uses them."""
         self._arrive = widened if self.is_on_device else move
-        self._like: Any = with_parts(arrays, lambda _: None)
+        self._keys = tuple(arrays) if isinstance(arrays, dict) else None
+        self._make: Callable[[list[Tensor]], Any] = getattr(type(arrays), "_make", tuple)  # keeps names of a named one
         values = arrays.values() if isinstance(arrays, dict) else arrays
         # Torch gathers few unsigned types: view them as signed ones, which have the same bits.
         self._tensors = [
@@ -102,8 +103,7 @@ class Memory:
         if gathered is None:
             parts = [self._block.narrow(0, start, stop - start) for start, stop in spans]
             gathered = self._gathered(parts[0] if len(parts) == 1 else torch.cat(parts))
-        like = self._like
-        batch = dict(zip(like, gathered, strict=True)) if isinstance(like, dict) else tuple_like(like, gathered)
+        batch = self._make(gathered) if self._keys is None else dict(zip(self._keys, gathered, strict=True))
         if self._arrive is not None:
             batch = self._arrive(batch)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
