@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +198,17 @@ class Traits:
     """Whether its eager steps call hooks on the gradient of a parameter: it computes with those of the model."""
     keeps_memory_format: bool = True
     """Whether parameters keep the memory format of the model; parts of sharded ones are contiguous."""
+
+
+WHOLE_REPLICAS: Final = Traits(
+    compiles="model",
+    several_optimizers=True,
+    converts=True,
+    compiles_step=True,
+    shows_gradients=True,
+    runs_hooks=True,
+)
+"""The traits of a strategy whose replicas hold the whole model, with gradients of whole parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
-from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
+from trainkit.strategies.base import WHOLE_REPLICAS, PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.core.graphs.whole_shards import makers_of
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
@@ -33,15 +33,7 @@ class OneDevice(Strategy):
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
-    traits: ClassVar[Traits] = Traits(
-        place=0,
-        compiles="model",
-        several_optimizers=True,
-        converts=True,
-        compiles_step=True,
-        shows_gradients=True,
-        runs_hooks=True,
-    )
+    traits: ClassVar[Traits] = replace(WHOLE_REPLICAS, place=0)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 

@@ -15,7 +15,16 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, StepContext, Strategy, Traits
+from trainkit.strategies.base import (
+    WHOLE_REPLICAS,
+    Numerics,
+    PlanContext,
+    SetupRequest,
+    StagePart,
+    StepContext,
+    Strategy,
+    Traits,
+)
 from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.graphs.whole_shards import makers_of
@@ -116,16 +125,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     and every replica makes the same update.
     """
 
-    traits: ClassVar[Traits] = Traits(
-        place=1,
-        elastic=True,
-        compiles="model",
-        several_optimizers=True,
-        converts=True,
-        compiles_step=True,
-        shows_gradients=True,
-        runs_hooks=True,
-    )
+    traits: ClassVar[Traits] = replace(WHOLE_REPLICAS, place=1, elastic=True)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
