@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,23 @@ def with_frames(text: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     lines = [f"    {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in frames[-_MOST:]]
     return "\n".join([text, *lines])
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause or the error it was raised after, and so on.
+
+    Example:
+        >>> error = ValueError("no")
+        >>> error.__context__ = KeyError("x")
+        >>> [type(one).__name__ for one in chain_of(error)]
+        ['ValueError', 'KeyError']
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def first_line(error: BaseException) -> str:

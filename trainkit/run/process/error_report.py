@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +32,7 @@ from trainkit.errors import (
     callback_note,
 )
 from trainkit.files import read_map
+from trainkit.frames import chain_of
 from trainkit.redaction import mask
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
@@ -212,7 +213,7 @@ def is_after_effect(error: BaseException) -> bool:
         False
     """
     place = _Place(modules=(), by_statement=True)
-    for one in _chain(error):
+    for one in chain_of(error):
         place = _place_of(one) or place  # a cause that was never raised belongs to the error that names it
         if isinstance(one, PeerError) or _is_lost_connection(one, place):
             return True
@@ -252,12 +253,3 @@ def _place_of(error: BaseException) -> _Place | None:
         by_statement = dis.opname[code[trace.tb_lasti]] in _RAISED
         trace = trace.tb_next
     return _Place(modules=tuple(reversed(modules)), by_statement=by_statement) if modules else None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from trainkit.errors import TrainingError, TrainkitError
-from trainkit.frames import first_line
+from trainkit.frames import chain_of, first_line
 from trainkit.numerics.generators import GENERATORS_LOCK, GeneratorStates
 from trainkit.strategies.core.graphs.pooling import keep_pool_kernels
 from trainkit.strategies.step_values import GraphSettings
@@ -140,8 +140,6 @@ def _nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def _own_error(error: BaseException | None) -> TrainkitError | None:
+def _own_error(error: BaseException) -> TrainkitError | None:
     """Return the error of trainkit, such as a hang, that tracing has wrapped in its own error."""
-    while error is not None and not isinstance(error, TrainkitError):
-        error = error.__cause__ or error.__context__
-    return error
+    return next((one for one in chain_of(error) if isinstance(one, TrainkitError)), None)
