@@ -9,19 +9,13 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError
 from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import device_memory
 from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.estimates.verdict import verdict_of
-from trainkit.run.planning.build import model_transforms_of
-from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.notes import model_notes
-from trainkit.run.planning.out_of_memory import sharding_choices
-from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.capabilities import traits_here
-from trainkit.strategies.model_transforms import shaping_problems
+from trainkit.run.planning.out_of_memory import planned_anew, sharding_choices
+from trainkit.run.planning.plan import RunPlan
 
 MOST: Final = 3
 """Number of remedies."""
@@ -117,7 +111,7 @@ def _cheapest(
     """
     best: tuple[PlannedRemedy, RunPlan] | None = None
     for change in kind(plan, model):
-        other = _planned(change.cfg, plan)
+        other = planned_anew(plan, change.cfg, launch=plan.facts.launch)
         if other is None:
             continue
         verdict = verdict_of(other, device_memory(other, model, evaluates=evaluates), hardware)
@@ -128,17 +122,6 @@ def _cheapest(
         if fits:
             break
     return best
-
-
-def _planned(cfg: RunConfig, plan: RunPlan) -> RunPlan | None:
-    """Return the plan of another config on the same devices; None if it is not legal."""
-    try:
-        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=plan.facts.launch, splits=plan.components.datasets)
-        model = meta_model(other)
-        model_notes(other, model)  # raises what the run itself would raise
-        return other.resolved(lambda: model)
-    except ConfigError:
-        return None
 
 
 def _smaller_evaluations(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
@@ -165,11 +148,9 @@ def _without_copy(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
         yield _Change(overrides="checkpoint.background=false", price="steps wait for each checkpoint", cfg=cfg)
 
 
-def _recomputed(plan: RunPlan, model: nn.Module) -> Iterator[_Change]:
-    cfg = replace(plan.cfg, activation_checkpointing="full")
-    compiles = traits_here(plan.components.strategy).compiles
-    problems = shaping_problems(model, model_transforms_of(cfg), compiles=compiles, strategy="")
-    if plan.cfg.activation_checkpointing != "full" and not problems:
+def _recomputed(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
+    if plan.cfg.activation_checkpointing != "full":
+        cfg = replace(plan.cfg, activation_checkpointing="full")
         price = "each block is computed twice: a third more work"
         yield _Change(overrides="activation_checkpointing=full", price=price, cfg=cfg)
 

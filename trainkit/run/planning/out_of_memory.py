@@ -15,20 +15,18 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
-from trainkit.frames import first_line
-from trainkit.run.planning.build import model_transforms_of
+from trainkit.frames import chain_of, first_line
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import num_bytes
-from trainkit.strategies.capabilities import traits_here
 from trainkit.strategies.memory_capabilities import ShardsModel
-from trainkit.strategies.model_transforms import shaping_problems
 from trainkit.strategies.shipped import shipped_strategies
 
 _FEWEST: Final = 3
@@ -70,13 +68,9 @@ def _free(error: BaseException) -> None:
     """Free the tensors in the frames of an error and of its causes, which fill the memory; `with` statements around
     them hold the traceback, too.
     """
-    current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current.__traceback__ = None
-        current = current.__cause__ or current.__context__
+    for one in chain_of(error):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
 
 
 def _shared(plan: RunPlan) -> str:
@@ -196,19 +190,29 @@ def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
 
 def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
     """Return whether this model could be trained with a config on this host."""
+    return planned_anew(plan, cfg) is not None
+
+
+def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | None = None) -> RunPlan | None:
+    """Return the plan of another config on the same devices; None if a run refuses it.
+
+    Args:
+        plan: a run.
+        cfg: another config for its data.
+        launch: the external launch of its processes.
+    """
     try:
-        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, splits=plan.components.datasets)
-        model_notes(other, meta_model(other))
+        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=launch, splits=plan.components.datasets)
+        model = meta_model(other)
+        model_notes(other, model)  # raises what the run itself would raise
+        return other.resolved(lambda: model)
     except ConfigError:
-        return False
-    return True
+        return None
 
 
 def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
-    shaping = model_transforms_of(replace(plan.cfg, activation_checkpointing="full"))
-    strategy = plan.components.strategy
-    problems = shaping_problems(meta_model(plan), shaping, compiles=traits_here(strategy).compiles, strategy="")
-    if plan.cfg.activation_checkpointing != "full" and not problems:
+    cfg = replace(plan.cfg, activation_checkpointing="full")
+    if plan.cfg.activation_checkpointing != "full" and _can_go(plan, cfg):
         yield _Remedy(overrides="activation_checkpointing=full", effect="keeps the inputs of each block alone")
 
 
