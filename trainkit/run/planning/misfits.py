@@ -29,6 +29,7 @@ from trainkit.objectives.from_hidden.output_layer import scores_kept
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.core.buffers import complex_problem
 from trainkit.strategies.core.optimizer import optimizer_state
 from trainkit.trainer.events import Callback
 
@@ -115,8 +116,9 @@ def _updated_flag(model: nn.Module, before: Mapping[str, Tensor]) -> Problem | N
     """Return the problem of a buffer that a pass has updated, and whose values of several shards have no sum."""
     for name, buffer in model.named_buffers():
         if name in before and not torch.equal(buffer, before[name]):
-            kind = str(buffer.dtype).removeprefix("torch.")
-            rule = f"updates {name}, of {kind}, in its forward pass, and the results of shards are added up. "
+            if buffer.is_complex():
+                return complex_problem(name)
+            rule = f"updates {name}, of bool, in its forward pass, and the results of shards are added up. "
             return Problem(key="model", rule=rule + "Make it a buffer of float32 or int64.")
     return None
 

@@ -79,6 +79,12 @@ class BufferGroup:
         torch._foreach_copy_([tensor for tensor, _ in found], values)
 
 
+def complex_problem(name: str) -> Problem:
+    """Return the problem of a complex buffer that a forward pass updates: no sum over shards keeps it."""
+    rule = f"buffer {name} holds complex numbers, and forward changes it. Keep torch.view_as_real of it."
+    return Problem(key="model", rule=rule)
+
+
 class StepBuffers:
     """The buffers of a model through the shards of a step.
 
@@ -135,8 +141,7 @@ class StepBuffers:
         kept = [place for place, flag in enumerate(changed) if flag]
         for name, (owner, leaf) in ((self.names[place], self._all[place]) for place in kept):
             if owner._buffers[leaf].is_complex():  # type: ignore[union-attr]  # noqa: SLF001 - as in `tensors`
-                rule = f"buffer {name} holds complex numbers, and forward changes it. Keep torch.view_as_real of it."
-                raise ConfigError([Problem(key="model", rule=rule)])
+                raise ConfigError([complex_problem(name)])
         self._chosen = [self._all[place] for place in kept]
         if not self._groups:
             return
