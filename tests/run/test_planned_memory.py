@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.support.storages import Counting
 from trainkit import api
 from trainkit.cli import main
+from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.run.estimates.activations import Timeline, TracedPass
@@ -127,6 +129,14 @@ def traced(model: nn.Module, **settings: object) -> Timeline:
 
 
 PRECISION = make_plan(api.compose(["recipe=digits"]).cfg).components.precision
+
+
+def test_a_pass_is_traced_of_a_model_that_keeps_a_computed_weight() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    batch = torch.ones(5, 4), torch.zeros(5, dtype=torch.int64)
+    traced = TracedPass(model=model, batch=batch, loss=Classification().loss, precision=Precision()).run()
+    assert len(traced.gradients) == 2
 
 
 def test_each_place_holds_what_its_modules_compute() -> None:

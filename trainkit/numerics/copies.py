@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,10 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a model, in which computed tensors have no graph.
-
-    Hooks of torch (`torch.nn.utils.prune`, `torch.nn.utils.weight_norm`) keep such tensors, and so does a forward pass
-    that stores its activations. torch refuses to copy a tensor with a graph.
+    """Return a deep copy of a model, in which computed tensors have no graph: torch refuses to copy one that has.
 
     Args:
         model: the model, which does not change.
@@ -26,8 +24,18 @@ def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
         False
     """
     held = {} if held is None else held
+    for value in computed_tensors(model):
+        held.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(model, held)
+
+
+def computed_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors with a graph that the modules of a model keep as attributes.
+
+    Hooks of torch (`torch.nn.utils.prune`, `torch.nn.utils.weight_norm`) keep such tensors, and so does a forward pass
+    that stores its activations.
+    """
     for module in model.modules():
         for value in tree_leaves(vars(module)):
             if isinstance(value, Tensor) and not value.is_leaf:
-                held.setdefault(id(value), value.detach().clone())
-    return copy.deepcopy(model, held)
+                yield value

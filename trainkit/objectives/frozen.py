@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from threading import Lock
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.errors import TrainingError
+from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import converted_floats
 
 LoadRun = Callable[[str, Literal["best", "last"]], nn.Module]
@@ -66,7 +66,7 @@ class FrozenModel:
 
     def _copy_on(self, device: torch.device) -> nn.Module:
         if self._copies:
-            model = copy.deepcopy(next(iter(self._copies.values()))).to(device)
+            model = copied(next(iter(self._copies.values()))).to(device)
         else:
             model = self._loaded().eval().requires_grad_(requires_grad=False).to(device)
             if self._dtype is not None:

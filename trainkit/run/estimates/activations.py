@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Model
@@ -262,7 +263,8 @@ class TracedPass:
         for name, param in self.model.named_parameters():
             trained = param.requires_grad and (self.updated is None or name in self.updated)
             fakes[id(param)] = nn.Parameter(_fake(param, dtype), requires_grad=trained)
-        fakes.update({id(buffer): _fake(buffer, dtype) for buffer in self.model.buffers()})
+        others = (*self.model.buffers(), *computed_tensors(self.model))
+        fakes.update({id(tensor): _fake(tensor, dtype) for tensor in others})
         model = copy.deepcopy(self.model, fakes)
         self.precision.accept_floats(model)
         for name in self.recomputed:

@@ -23,6 +23,7 @@ from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import build_splits, folded, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble
+from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.run.folder.model_file import Which, load_run, write_model
@@ -163,7 +164,7 @@ def _averaged(models: Sequence[nn.Module]) -> Candidate | None:
     averaged = AveragedModel(models[0])
     for model in models:
         averaged.update_parameters(model)
-    return Candidate(name="averaged weights", model=copy.deepcopy(averaged.module).eval(), settings="one model")
+    return Candidate(name="averaged weights", model=copied(averaged.module).eval(), settings="one model")
 
 
 def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[Candidate, dict[str, float]]]:
