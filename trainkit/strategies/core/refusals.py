@@ -68,8 +68,8 @@ def hook_problems(model: nn.Module) -> list[Problem]:
     """
     places = ("_backward_hooks", "_post_accumulate_grad_hooks")  # have no public names
     hooked = (name for name, param in model.named_parameters() if any(getattr(param, place) for place in places))
-    rule = "has a hook on its gradient, which only eager steps of one_device, mirrored and device_map call. Use one of "
-    rule += "them, with compile.mode=off, or change the gradient in `forward`."
+    rule = "has a hook on its gradient, which only eager steps of one_device, mirrored, multi_worker_mirrored, "
+    rule += "device_map and local_sgd call. Use such steps (compile.mode=off), or change the gradient in `forward`."
     return [Problem(key="model", rule=f"{name} {rule}") for name in hooked][:1]
 
 
