@@ -148,7 +148,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process and those that it has started: they would use the GPU of the next part."""
+    """Kill a process and all processes that it has started: they would use the GPU of the next part."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -27,7 +27,7 @@ MODES: Final = ("captured", "step", "default")
 SHARDS: Final = (4, 1)
 FAILURES: Final = ("raise", "kill")
 _LAST_TESTS_S: Final = 60.0
-"""Seconds in which tests that have begun end, and pytest shows the errors of those that failed."""
+"""Seconds in which tests that have begun end, and pytest shows the errors of failed tests."""
 
 
 def maps(*, small: bool) -> tuple[tuple[str, ...], ...]:

@@ -116,7 +116,7 @@ def test_a_model_is_trained_in_training_mode_from_the_first_step(frozen: bool, t
     expected = points_oracle(model=zoo.Modes(frozen=frozen), num_steps=3, micro_size=5)
     assert reference.differences(weights(done), expected) == []
     counted = load(Path(done["last"])).tensors["optimizer/average/1.running_mean"]
-    assert bool((counted == 0.5).all()) is frozen  # those that the training does not change are not counted again
+    assert bool((counted == 0.5).all()) is frozen  # frozen statistics are not counted again
 
 
 def test_synchronised_batch_statistics_are_refused_for_several_copies(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.hooks import Reading, UserTransform
-from trainkit.data.reading import collate as collating
-from trainkit.data.reading.collate import MoveBatch, narrow, shards_of, tensors_in, to_device
+from trainkit.data.reading.collate import MoveBatch, narrow, refuse_other_rows, shards_of, tensors_in, to_device
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
@@ -30,8 +29,10 @@ _CHUNK: Final = 1024
 
 _AHEAD_BYTES: Final = 1 << 20
 """Largest block of samples that is gathered at once: it stays in the second-level cache of a processor."""
-_ALIGNMENT: Final = (64, 512)
-"""Bytes to which torch aligns the memory of a tensor, on the CPU and on a GPU."""
+_ALIGNMENT: Final = {"cpu": 64}
+"""Kind of device -> bytes to which torch aligns the memory of a tensor."""
+_OF_DEVICES: Final = 512
+"""The same of every other kind of device: torch's allocator on CUDA."""
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -120,7 +121,7 @@ class Memory:
         self._block = sent_to(self._home, torch.from_numpy(self._positions.block))
         stride = self._positions.plan.global_size
         # Kernels may round differently where torch would place no tensor of its own.
-        multiple = _ALIGNMENT[self._home.type != "cpu"]
+        multiple = _ALIGNMENT.get(self._home.type, _OF_DEVICES)
         is_aligned = not any(row * place % multiple for row in self._row_bytes for place in (stride, start))
         is_small = len(self._block) * sum(self._row_bytes) <= _AHEAD_BYTES
         is_ahead = is_aligned and is_small and start % stride + stop - start <= stride <= len(self._block)
@@ -177,7 +178,7 @@ class Gatherer:
                 "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "
                 "Use loader.cache=false, which reads samples one at a time."
             )
-        collating.refuse_other_rows(found, len(indices), "gather(indices)")
+        refuse_other_rows(found, len(indices), "gather(indices)")
         self._is_known = True
         return found
 
@@ -196,7 +197,7 @@ def whole_arrays(dataset: Any) -> Arrays | None:
         return None
     with Untouched(seed=0):
         arrays: Arrays = offer()
-    collating.refuse_other_rows(arrays, len(dataset), f"{type(dataset).__name__}.tensors()")
+    refuse_other_rows(arrays, len(dataset), f"{type(dataset).__name__}.tensors()")
     return arrays
 
 

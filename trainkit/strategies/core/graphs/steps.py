@@ -237,7 +237,7 @@ class StepGraphs:
                 if sums is not None:
                     grads = [_sum(total, grad) for total, grad in zip(sums, grads, strict=True)]
                 if earlier is not None:
-                    counted = torch.as_tensor(sum(added, weight if added else earlier + weight))
+                    counted = torch.as_tensor((added[0] if added else earlier) + weight)
                     factor = torch.where(counted > 0, values[1] / counted, 0.0)
                     grads = [None if grad is None else grad * factor for grad in grads]
                 norm = updates.apply(grads, values, tensors, clips=clips)
