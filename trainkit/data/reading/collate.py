@@ -135,10 +135,8 @@ def refuse_other_rows(batch: Any, count: int, source: str) -> None:
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (count,)):
-            wanted = "a row for each" + (", torch.from_numpy(array)" if isinstance(leaf, np.ndarray) else "")
-            raise DataError(
-                f"{source} gives {shape_text(leaf)} for {count} samples, and must give tensors with {wanted}."
-            )
+            rule = f"{source} gives {shape_text(leaf)} for {count} samples. It must give tensors with a row for each sample"
+            raise DataError(f"{rule}: torch.from_numpy(array)." if isinstance(leaf, np.ndarray) else f"{rule}.")
 
 
 def narrow(batch: Any, start: int, size: int) -> Any:
