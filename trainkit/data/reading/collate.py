@@ -135,8 +135,9 @@ def refuse_other_rows(batch: Any, count: int, source: str) -> None:
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (count,)):
-            rule = f"{source} gives {shape_text(leaf)} for {count} samples. It must give tensors with a row for each sample"
-            raise DataError(f"{rule}: torch.from_numpy(array)." if isinstance(leaf, np.ndarray) else f"{rule}.")
+            remedy = ": torch.from_numpy(array)" if isinstance(leaf, np.ndarray) else ""
+            rule = f"It must give tensors with a row for each sample{remedy}."
+            raise DataError(f"{source} gives {shape_text(leaf)} for {count} samples. {rule}")
 
 
 def narrow(batch: Any, start: int, size: int) -> Any:
