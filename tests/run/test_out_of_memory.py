@@ -75,6 +75,20 @@ def test_a_cut_that_leaves_replicas_without_a_shard_comes_with_one_that_does_not
     assert told("batch.micro_size=8")[1].split("  ")[1] == "strategy=fsdp strategy.replicas=4 batch.micro_size=4"
 
 
+@pytest.mark.parametrize(
+    "sizes", [("batch.global_size=16", "batch.accumulation=2"), ("batch.micro_size=8", "batch.accumulation=2")]
+)
+def test_a_remedy_beside_a_given_accumulation_is_accepted_and_keeps_the_samples_of_a_step(
+    sizes: tuple[str, ...],
+) -> None:
+    plan = make_plan(compose([*GPT[:-1], *sizes]).cfg, num_gpus=0)
+    remedies = [one.overrides.split() for one in _remedies(plan, placing=False)]
+    assert any("batch.accumulation=null" in one for one in remedies)
+    for one in remedies:
+        keys = {text.partition("=")[0]: text for text in (*GPT[:-1], *sizes, *one)}
+        assert make_plan(compose([*keys.values()]).cfg, num_gpus=0).batch.global_size == 16
+
+
 def test_what_is_done_already_is_not_named() -> None:
     lines = told("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
     assert not any("activation_checkpointing" in line or "micro" in line or "precision" in line for line in lines[1:])

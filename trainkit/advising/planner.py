@@ -55,9 +55,8 @@ class Planner:
     def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
         """Plan a way; if it does not fit, with overrides that save memory."""
         savers = [] if base.is_given("activation_checkpointing") else [("activation_checkpointing=full",)]
-        smaller = self._smaller(
-            way, shards=not base.is_given("batch.micro_size"), evaluations=not base.is_given("eval.batch_size")
-        )
+        is_cut = base.is_given("batch.micro_size") or base.is_given("batch.accumulation")
+        smaller = self._smaller(way, shards=not is_cut, evaluations=not base.is_given("eval.batch_size"))
         last = savers[-1] if savers else ()
         return try_way(way, self.figures, savers=chain(savers, ((*last, *sizes) for sizes in smaller)), goal=goal)
 

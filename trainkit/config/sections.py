@@ -33,6 +33,17 @@ class BatchConfig:
     drop_last: Annotated[bool, maths] = False
     """Leave out the last, short batch of an epoch instead of training on it."""
 
+    def overrides(self, *, global_size: int, micro_size: int) -> tuple[str, ...]:
+        """Return the overrides that give a step of this config other sizes.
+
+        Example:
+            >>> BatchConfig(global_size=64, accumulation=2).overrides(global_size=64, micro_size=8)
+            ('batch.micro_size=8', 'batch.accumulation=null')
+        """
+        whole = () if self.global_size == global_size else (f"batch.global_size={global_size}",)
+        third = () if self.accumulation is None else ("batch.accumulation=null",)
+        return *whole, f"batch.micro_size={micro_size}", *third
+
 
 @dataclass(frozen=True, kw_only=True)
 class LrScalingConfig:

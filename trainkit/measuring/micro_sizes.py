@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -235,12 +235,6 @@ def _best(sizes: Sequence[Size]) -> Size | None:
 
 def overrides_for(cfg: RunConfig, found: MicroSizeSearch) -> tuple[str, ...]:
     """Return the overrides with which a config has the size that was found, and the same samples per step."""
-    return () if found.best is None else tuple(_overrides(cfg, found.global_size, found.best.micro_size))
-
-
-def _overrides(cfg: RunConfig, global_size: int, micro_size: int) -> Iterator[str]:
-    if cfg.batch.global_size != global_size:
-        yield f"batch.global_size={global_size}"
-    yield f"batch.micro_size={micro_size}"
-    if cfg.batch.accumulation is not None:
-        yield "batch.accumulation=null"
+    if found.best is None:
+        return ()
+    return cfg.batch.overrides(global_size=found.global_size, micro_size=found.best.micro_size)

@@ -139,7 +139,8 @@ def _smaller_shards(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
         count = -(-plan.batch.global_size // size)
         cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size, accumulation=None))
         price = f"{count} shards a step, each of less work for the device"
-        yield _Change(overrides=f"batch.micro_size={size}", price=price, cfg=cfg)
+        overrides = " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size))
+        yield _Change(overrides=overrides, price=price, cfg=cfg)
 
 
 def _without_copy(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:

@@ -174,10 +174,12 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
     if replicas == 1:
         return cfg, ""
     if plan.micro_size_depends_on_replicas:
-        return replace(cfg, batch=replace(cfg.batch, micro_size=None)), ""
-    micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
-    more = f" batch.micro_size={micro}" if micro < plan.batch.micro_size else ""
-    return replace(cfg, batch=replace(cfg.batch, micro_size=micro)), more
+        return replace(cfg, batch=plan.given), ""
+    size, micro = plan.batch.global_size, min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
+    cfg = replace(cfg, batch=replace(cfg.batch, micro_size=micro))
+    if micro == plan.batch.micro_size and plan.given.global_size == size:
+        return cfg, ""
+    return cfg, " ".join(["", *plan.given.overrides(global_size=size, micro_size=micro)])
 
 
 def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
@@ -205,7 +207,7 @@ def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | N
         other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=launch, splits=plan.components.datasets)
         model = meta_model(other)
         model_notes(other, model)  # raises what the run itself would raise
-        return other.resolved(lambda: model)
+        return replace(other.resolved(lambda: model), given=plan.given)
     except ConfigError:
         return None
 
@@ -220,7 +222,8 @@ def _smaller_shards(plan: RunPlan) -> Iterator[_Remedy]:
     half = (plan.batch.micro_size + 1) // 2
     cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=half, accumulation=None))
     if half < plan.batch.micro_size and _can_go(plan, cfg):
-        yield _Remedy(overrides=f"batch.micro_size={half}", effect="half of the activations, in more shards")
+        overrides = " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=half))
+        yield _Remedy(overrides=overrides, effect="half of the activations, in more shards")
 
 
 class MemoryKind(Enum):

@@ -21,7 +21,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
-from trainkit.config.sections import NumericsConfig
+from trainkit.config.sections import BatchConfig, NumericsConfig
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of
@@ -70,12 +70,17 @@ class RunPlan:
     """The context that the strategy was validated with."""
     backend: ProcessBackend | None = None
     """The backend that starts the processes, if this machine does not."""
-    micro_size_depends_on_replicas: bool = False
-    """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
+    given: BatchConfig = field(default_factory=BatchConfig)
+    """The sizes of a step as the config gives them; `cfg` holds the resolved ones."""
 
     def reading(self, place: device) -> Reading:
         """Return the settings for reading the samples of this run, for batches on a device."""
         return Reading(device=place, settings=self.cfg.loader, hooks=self.components.hooks, seed=self.cfg.seed)
+
+    @property
+    def micro_size_depends_on_replicas(self) -> bool:
+        """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
+        return self.given.micro_size is None and not self.cfg.numerics.reproducible
 
     def highest_rate(self, step: int) -> float:
         """Return the highest learning rate of a step, of all optimizers."""
@@ -248,7 +253,7 @@ def make_plan(
         num_steps=num_steps,
         rate=optimizers[0].rate if optimizers else rate_of(float(cfg.optimizer["lr"]), parts.schedule),
         optimizers=optimizers,
-        micro_size_depends_on_replicas=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
+        given=cfg.batch,
     )
 
 
@@ -335,7 +340,7 @@ def plan_to_environ(plan: RunPlan) -> dict[str, str]:
         "num_samples": plan.batch.num_samples,
         "num_steps": plan.num_steps,
         "rate": {name: getattr(plan.rate, name) for name in ("base", "peak", "start", "warmup_steps", "num_steps")},
-        "micro_size_depends_on_replicas": plan.micro_size_depends_on_replicas,
+        "given": asdict(plan.given),
     }
     return {VARIABLE: json.dumps(values)}
 
@@ -367,17 +372,15 @@ def plan_from_environ(environ: MutableMapping[str, str], cfg: RunConfig) -> RunP
 
 
 def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> RunPlan:
-    launch, batch = values["launch"], cfg.batch
-    if batch.global_size is None or batch.micro_size is None:
+    launch = None if values["launch"] is None else LaunchEnvironment.from_json(values["launch"])
+    if cfg.batch.global_size is None or cfg.batch.micro_size is None:
         raise ValueError("the config does not set the size of a shard")
-    facts = plan_context(
-        cfg, parts, num_gpus=values["num_gpus"], launch=None if launch is None else LaunchEnvironment.from_json(launch)
-    )
+    facts = plan_context(cfg, parts, num_gpus=values["num_gpus"], launch=launch)
     plan = BatchPlan(
         num_samples=values["num_samples"],
-        global_size=batch.global_size,
-        micro_size=batch.micro_size,
-        drop_last=batch.drop_last,
+        global_size=cfg.batch.global_size,
+        micro_size=cfg.batch.micro_size,
+        drop_last=cfg.batch.drop_last,
     )
     num_steps: int = values["num_steps"]
     rate_of = partial(learning_rate_of, cfg, plan, num_steps)
@@ -387,11 +390,11 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         cfg=cfg,
         components=parts,
         tasks=tuple(Task(**task) for task in values["tasks"]),
-        facts=replace(facts, micro_size=batch.micro_size),
+        facts=replace(facts, micro_size=cfg.batch.micro_size),
         num_replicas=values["num_replicas"],
         batch=plan,
         num_steps=num_steps,
         optimizers=optimizers,
         rate=optimizers[0].rate if optimizers else rate,
-        micro_size_depends_on_replicas=values["micro_size_depends_on_replicas"],
+        given=BatchConfig(**values["given"]),
     )
