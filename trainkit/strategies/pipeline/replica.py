@@ -18,6 +18,7 @@ from trainkit.strategies.object_snapshot import ObjectSnapshot
 from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.microbatch import BusyTimer, Chunk
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
+from trainkit.strategies.pipeline.split_backward import WeightPass, passes_of
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.stage_sums import StageSums, stage_sums_of
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
@@ -89,6 +90,24 @@ class ChunkStage(PipelineStage):
             # Tensors are sent in their memory layout, and received as contiguous ones.
             found = self.bwd_cache.get(bwd_chunk_id, ())
             self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in found)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        """Run a backward pass, or one of its two parts; the first returns the passes of the second."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            for one in bwd_kwargs["param_groups"]:
+                one.run()
+            return (), None
+        outputs, params = bwd_kwargs["stage_output"], [one for one in self.submod.parameters() if one.requires_grad]
+        whole = WeightPass.of_outputs(outputs, bwd_kwargs["output_grads"], params)
+        # torch detaches the outputs in place, which views refuse
+        copied = tuple(one.clone() if one._is_view() else one for one in outputs)  # noqa: SLF001 - torch's name
+        kwargs = bwd_kwargs | {"stage_output": copied}
+        found, groups = super().backward_maybe_with_nosync(backward_type, kwargs, last_backward)
+        return found, passes_of(groups or (), whole)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward pass."""
@@ -227,10 +246,7 @@ class PipelineReplica(Replica):
         here = (self.place,)
         named = zip(self.params.items(), used, strict=True)
         summed = {name: param for (name, param), flag in named if flag and self.holders[name] == here}
-        is_split = self.schedule == "zero_bubble"
-        self._stage_sums = stage_sums_of(
-            self.blocks, summed, self.masters, self.groups.alike.get(here), is_split=is_split
-        )
+        self._stage_sums = stage_sums_of(self.blocks, summed, self.masters, self.groups.alike.get(here))
 
     def finish_sums(self) -> dict[str, Tensor]:
         """Wait for the sums that have begun in backward passes of this step, and return them by name."""

@@ -26,7 +26,6 @@ class StageSums:
         params: parameters of only this stage, by canonical name; each gets a gradient.
         masters: the parameters that the optimizer updates, whose dtype and strides the sums have.
         group: the ranks with this stage, one of each replica.
-        is_split: whether gradients of weights are computed in a separate pass, which calls no hooks.
         next_stage: the sums of the stage of this rank whose buckets follow; None: no stage follows.
     """
 
@@ -36,11 +35,10 @@ class StageSums:
         masters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
         *,
-        is_split: bool,
         next_stage: StageSums | None = None,
     ) -> None:
         self.names = tuple(params)
-        self._params, self._group, self._is_split = list(params.values()), group, is_split
+        self._params, self._group = list(params.values()), group
         self._next, self._has_turn = next_stage, False
         like = [masters[name] for name in self.names]
         packing = FlatBuffer.like(like, like[0].dtype, like[0].device)
@@ -69,7 +67,7 @@ class StageSums:
         """Collect the gradients of the next backward pass of the stage; exchange buckets during the last one of a
         step.
         """
-        self._vector.begin_backward(self._params, self._on_full if is_last and not self._is_split else None)
+        self._vector.begin_backward(self._params, self._on_full if is_last else None)
 
     def end_backward(self, *, is_last: bool) -> None:
         """Collect gradients that filled no bucket, and after the last pass exchange the remaining ones."""
@@ -117,8 +115,6 @@ def stage_sums_of(
     params: Mapping[str, nn.Parameter],
     masters: Mapping[str, nn.Parameter],
     group: dist.ProcessGroup | None,
-    *,
-    is_split: bool,
 ) -> dict[int, StageSums]:
     """Return the sums of each stage of a rank, the last stage first, without parameters shared by two of its stages.
 
@@ -127,7 +123,6 @@ def stage_sums_of(
         params: parameters with gradients that no other rank of the replica holds.
         masters: the parameters that the optimizer updates.
         group: the ranks of the same stages; None with one replica.
-        is_split: see `StageSums`.
     """
     if group is None:
         return {}
@@ -142,6 +137,6 @@ def stage_sums_of(
     following: StageSums | None = None
     for stage in sorted(own):
         if own[stage]:
-            following = StageSums(own[stage], masters, group, is_split=is_split, next_stage=following)
+            following = StageSums(own[stage], masters, group, next_stage=following)
             sums = {stage: following, **sums}
     return sums
