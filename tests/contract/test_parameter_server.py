@@ -1,14 +1,14 @@
 """A synchronous parameter server is the training of one device, and so is an asynchronous one with one worker."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.contract import stepping
 from tests.contract.running import run, weights
@@ -101,6 +101,34 @@ def test_the_devices_of_an_asynchronous_worker_make_one_update_together(base: Ca
     (found,) = train_in_threads(store, served(case, 1, 1, mode="async", devices_per_worker=3))
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+class WithoutElements(zoo.Net):
+    """A layer whose weight has no elements, and a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, features) -> (samples, classes)."""
+        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs + self.empty.sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Empty(Case):
+    """A training of a parameter without elements."""
+
+    def make_model(self) -> nn.Module:
+        """The model."""
+        return WithoutElements()
+
+
+def test_a_parameter_without_elements_counts_nothing_in_the_norm_of_gradients(store: tuple[str, int]) -> None:
+    case = served(Empty(micro_size=4, max_norm=0.05), 1, 2)
+    (chief,) = train_in_threads(store, case)
+    assert reference.differences(chief.weights, oracle(case)) == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -101,9 +101,11 @@ def test_optimizers_are_known_by_name_and_by_what_they_say_of_themselves() -> No
 def test_parameters_that_cannot_be_cut_are_named() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     model[1].scale = nn.Parameter(torch.tensor(1.0))
+    model[1].empty = nn.Parameter(torch.empty(0))
     assert refusals(model=model) == [
         "model: 0 has sparse gradients, which are not summed in parts. Use sparse=False.",
         "model: 1.scale has no dims, and cannot be sharded. Give it the shape (1,).",
+        "model: 1.empty has no elements, and cannot be sharded. Leave it out, or use strategy=mirrored.",
     ]
 
 

@@ -200,6 +200,9 @@ def unsharded_model_problems(model: nn.Module) -> list[Problem]:
         if not param.dim():
             rule = f"{name} has no dims, and cannot be sharded. Give it the shape (1,)."
             found.append(Problem(key="model", rule=rule))
+        elif not param.numel():
+            rule = f"{name} has no elements, and cannot be sharded. Leave it out, or use strategy=mirrored."
+            found.append(Problem(key="model", rule=rule))
     return found
 
 

@@ -177,10 +177,9 @@ class GradientAggregator:
 
 
 def _has_numbers(grad: Tensor) -> bool:
-    return not grad.is_sparse or bool(grad.values().numel())
+    return bool((grad.values() if grad.is_sparse else grad).numel())
 
 
-def _norms(present: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Return the norm of every tensor; empty tensors count as zero, because an inf-norm of nothing is undefined."""
-    filled = [one if one.numel() else one.new_zeros(1) for one in present]
-    return list(torch._foreach_norm(filled, order)) if filled else []  # noqa: SLF001 - as in torch's own clipping
+def _norms(present: list[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of every tensor."""
+    return list(torch._foreach_norm(present, order)) if present else []  # noqa: SLF001 - as in torch's own clipping
