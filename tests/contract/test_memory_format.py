@@ -39,6 +39,11 @@ def test_weights_and_features_have_their_channels_last() -> None:
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in [*weights, *seen])
 
 
+def test_weights_of_five_dims_stay_as_they_are() -> None:
+    model = apply_transforms(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)), LAST)
+    assert [weight.stride() for weight in model.parameters() if weight.dim() > 1] == [(27, 1, 9, 3), (81, 27, 9, 3, 1)]
+
+
 @pytest.mark.parametrize(
     ("value", "device", "chosen"),
     [("bf16_mixed", "cuda:0", "auto"), ("fp32", "cuda:0", "contiguous"), ("bf16_mixed", "cpu", "contiguous")],

@@ -34,7 +34,8 @@ def apply_format(model: nn.Module, memory_format: MemoryFormat) -> None:
         ((27, 1, 9, 3), (144, 1, 24, 4))
     """
     if puts_channels_last(model, memory_format):
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's annotations
+        # not `model.to`, which refuses models that also have 5-d tensors
+        model._apply(lambda one: one.to(memory_format=torch.channels_last) if one.dim() == 4 else one)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 def format_problems(model: nn.Module, memory_format: MemoryFormat) -> Iterator[Problem]:
