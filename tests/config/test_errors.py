@@ -187,6 +187,26 @@ def test_a_bad_argument_is_refused_in_these_words(
                     f"strategy.replicas: no such key in one_device. It belongs to {REPLICAS}: add strategy=ONE OF THEM."
                     " (command line)"
                 ),
+                "batch.micro_size=128: larger than batch.global_size=100. Use 100 or less. (command line)",
+            ],
+        ),
+        (
+            ("optimizer.lr=-1", "batch.micro_size=0", "loader.prefetch=3", "optimizer.foreach=x", "eval.metric=val/x"),
+            [
+                "batch.micro_size=0: must be at least 1. (command line)",
+                "loader.prefetch=3: has no effect without workers. Give loader.num_workers. (command line)",
+                "optimizer.lr=-1: must not be negative. (command line)",
+                "optimizer.foreach=x: must be true or false or null. (command line)",
+                (
+                    "eval.metric=val/x: no such metric. Did you mean val/loss? There are: val/loss, val/accuracy. (command line)"  # noqa: E501
+                ),
+            ],
+        ),
+        (
+            ("steps=0", "epochs=null", "lr_scaling.rule=cube", "warmup.start=base", "warmup.steps=1"),
+            [
+                "steps=0: must be at least 1. (command line)",
+                "lr_scaling.rule=cube: must be linear, sqrt or none. (command line)",
             ],
         ),
         (

@@ -162,6 +162,12 @@ class Composition:
         chosen = is_node and group in self.given
         return origin.level is not Level.recipe and (chosen or not origin.shipped)
 
+    def given_below(self, path: KeyPath) -> Iterator[KeyPath]:
+        """Yield a key and the keys below it that an argument or a file of the user's set."""
+        for key, origin in self.origins.items():
+            if key[: len(path)] == path and origin.where and not origin.shipped:
+                yield key
+
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:
         """Return a problem of a key, with the place that set it."""
         where = self.origin(key).where

@@ -6,20 +6,21 @@ phase imports the targets (only those of allowed packages) and checks their sign
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
-from trainkit.config.check.optimizers import named_optimizer_problems, named_optimizer_targets
+from trainkit.config.check.optimizers import named_optimizer_targets
 from trainkit.config.check.recipe_keys import fitted
+from trainkit.config.check.rules import broken_rules, section_of, sections_of, with_defaults
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
-from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup, path_of
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
-from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, root_of, targets_in
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
-from trainkit.config.targets.checks import OtherChoices, optimizer_limits, target_problems, unchecked_keys
+from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
 from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
@@ -38,6 +39,8 @@ __all__ = [
 _UNNAMED: Final = ("cluster", "average", "convert", "hardware")
 """Groups whose choice may name no class."""
 _OPTIONAL: Final = (*_UNNAMED, *LIST_GROUPS)
+_IN_LAUNCH: Final = ("loader", "precision", "supervisor", "numerics", "elastic")
+"""Sections with keys that may have no effect on this machine."""
 NEEDS_VALUE: Final = "needs a value:"
 """Prefix of the rule about a key without a value."""
 
@@ -50,7 +53,7 @@ def checked(composition: Composition) -> Composition:
     signature describes. The keys left out are those of a recipe, and of a choice whose class the user replaced.
 
     Raises:
-        ConfigError: every problem of the first phase; if there are none, those of the second.
+        ConfigError: the problems of both phases.
     """
     if check_both(composition):
         composition, problems = fitted(composition, check_both)
@@ -68,20 +71,14 @@ def notes_about_keys(composition: Composition) -> tuple[str, ...]:
 
 
 def check_both(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """Return the problems of the first phase, as `check_names_first` does; if there are none, those of the second."""
+    """Return the problems of both phases; after problems of the first, the second looks at keys of the user only."""
     return check_names_first(composition, multirun=multirun) or check_values(composition)
 
 
 def check_names_first(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """Return the problems of the first phase; if there are any, also those of keys of the user's own classes.
-
-    Names of keys of the shipped classes are found without an import, which takes seconds.
-    """
+    """Return the problems of the first phase; if there are any, also those of the second, of the keys the user set."""
     problems = check_names(composition, multirun=multirun)
-    if not problems:
-        return []
-    keys = {problem.key for problem in problems}
-    return [*problems, *(one for one in check_values(composition, own_only=True) if one.key not in keys)]
+    return [*problems, *check_values(composition, problems)] if problems else []
 
 
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
@@ -96,33 +93,53 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     problems += paths_too_long(composition)
     problems += _hydra_problems(composition)
     problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
-    if not problems:
-        problems = list(_rules(composition)) or unused_keys(composition, multirun=multirun)[0]
+    problems += broken_rules(composition, problems, multirun=multirun)
     # A problem found while composing a key is the cause of a problem with its value.
     reported = {(problem.key, problem.origin) for problem in composition.problems}
     others = [problem for problem in problems if (problem.key, problem.origin) not in reported]
     return _deduplicated([*composition.problems, *others])
 
 
-def check_values(composition: Composition, *, own_only: bool = False) -> list[Problem]:
-    """Run the second phase: import every target and check its keys and their values.
+def check_values(composition: Composition, known: Sequence[Problem] = ()) -> list[Problem]:
+    """Run the second phase: import the targets and check their keys and values.
 
     Args:
-        composition: the run; without problems of the first phase, unless `own_only`.
-        own_only: import classes of the user's packages alone.
+        composition: the run.
+        known: the problems of the first phase. If there are any, only nodes with other keys of the user are checked:
+            to import the targets takes a second.
+
+    Returns:
+        The problems of other keys than those of the known ones.
     """
-    problems: list[Problem] = []
+    found = list(known)
     alternatives = OtherChoices(composition)
+
+    def is_suspect(*path: str) -> bool:
+        return not known or any(not _is_named(key, known) for key in composition.given_below(path))
+
+    def is_sound(*sections: str) -> bool:
+        return not sections_of(found) & {*sections}
+
     with allow_packages(composition.packages):
         for path, node in _nodes(composition):
-            if not own_only or root_of(str(node[TARGET])) in composition.packages:
-                problems += target_problems(composition, path, node, alternatives)
-        if own_only:
-            return _deduplicated(composition.without_secrets(problems))
-        if composition.values["optimizers"]:
-            problems += named_optimizer_targets(composition, alternatives)
-        problems = problems or [*_unknown_metric(composition), *unused_keys_in_launch(composition)]
-        return _deduplicated(composition.without_secrets(problems))
+            if is_suspect(*path):
+                found += target_problems(composition, path, node, alternatives)
+        if composition.values["optimizers"] and is_suspect("optimizers"):
+            found += named_optimizer_targets(composition, alternatives)
+        if is_suspect("eval", "metric") and is_sound("eval", "objective"):
+            found += _unknown_metric(composition)
+        suspect = "precision" in composition.given or any(map(is_suspect, _IN_LAUNCH))
+        if suspect and is_sound("data", "strategy", "cluster", "precision"):
+            unused = unused_keys_in_launch(with_defaults(composition, found))
+            found += [problem for problem in unused if is_sound(section_of(problem))]
+        others = (one for one in found[len(known) :] if not _is_named(path_of(one.key), known))
+        return _deduplicated(composition.without_secrets(others))
+
+
+def _is_named(path: KeyPath, problems: Iterable[Problem]) -> bool:
+    """Return whether a problem names a key, or a key above or below it."""
+    named = (path_of(problem.key) for problem in problems)
+    return any(path[: len(one)] == one[: len(path)] for one in named)
 
 
 def _unknown_metric(composition: Composition) -> Iterator[Problem]:
@@ -285,71 +302,6 @@ def _nodes(composition: Composition) -> Iterator[tuple[KeyPath, Mapping[str, Any
         inner = value.items() if group in LIST_GROUPS and isinstance(value, Mapping) else ()
         nodes = [((group, name), node) for name, node in inner] if group in LIST_GROUPS else [((group,), value)]
         yield from ((path, node) for path, node in nodes if isinstance(node, Mapping) and TARGET in node)
-
-
-def _rules(composition: Composition) -> Iterator[Problem]:
-    """Check run-level values against each other."""
-    values = composition.values
-    batch = values["batch"]
-    if values["epochs"] is None and values["steps"] is None:
-        yield Problem(key="epochs", rule="a run needs a length. Give epochs or steps.")
-    whole, micro = batch["global_size"], batch["micro_size"]
-    if whole is None and (micro is None or batch["accumulation"] is None):
-        rule = "a step needs a size. Give it, or both batch.micro_size and batch.accumulation."
-        yield Problem(key="batch.global_size", rule=rule, origin=composition.origin("batch.global_size").where)
-    if whole is not None and micro is not None and micro > whole:
-        rule = f"larger than batch.global_size={whole}. Use {whole} or less."
-        yield composition.problem("batch.micro_size", rule, value=micro)
-    if whole is not None and batch["accumulation"] is not None and batch["accumulation"] > whole:
-        rule = f"more shards than samples: batch.global_size={whole}. Use {whole} or less."
-        yield composition.problem("batch.accumulation", rule, value=batch["accumulation"])
-    lanes = values["numerics"]["lanes"]
-    if lanes & (lanes - 1):
-        rule = f"must be a power of two. Use {1 << (lanes.bit_length() - 1)} or {1 << lanes.bit_length()}."
-        yield composition.problem("numerics.lanes", rule, value=lanes)
-    folds, fold = values["cv"]["folds"], values["cv"]["fold"]
-    if folds is not None and fold is not None and fold >= folds:
-        rule = f"there are cv.folds={folds}, counted from 0. Use {folds - 1} or less."
-        yield composition.problem("cv.fold", rule, value=fold)
-    yield from _optimizer_rules(composition)
-
-
-def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
-    """Check the limits that all optimizers of torch share, before torch is imported."""
-    node = composition.values["optimizer"]
-    yield from _parameter_groups(composition, node)
-    if node.get("lr") is None:
-        rule = "is missing: the base learning rate. Give optimizer.lr=VALUE."
-        yield composition.problem("optimizer.lr", rule, show_value=False)
-    yield from optimizer_limits(composition, ("optimizer",), node)
-    if composition.values["optimizers"] != {}:
-        yield from named_optimizer_problems(composition)
-
-
-def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check `optimizer.groups`: name -> patterns of its parameters, and the optimizer's keys that differ for them."""
-    groups = node.get("groups")
-    if groups is None:
-        return
-    if not isinstance(groups, Mapping):
-        rule = "must be a mapping: a name, and below it match and the keys that differ."
-        yield composition.problem("optimizer.groups", rule, value=groups)
-        return
-    for name, group in groups.items():
-        path = ("optimizer", "groups", name)
-        if not isinstance(group, Mapping) or misfit(group.get("match"), list[str]) is not None:
-            rule = "needs match, a list of patterns: match: ['*.bias', 'type:*Norm*']."
-            yield composition.problem(path, rule, show_value=False)
-            continue
-        for key in group:
-            if key != "match" and (key not in node or key in (TARGET, "groups")):
-                near = closest(key, node)
-                hint = f" Did you mean {dotted((*path, near))}?" if near else ""
-                yield composition.problem((*path, key), f"no such key of the optimizer.{hint}", show_value=False)
-            elif key != "match" and isinstance(node[key], int | float):
-                wrong = misfit(group[key], type(node[key]) if isinstance(node[key], bool) else float)
-                if wrong is not None:
-                    yield composition.problem((*path, key), wrong, value=group[key])
 
 
 def _deduplicated(problems: Sequence[Problem]) -> list[Problem]:

@@ -89,7 +89,7 @@ class Call:
             may_lack: a group whose required keys may be unset; each is then a note.
 
         Raises:
-            ConfigError: every problem of the first phase that finds any.
+            ConfigError: the problems of both phases.
         """
         from trainkit.config.check import checked  # noqa: PLC0415 - a verb that composes nothing needs neither
         from trainkit.config.check.unset import checked_without  # noqa: PLC0415

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from trainkit.config.check import check_both, check_names, check_names_first, fitted
+from trainkit.config.check import check_both, check_names, fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
@@ -73,13 +73,11 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
         composer.compose(line, for_others=True) if keys else composition
         for line, keys, composition in zip(lines, foreign, plain, strict=True)
     ]
-    for phase in (partial(check_names_first, multirun=True), partial(check_both, multirun=True)):
-        found_of = [fitted(composition, phase) for composition in compositions]
-        compositions = [composition for composition, _ in found_of]
-        found = problems_of_points(compositions, [own for _, own in found_of])
-        problems = list({str(problem): problem for problem in [*problems, *found]}.values())
-        if problems:
-            raise ConfigError(problems)
+    found_of = [fitted(composition, partial(check_both, multirun=True)) for composition in compositions]
+    compositions = [composition for composition, _ in found_of]
+    found = problems_of_points(compositions, [own for _, own in found_of])
+    if problems := list({str(problem): problem for problem in [*problems, *found]}.values()):
+        raise ConfigError(problems)
     return compositions
 
 
