@@ -24,9 +24,9 @@ TrainkitError                1   anything below
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from trainkit.extras import install_command
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
@@ -57,8 +57,11 @@ __all__ = [
     "UnreadableError",
     "ZeroWeightError",
     "callback_note",
+    "together",
     "yaml_text",
 ]
+
+T = TypeVar("T")
 
 CALLBACK_NOTE: Final = "in the callback "
 """Prefix of the note on an error that a callback raised."""
@@ -159,6 +162,27 @@ class ConfigError(TrainkitError):
         count = len(self.problems)
         head = f"{count} problem{'' if count == 1 else 's'} in the config"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+
+def together(*checks: Callable[[], object], then: Callable[[], T]) -> T:
+    """Run checks that do not need each other and a last one, and return the result of the last one.
+
+    Raises:
+        ConfigError: the problems of all of them. After a problem no other error is raised: it may follow from the
+            problem.
+    """
+    results, problems = [], list[Problem]()
+    for check in (*checks, then):
+        try:
+            results.append(check())
+        except ConfigError as error:
+            problems += error.problems
+        except Exception:
+            if not problems:
+                raise
+    if problems:
+        raise ConfigError(problems)
+    return cast("T", results[-1])
 
 
 class MissingExtraError(ConfigError):

@@ -321,6 +321,20 @@ def test_bad_arguments_are_refused_all_at_once(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ("objective.input=nope", "strategy.replicas=0", "strategy=mirrored"),
+        ("model.in_features=3", "activation_checkpointing=[Foo]", "warmup.steps=100000", "memory_format=channels_last"),
+    ],
+)
+def test_problems_that_need_the_data_and_the_model_are_reported_together(
+    refuse: Callable[..., list[str]], arguments: tuple[str, ...]
+) -> None:
+    told = {problem.partition("=")[0] for problem in refuse("recipe=null", *arguments)}
+    assert told == {argument.partition("=")[0] for argument in arguments} - {"strategy"}
+
+
+@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (("plann",), "plann: no such verb. Did you mean plan? (command line)"),

@@ -15,7 +15,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, together
 from trainkit.run.begin import (
     CheckStart,
     Job,
@@ -217,9 +217,9 @@ def _begun(
             [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
         )
     model = meta_model(plan)
-    refuse_misfits(plan, model)
+    found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
     refuse_lack_of_room(plan, model, start.folder, run_dir)
-    found = [*model_notes(plan, model, is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
+    found += cut_notes(plan, lambda: coupling_of(plan, model))
     if plan.cfg.loader.num_workers == "auto":
         plan, note = with_workers(plan, choose_workers)  # keep it last: it takes some seconds
         found.append(note)

@@ -86,25 +86,25 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     problems += objective_problems(plan, model)
     if plan.components.precision.compute_dtype is torch.bfloat16:
         problems += convolution_problems(plan, model)
-    if problems:
-        raise ConfigError(problems)
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
-    _refuse_single_samples(plan, statistics)
+    problems += _single_samples(plan, statistics) if statistics else ()
+    keys = [*_longer_warmup(plan), *_without_validation(plan), *_unknown_split(plan), *_unmatched(plan, model)]
+    if problems := [*problems, *(problem for problem, _ in keys if is_given(problem.key))]:
+        raise ConfigError(problems)
+    of_keys = [*(note for _, note in keys if note), *_no_validation(plan), *_members(plan, model)]
     updated = optimizer_notes(model, plan.optimizers) if plan.optimizers else []
-    keys = [*updated, *key_notes(plan, model, is_given)]
     of_data = [
         *_fields_left_out(plan.components),
         *_splits_left_out(plan.components.datasets),
         *plan.components.objective.notes(model, plan.components.sample),
     ]
     of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
-    return [*keys, *of_data, *notes_of(strategy, model), *of_shaping]
+    return [*updated, *of_keys, *of_data, *notes_of(strategy, model), *of_shaping]
 
 
-def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:
-    if not statistics:
-        return
+def _single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> Iterator[Problem]:
+    """Yield the problems of shards and batches of one sample, which have no batch statistics."""
     for step in {0, plan.batch.steps_per_epoch - 1}:
         smallest = plan.batch.shard_size(step, plan.batch.num_shards(step) - 1)
         if smallest == 1:
@@ -114,7 +114,8 @@ def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> No
                 f"({type(statistics[0]).__name__}). Use another batch.global_size or batch.micro_size, or "
                 "batch.drop_last=true."
             )
-            raise ConfigError([Problem(key="batch.micro_size", value=plan.batch.micro_size, rule=rule)])
+            yield Problem(key="batch.micro_size", value=plan.batch.micro_size, rule=rule)
+            break
     average, size, others = average_of(plan.cfg), plan.eval_batch_size, size_of(plan.components.datasets["train"]) - 1
     if average is None or not average.counts_statistics or others % size:
         return
@@ -123,7 +124,7 @@ def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> No
         f"leaves one training sample for the last batch in which average={average.name} computes batch statistics, and "
         f"one sample has none ({type(statistics[0]).__name__}). Use {larger}."
     )
-    raise ConfigError([Problem(key="eval.batch_size", value=size, rule=rule)])
+    yield Problem(key="eval.batch_size", value=size, rule=rule)
 
 
 _CHEAP: Final = 50_000_000
@@ -240,24 +241,6 @@ def _shape(value: Any) -> Any:
 
 _SHOWN: Final = 6
 """Names of parameters in a note."""
-
-
-def key_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]) -> list[str]:
-    """Return notes about the warmup, the validation split and the groups of parameters.
-
-    Args:
-        plan: the run.
-        model: the model, possibly without data.
-        is_given: whether the user set a key. Keys that a recipe, a default or the run to resume set are noted, not
-            refused.
-
-    Raises:
-        ConfigError: a key that the user set has no (full) effect.
-    """
-    found = [*_longer_warmup(plan), *_without_validation(plan), *_unknown_split(plan), *_unmatched(plan, model)]
-    if problems := [problem for problem, _ in found if is_given(problem.key)]:
-        raise ConfigError(problems)
-    return [*(note for _, note in found if note), *_no_validation(plan), *_members(plan, model)]
 
 
 def _longer_warmup(plan: RunPlan) -> Iterator[tuple[Problem, str]]:

@@ -1,4 +1,4 @@
-"""Several optimizers of a run (`optimizers`): the parameters, learning rate and phase of each."""
+"""The learning rate of a run, and its several optimizers (`optimizers`): parameters, rate and phase of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.schedules import LearningRate, Schedule
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
 from trainkit.objectives.base import Objective
 from trainkit.run.planning.build import make_optimizer, parameter_matches
 from trainkit.strategies.base import NamedOptimizer, Phase, PlanContext, Strategy
@@ -46,6 +47,20 @@ class PlannedOptimizer:
         ratio = f", in one of {phase.every} steps" if phase.every > 1 else ""
         ratio += f", {phase.repeats} times a step" if phase.repeats > 1 else ""
         return f"{self.name} ({self.node[TARGET].rpartition('.')[2]}{ratio})"
+
+
+def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: float, schedule: Schedule) -> LearningRate:
+    """Return the learning rate of every step, from the base rate of an optimizer and a schedule."""
+    peak = scale_lr(
+        base,
+        global_size=batch.global_size,
+        reference_size=cfg.lr_scaling.reference_batch,
+        rule=cfg.lr_scaling.rule,
+    )
+    epochs = cfg.warmup.epochs
+    warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
+    start = base if cfg.warmup.start == "base" else 0.0
+    return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
 
 
 def planned_optimizers(

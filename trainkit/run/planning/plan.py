@@ -25,12 +25,18 @@ from trainkit.config.sections import BatchConfig, NumericsConfig
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of
-from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
+from trainkit.errors import ConfigError, DataError, Problem, TrainkitError, together
 from trainkit.numerics.batch import BatchPlan, resolve_batch
-from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
+from trainkit.numerics.schedules import LearningRate
 from trainkit.run.planning.adapters import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
-from trainkit.run.planning.optimizers import PlannedOptimizer, phase_problems, planned_optimizers, strategy_problems
+from trainkit.run.planning.optimizers import (
+    PlannedOptimizer,
+    learning_rate_of,
+    phase_problems,
+    planned_optimizers,
+    strategy_problems,
+)
 from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
@@ -219,24 +225,19 @@ def make_plan(
     backend = cluster if isinstance(cluster, ProcessBackend) else None
     parts = build_components(cfg, splits)
     facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
-    problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
-    problems += [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
-    if not problems:
-        problems += _task_problems(cfg, parts, facts, backend)
-    if problems:
-        raise ConfigError(problems)
-    parts.refuse_unknown_fields()
-    parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache)
-    tasks, replicas = parts.strategy.tasks(facts), parts.strategy.num_replicas(facts)
-    batch = _batch_plan(cfg, parts, replicas)
+    replicas, batch = together(
+        parts.refuse_unknown_fields,
+        lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache),
+        lambda: _refuse(callback_problems(parts.planned(cfg))),
+        then=lambda: _cut(cfg, parts, facts, backend),
+    )
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
     rate_of = partial(learning_rate_of, cfg, batch, num_steps)
     optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
+    tasks = parts.strategy.tasks(facts)
     found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
-    found += callback_problems(parts.planned(cfg))
     found += average_problems(facts.average, parts.datasets, num_steps) if facts.average else []
-    if found:
-        raise ConfigError(found)
+    _refuse(found)
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
     )
@@ -271,6 +272,22 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         average=average_of(cfg),
         launch=launch,
     )
+
+
+def _cut(
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+) -> tuple[int, BatchPlan]:
+    """Return the number of replicas, and the division of steps into their shards."""
+    problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
+    problems += [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
+    _refuse(problems or _task_problems(cfg, parts, facts, backend))
+    replicas = parts.strategy.num_replicas(facts)
+    return replicas, _batch_plan(cfg, parts, replicas)
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 def _task_problems(
@@ -309,20 +326,6 @@ def _batch_plan(cfg: RunConfig, parts: Components, replicas: int) -> BatchPlan:
         rule = f"larger than the {num_samples} training samples, and batch.drop_last leaves the short batch out."
         raise ConfigError([Problem(key="batch.global_size", value=sizes.global_size, rule=rule)])
     return batch
-
-
-def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: float, schedule: Schedule) -> LearningRate:
-    """Return the learning rate of every step, from the base rate of an optimizer and a schedule."""
-    peak = scale_lr(
-        base,
-        global_size=batch.global_size,
-        reference_size=cfg.lr_scaling.reference_batch,
-        rule=cfg.lr_scaling.rule,
-    )
-    epochs = cfg.warmup.epochs
-    warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
-    start = base if cfg.warmup.start == "base" else 0.0
-    return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
 
 
 VARIABLE: Final = "TRAINKIT_PLAN"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, together
 from trainkit.report.json_output import print_json
 from trainkit.report.rate_curve import corners, curve_line, draw_rates
 from trainkit.report.tables import print_rows, print_summary
@@ -153,8 +153,10 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
         splits = None if data is None else data.splits
         plan = make_plan(composition.cfg, num_gpus=asked.num_gpus, launch=launch, splits=splits)
         model = meta_model(plan)
-        refuse_misfits(plan, model)
-        notes = [*(() if data is None else data.notes), *model_notes(plan, model, composition.is_given)]
+        notes = together(
+            lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, composition.is_given)
+        )
+        notes = [*(() if data is None else data.notes), *notes]
         if plan.components.sample is not None:
             notes += cut_notes(plan, lambda: coupling_of(plan, model))
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
