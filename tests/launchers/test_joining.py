@@ -70,6 +70,15 @@ def test_processes_with_other_configs_are_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_does_not_fit_is_refused_by_all_and_nothing_is_written(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    told = start("model.in_features=3")
+    assert [error[:2] for _, error, _ in told] == [("ConfigError", 2), ("PeerError", 2)]
+    assert all("model.in_features=3: the layer takes 3 features, and it gets 64." in error[2] for _, error, _ in told)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_task_that_does_not_join_is_named_when_the_join_timeout_is_over(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

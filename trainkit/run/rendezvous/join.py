@@ -42,6 +42,7 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.planning.workers import refuse_open_workers
@@ -302,7 +303,9 @@ def _agree_on_folder(
     tokens: list[FencingToken] = []
 
     def begin() -> dict[str, str]:
-        refuse_lack_of_room(plan, meta_model(plan), start.folder, run_dir)
+        model = meta_model(plan)
+        refuse_misfits(plan, model)
+        refuse_lack_of_room(plan, model, start.folder, run_dir)
         with reporting(Path("outputs") if run_dir is None else run_dir):
             return create()
 
