@@ -75,6 +75,8 @@ class Net(nn.Module):
         self.kind = kind
         self.layer = nn.LazyLinear(3) if kind == "lazy" else nn.Linear(width, 3)
         self.listed = [nn.Linear(3, 3)]
+        if kind == "sparse":
+            self.table = nn.Parameter(torch.zeros(3, 3))
         if kind == "complex":
             self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
@@ -89,11 +91,16 @@ class Net(nn.Module):
             self.seen |= True
         if self.kind == "exits":
             sys.exit(0)
+        if self.kind == "noise":
+            scores = functional.dropout(scores, training=self.training)
+        if self.kind == "sparse":
+            scores = scores + functional.embedding(scores.argmax(1), self.table, sparse=True)
         if self.kind == "in_place":
             return torch.relu_(scores.exp()).mul_(2)
         return {
             "plain": scores, "nothing": None, "dict": {"out": scores}, "vector": scores.sum(1), "fewer": scores[:1],
             "detached": scores.detach(), "listed": self.listed[0](scores), "flag": scores,
+            "noise": scores, "sparse": scores,
         }[self.kind]
 
 
@@ -230,6 +237,8 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (net("in_place"), 2, "modified by an inplace operation"),
     (net("lazy"), 2, "has a parameter, layer.weight, without a shape"),
     (net("complex"), 2, "has a complex parameter, turn. Keep torch.view_as_real of it"),
+    ((*net("noise"), "compile.mode=step"), 2, "compile.mode=step: the model or the objective draws random numbers"),
+    ((*net("sparse"), "optimizer=sgd", "compile.mode=step"), 2, "compile.mode=step: has no graph of sparse gradients"),
     (net("listed"), 2, "a parameter of shape (3, 3) that is not among model.parameters()", "nn.ModuleList"),
     ((OWN[0], "model._target_=misfit_pkg.scripted"), 2, "gives a module of torch.jit"),
     ((*OWN, "optimizer._target_=misfit_pkg.Closing"), 2, "a step with the gradients of this model raised TypeError"),

@@ -24,12 +24,14 @@ from trainkit.data.reading.collate import immovable_in, shape_text, to_device
 from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, text_of, with_frames
+from trainkit.numerics.generators import GeneratorStates
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.from_hidden.output_layer import scores_kept
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.core.buffers import complex_problem
+from trainkit.strategies.core.graphs.refusals import shard_problems
 from trainkit.strategies.core.optimizer import optimizer_state
 from trainkit.trainer.events import Callback
 
@@ -168,6 +170,7 @@ class _Trial:
         try:
             kept = scores_kept() if objective.takes_hidden else nullcontext()
             with torch.enable_grad(), kept, precision.autocast(["cpu"]) if self.numbers else nullcontext():
+                before = GeneratorStates([])
                 loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
@@ -177,6 +180,8 @@ class _Trial:
                 problem = _other_parameters(loss.loss_sum, model, objective)
                 self.part = "model"
                 torch.autograd.backward(loss.loss_sum)
+                if self.plan.cfg.compile.mode == "step":
+                    problem = next(iter(shard_problems(model, has_drawn=before.moved())), problem)
                 problem = problem or self._optimizer_problem(model)
         except TrainkitError as error:
             return error if error.exit_code != 1 else self._config_error(text_of(error), error)

@@ -14,6 +14,7 @@ from trainkit.strategies.core.graphs.formulas import FORMULAS
 from trainkit.strategies.model_transforms import ModelTransforms
 
 _DEFAULT = "Use compile.mode=default."
+_SPARSE = "has no graph of sparse gradients. Use sparse=False, or compile.mode=default."
 
 
 def step_problems(
@@ -43,6 +44,21 @@ def step_problems(
         rule = f"is for CUDA devices, and this run is on {device}. Leave it out."
         found.append(Problem(key="compile.cuda_graphs", value=True, rule=rule))
     return found
+
+
+def shard_problems(model: nn.Module, *, has_drawn: bool) -> list[Problem]:
+    """Return what a shard that was run shows, and the modules of the model do not: why its steps cannot be graphs.
+
+    Args:
+        model: the model, with the gradients of the shard.
+        has_drawn: whether the shard has drawn random numbers.
+    """
+    if any(_of_model(model)):
+        return []  # `step_problems` names the module
+    sparse = any(param.grad is not None and param.grad.is_sparse for param in model.parameters())
+    drawn = f"the model or the objective draws random numbers, which have no key inside of a graph. {_DEFAULT}"
+    rules = [*([drawn] if has_drawn else ()), *([_SPARSE] if sparse else ())]
+    return [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
 
 
 def compiles_gradients() -> bool:
@@ -83,4 +99,4 @@ def _of_model(model: nn.Module) -> Iterator[str]:
         yield f"the model draws random numbers ({drawing}: {kind}), which have no key inside of a graph. {_DEFAULT}"
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     if any(table.sparse for table in tables):
-        yield "has no graph of sparse gradients. Use sparse=False, or compile.mode=default."
+        yield _SPARSE
