@@ -1,4 +1,4 @@
-"""Tags of config fields: what changing a value can affect.
+"""Tags of config fields, what changing a value can affect, and limits of their values.
 
 A field declares its tag in its annotation, `replicas: Annotated[int, placement] = 2`. Fields without one (of a user's
 own class, of torch's classes) count as maths: a key that can change the result is never treated as harmless.
@@ -10,6 +10,7 @@ written nor printed, and is not part of a fingerprint (docs/secrets.md).
 from __future__ import annotations
 
 import inspect
+import math
 import typing
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -19,12 +20,19 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 __all__ = [
+    "Limit",
     "OnlyWith",
     "Tag",
     "Tagged",
     "Unit",
+    "above",
+    "at_least",
+    "at_most",
+    "below",
     "cosmetic",
+    "limits_in",
     "maths",
+    "pattern",
     "placement",
     "secret",
     "secret_fields",
@@ -32,6 +40,7 @@ __all__ = [
     "speed",
     "tags_of",
     "unit",
+    "within",
 ]
 
 
@@ -196,3 +205,73 @@ def _resolved_hints(subject: Callable[..., Any]) -> Mapping[str, Any]:
 def _tag_in(hint: Any) -> Tagged:
     found = (extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Tagged))
     return next(found, maths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """A rule about a value beyond its type, part of an annotation: `Annotated[int, at_least(1)]`."""
+
+    rule: str
+    """The rule as messages show it: `must be at least 1.`."""
+    low: float = -math.inf
+    """Smallest value."""
+    high: float = math.inf
+    """Largest value."""
+    open_low: bool = False
+    """True where `low` itself is refused."""
+    open_high: bool = False
+    """True where `high` itself is refused."""
+    regex: str | None = None
+    """The regular expression that the whole text must match."""
+
+    def broken_by(self, value: Any) -> bool:
+        """Return whether a value of a fitting type breaks the limit; null and words pass.
+
+        Example:
+            >>> at_least(1).broken_by(0), at_least(1).broken_by("auto")
+            (True, False)
+        """
+        if self.regex is not None:
+            import re  # noqa: PLC0415 - only a name that is text needs it
+
+            return isinstance(value, str) and re.fullmatch(self.regex, value) is None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        too_low = value <= self.low if self.open_low else value < self.low
+        too_high = value >= self.high if self.open_high else value > self.high
+        return too_low or too_high
+
+
+def at_least(low: float) -> Limit:
+    """Require `low` or more."""
+    return Limit(rule=f"must be at least {low}.", low=low)
+
+
+def at_most(high: float) -> Limit:
+    """Require `high` or less."""
+    return Limit(rule=f"must be {high:,} or less.", high=high)
+
+
+def above(low: float) -> Limit:
+    """Require more than `low`."""
+    return Limit(rule=f"must be more than {low}.", low=low, open_low=True)
+
+
+def within(low: float, high: float) -> Limit:
+    """Require a value from `low` to `high`, both included."""
+    return Limit(rule=f"must be at least {low} and at most {high}.", low=low, high=high)
+
+
+def below(low: float, high: float) -> Limit:
+    """Require a value from `low` up to, not including, `high`."""
+    return Limit(rule=f"must be at least {low} and less than {high}.", low=low, high=high, open_high=True)
+
+
+def pattern(regex: str, rule: str) -> Limit:
+    """Require text that matches a regular expression."""
+    return Limit(rule=rule, regex=regex)
+
+
+def limits_in(hint: Any) -> list[Limit]:
+    """Return the limits of an annotation."""
+    return [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Limit)]

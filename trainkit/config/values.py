@@ -11,12 +11,13 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, Final, Literal, Union
 
 from trainkit.errors import yaml_text
+from trainkit.fields import Limit, above, at_least, at_most, below, limits_in, pattern, within
 
 __all__ = [
     "MOST_PROCESSES",
@@ -31,6 +32,7 @@ __all__ = [
     "misfit",
     "pattern",
     "plain",
+    "within",
 ]
 
 
@@ -47,76 +49,6 @@ _NAMES: Final[Mapping[Any, str]] = {
     type(None): "null",
 }
 _PLURALS: Final[Mapping[Any, str]] = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limit:
-    """A rule about a value beyond its type, part of an annotation: `Annotated[int, at_least(1)]`."""
-
-    rule: str
-    """The rule as messages show it: `must be at least 1.`."""
-    low: float = -math.inf
-    """Smallest value."""
-    high: float = math.inf
-    """Largest value."""
-    open_low: bool = False
-    """True where `low` itself is refused."""
-    open_high: bool = False
-    """True where `high` itself is refused."""
-    regex: str | None = None
-    """The regular expression that the whole text must match."""
-
-    def broken_by(self, value: Any) -> bool:
-        """Return whether a value of a fitting type breaks the limit; null and words pass.
-
-        Example:
-            >>> at_least(1).broken_by(0), at_least(1).broken_by("auto")
-            (True, False)
-        """
-        if self.regex is not None:
-            import re  # noqa: PLC0415 - only a name that is text needs it
-
-            return isinstance(value, str) and re.fullmatch(self.regex, value) is None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        too_low = value <= self.low if self.open_low else value < self.low
-        too_high = value >= self.high if self.open_high else value > self.high
-        return too_low or too_high
-
-
-def at_least(low: float) -> Limit:
-    """Require `low` or more."""
-    return Limit(rule=f"must be at least {low}.", low=low)
-
-
-def at_most(high: float) -> Limit:
-    """Require `high` or less."""
-    return Limit(rule=f"must be {high:,} or less.", high=high)
-
-
-def above(low: float) -> Limit:
-    """Require more than `low`."""
-    return Limit(rule=f"must be more than {low}.", low=low, open_low=True)
-
-
-def within(low: float, high: float) -> Limit:
-    """Require a value from `low` to `high`, both included."""
-    return Limit(rule=f"must be at least {low} and at most {high}.", low=low, high=high)
-
-
-def below(low: float, high: float) -> Limit:
-    """Require a value from `low` up to, not including, `high`."""
-    return Limit(rule=f"must be at least {low} and less than {high}.", low=low, high=high, open_high=True)
-
-
-def pattern(regex: str, rule: str) -> Limit:
-    """Require text that matches a regular expression."""
-    return Limit(rule=rule, regex=regex)
-
-
-def limits_in(hint: Any) -> list[Limit]:
-    """Return the limits of an annotation."""
-    return [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Limit)]
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from trainkit.errors import LossScaleError
-from trainkit.fields import OnlyWith
+from trainkit.fields import OnlyWith, above, at_least
 from trainkit.numerics.loss_scaling import KEYS, SCALED
 
 _NOTHING: Final = nullcontext()
@@ -53,13 +53,13 @@ class Precision:
 
     value: Value = "fp32"
     """The name of the precision."""
-    initial_scale: float = 65536.0
+    initial_scale: Annotated[float, above(0)] = 65536.0
     """fp16_mixed: the first loss scale."""
-    growth_interval: int = 2000
+    growth_interval: Annotated[int, at_least(1)] = 2000
     """fp16_mixed: steps without overflow after which the scale doubles."""
-    min_scale: float = 1.0
+    min_scale: Annotated[float, above(0)] = 1.0
     """fp16_mixed: the scale never falls below this."""
-    max_overflows: int = 20
+    max_overflows: Annotated[int, at_least(1)] = 20
     """fp16_mixed: overflows in a row after which the run stops."""
 
     @cached_property

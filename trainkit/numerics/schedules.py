@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import at_least, within
 
 
 class Schedule(Protocol):
@@ -46,7 +47,7 @@ class Linear:
         0.5
     """
 
-    end: float = 0.0
+    end: Annotated[float, at_least(0)] = 0.0
     """Factor where the line would arrive after the last step."""
 
     def __call__(self, step: int, num_steps: int) -> float:
@@ -65,7 +66,7 @@ class Cosine:
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, one period.
     """
 
-    end: float = 0.0
+    end: Annotated[float, at_least(0)] = 0.0
     """Factor where the curve would arrive after the last step."""
 
     def __call__(self, step: int, num_steps: int) -> float:
@@ -84,8 +85,18 @@ class Step:
 
     milestones: tuple[float, ...] = (0.5, 0.75)
     """Shares of the steps after warmup, increasing, each between 0 and 1."""
-    gamma: float = 0.1
+    gamma: Annotated[float, at_least(0)] = 0.1
     """Factor at each milestone."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of steps, which would never be reached.
+
+        Raises:
+            ConfigError: the milestones are not increasing shares.
+        """
+        if [*self.milestones] != sorted(self.milestones) or not all(0 <= share <= 1 for share in self.milestones):
+            rule = "must be shares of the steps after warmup, increasing, each between 0 and 1."
+            raise ConfigError([Problem(key="schedule.milestones", value=[*self.milestones], rule=rule)])
 
     def __call__(self, step: int, num_steps: int) -> float:
         """Return the factor of this step."""
@@ -103,7 +114,7 @@ class InverseSqrt:
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.3, its warmup steps as `timescale`.
     """
 
-    timescale: int = 1000
+    timescale: Annotated[int, at_least(1)] = 1000
     """Steps after which the factor is 1 / sqrt(2)."""
 
     def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule
@@ -122,11 +133,11 @@ class WarmupStableDecay:
     Source: Hu et al. 2024, arXiv:2404.06395, section 4.2; the 1 - sqrt form: Hagele et al. 2024, arXiv:2405.18392.
     """
 
-    decay: float = 0.1
+    decay: Annotated[float, within(0, 1)] = 0.1
     """Share of the steps after warmup that decay, between 0 and 1."""
     shape: Literal["linear", "sqrt"] = "linear"
     """linear: 1 - x; sqrt: 1 - sqrt(x), x the completed share of the decay."""
-    end: float = 0.0
+    end: Annotated[float, at_least(0)] = 0.0
     """Factor where the decay would arrive after the last step."""
 
     def __call__(self, step: int, num_steps: int) -> float:

@@ -22,7 +22,7 @@ from trainkit.bounded import parse_json
 from trainkit.cluster.host import mig_instances, use_device
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.config.values import MOST_PROCESSES, at_most
+from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
@@ -191,11 +191,11 @@ class ProcessGroupOptions:
     alone_as_one_device: ClassVar[bool] = False
     """Whether a single rank runs the code of one device; not inherited: a subclass may compute differently."""
 
-    replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = "auto"
+    replicas: Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
     """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, as many as it started."""
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """The devices to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first `replicas` GPUs, or the CPU."""
-    timeout_s: Annotated[float, placement] = 600.0
+    timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds that a rank waits for the others in an exchange."""
 
     @property

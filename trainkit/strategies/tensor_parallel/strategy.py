@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.values import MOST_PROCESSES, at_most
+from trainkit.config.values import MOST_PROCESSES, at_least, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.generators import hash64
@@ -154,7 +154,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         place=3, compiles="blocks", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
     )
 
-    degree: Annotated[int, placement, at_most(MOST_PROCESSES)] = 1
+    degree: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
     """Number of ranks over which each layer of the plan is sharded; 1 shards nothing."""
     shard: Annotated[bool, placement] = False
     """Shard the parts of a rank over the replicas as well, and gather them block by block, as in fsdp."""
