@@ -89,6 +89,13 @@ class Free:
         return f"{text}, and it can hold no more files (inodes)" if self.num_files == 0 else text
 
 
+def file_in_the_way(path: Path) -> Path | None:
+    """Return the path or the first one above it that exists and is no folder; None if a folder can be made there."""
+    there = (place for place in (path, *path.parents) if os.path.exists(place))  # noqa: PTH110 - pathlib may raise
+    first = next(there, None)
+    return None if first is None or os.path.isdir(first) else first  # noqa: PTH112 - the same
+
+
 def quoted(path: Path) -> str:
     r"""Return a path as a text of Python, in double quotes.
 

@@ -203,6 +203,35 @@ def test_a_bad_argument_is_refused_in_these_words(
             ],
         ),
         (
+            ("strategy=mirrored", "strategy.replicas=0", "strategy.timeout_s=-1", "schedule.end=-1"),
+            [
+                "schedule.end=-1: must be at least 0. (command line)",
+                "strategy.replicas=0: must be at least 1. (command line)",
+                "strategy.timeout_s=-1: must be more than 0. (command line)",
+            ],
+        ),
+        (
+            ("schedule=inverse_sqrt", "schedule.timescale=0", "precision=fp16_mixed", "precision.growth_interval=0"),
+            [
+                "schedule.timescale=0: must be at least 1. (command line)",
+                "precision.growth_interval=0: must be at least 1. (command line)",
+            ],
+        ),
+        (
+            ("schedule=step", "schedule.milestones=[30,60]"),
+            [
+                "schedule.milestones=[30, 60]: must be shares of the steps after warmup, increasing, each between 0 and 1. (command line)"  # noqa: E501
+            ],
+        ),
+        (
+            ("=3", "hydra.run.dir=", "hydra.sweep.dir=/dev/null/x"),
+            [
+                "=3: names no key. Write key=value. (command line)",
+                "hydra.run.dir=: is empty. Name a folder. (command line)",
+                "hydra.sweep.dir=/dev/null/x: /dev/null is no folder. (command line)",
+            ],
+        ),
+        (
             ("steps=0", "epochs=null", "lr_scaling.rule=cube", "warmup.start=base", "warmup.steps=1"),
             [
                 "steps=0: must be at least 1. (command line)",
@@ -323,7 +352,7 @@ def test_bad_arguments_are_refused_all_at_once(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("objective.input=nope", "strategy.replicas=0", "strategy=mirrored"),
+        ("objective.input=nope", "strategy.replicas=9", "strategy=mirrored", "numerics.reproducible=true"),
         ("model.in_features=3", "activation_checkpointing=[Foo]", "warmup.steps=100000", "memory_format=channels_last"),
     ],
 )
@@ -331,7 +360,7 @@ def test_problems_that_need_the_data_and_the_model_are_reported_together(
     refuse: Callable[..., list[str]], arguments: tuple[str, ...]
 ) -> None:
     told = {problem.partition("=")[0] for problem in refuse("recipe=null", *arguments)}
-    assert told == {argument.partition("=")[0] for argument in arguments} - {"strategy"}
+    assert told == {argument.partition("=")[0] for argument in arguments} - {"strategy", "numerics.reproducible"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.errors import CheckpointError, ConfigError, UnreadableError
+from trainkit.cli import main
+from trainkit.errors import CheckpointError, ConfigError, StorageError, UnreadableError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer.checkpoint import SavePolicy, list_complete, save
 from trainkit.trainer.cleanup import delete
@@ -147,6 +148,22 @@ def test_a_folder_in_which_a_run_did_not_begin_keeps_the_users_files(tmp_path: P
             (folder.path / "thesis.tex").touch()
         folder.discard()
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["runTrue", "runTrue/thesis.tex"]
+
+
+def test_a_file_in_the_place_of_a_run_folder_is_named_and_stays_alone(tmp_path: Path) -> None:
+    (file := tmp_path / "notes").touch()
+    for path in (file, file / "run"):
+        with pytest.raises(StorageError) as caught:
+            RunFolder.claim(path)
+        assert str(caught.value).startswith(f"{path} cannot be the folder of a run: {file} is no folder.")
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_start_from_absent_weights_is_refused_before_anything_is_written(cwd: Path) -> None:
+    (cwd / "text").write_text("no weights")
+    for name in ("absent", "text"):
+        assert main(["recipe=null", f"init_from={name}"]) == 4
+    assert [path.name for path in cwd.iterdir()] == ["text"]
 
 
 @pytest.mark.parametrize("content", ["", '{"pid": 1, "host": "h", "since": "s"}'])

@@ -25,6 +25,7 @@ from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError,
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.starting_weights import refuse_absent_weights
 from trainkit.run.folder.status import read_status
 from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
@@ -165,8 +166,11 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     Raises:
         ConfigError: there is nothing to resume at the given path, or the run there is another training; the error names
             every maths key that differs.
+        CheckpointError: `init_from` names no weights.
     """
     if cfg.resume is None:
+        if cfg.init_from is not None:
+            refuse_absent_weights(cfg)
         return ResumePoint(cfg=cfg)
     if cfg.resume == "auto":
         return _auto(cfg, run_dir)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from trainkit.config.check.optimizers import named_optimizer_targets
@@ -24,6 +25,7 @@ from trainkit.config.targets.checks import OtherChoices, target_problems, unchec
 from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
+from trainkit.storage import file_in_the_way
 
 __all__ = [
     "beyond_64_bits",
@@ -326,6 +328,19 @@ def paths_too_long(composition: Composition) -> Iterator[Problem]:
     rule = None if composition.run_dir is None else path_rule(str(composition.run_dir))
     if rule is not None and composition.run_dir_given:
         yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
+    else:
+        yield from _unusable_folders(composition)
+
+
+def _unusable_folders(composition: Composition) -> Iterator[Problem]:
+    """Yield a problem for each folder of the command line that is empty text or has a file in its place."""
+    for argument in composition.hydra_overrides:
+        key, _, value = argument.lstrip("+").partition("=")
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            file = file_in_the_way(Path(value).expanduser())
+            rule = "is empty. Name a folder." if not value else f"{file} is no folder." if file is not None else None
+            if rule is not None:
+                yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
 
 
 def _numbers_in(value: Any) -> Iterator[int]:

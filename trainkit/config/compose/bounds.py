@@ -64,6 +64,8 @@ def argument_problem(argument: str) -> Problem | None:
     """
     key, _, value = argument.partition("=")
     rule = None
+    if not key.lstrip("+~"):
+        return Problem(key=argument[:_MAX_KEY], rule="names no key. Write key=value.", origin=COMMAND_LINE)
     if len(key) > _MAX_KEY:
         rule = f"is a key of {len(key):,} characters; {_MAX_KEY} is the limit."
     elif found := _CONTROL.search(argument):

@@ -25,11 +25,11 @@ from trainkit.bounded import Kind
 from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages, package_arguments
 from trainkit.config.yaml_files import config_dir_arguments
-from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.errors import AbsentFileError, CheckpointError, StorageError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
-from trainkit.storage import naming
+from trainkit.storage import file_in_the_way, naming
 from trainkit.trainer.cleanup import owner_of
 from trainkit.trainer.manifest import is_checkpoint, list_complete
 from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, locked, print_notice, set_aside
@@ -75,7 +75,12 @@ class RunFolder:
         """Create the folder `path`, or `path-2`, `path-3` ...: the first that no run has used.
 
         An existing folder without a run is used: Hydra launchers create the folder before the job starts.
+
+        Raises:
+            StorageError: the path, or one above it, is a file.
         """
+        if (file := file_in_the_way(path)) is not None:
+            raise StorageError(f"{path} cannot be the folder of a run: {file} is no folder. Choose another path.")
         path.parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")

@@ -13,7 +13,7 @@ from trainkit.exporting.whole_file import WEIGHTS, FileWeights
 from trainkit.run.planning.memory import model_without_data
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import Loaded, load, newest_valid
-from trainkit.trainer.manifest import MANIFEST
+from trainkit.trainer.manifest import MANIFEST, list_complete
 
 
 def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mapping[str, Tensor]:
@@ -28,11 +28,35 @@ def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mappin
     Raises:
         CheckpointError: there are no weights, or they are damaged.
     """
-    path = Path(str(cfg.init_from)).expanduser().resolve()  # the user named it: a link to it is followed
-    file = path / WEIGHTS if (path / WEIGHTS).is_file() else path
-    if file.is_file():
-        return FileWeights.of(file.resolve(), model_without_data(cfg))
+    path = _named(cfg)
+    if (file := _file_of(path)).is_file():
+        return FileWeights.of(file, model_without_data(cfg))
     return model_weights(load_checkpoint(path, report=report).tensors)
+
+
+def refuse_absent_weights(cfg: RunConfig) -> None:
+    """Refuse a path of `init_from` without weights, before anything starts; reads no weights.
+
+    Raises:
+        CheckpointError: there are no weights, or the file is no safetensors file.
+    """
+    path = _named(cfg)
+    if _file_of(path).is_file():
+        FileWeights.of(_file_of(path), model_without_data(cfg))
+    elif not (path / MANIFEST).is_file() and not list_complete(_root_of(path)):
+        raise CheckpointError(f"{path} holds no checkpoint.")
+
+
+def _file_of(path: Path) -> Path:
+    return (path / WEIGHTS).resolve() if (path / WEIGHTS).is_file() else path
+
+
+def _named(cfg: RunConfig) -> Path:
+    return Path(str(cfg.init_from)).expanduser().resolve()  # the user named it: a link to it is followed
+
+
+def _root_of(path: Path) -> Path:
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def load_checkpoint(
@@ -47,8 +71,7 @@ def load_checkpoint(
         loaded = load(path)
         check(loaded)
         return loaded
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest_valid(root, report=report, check=check)
+    found = newest_valid(_root_of(path), report=report, check=check)
     if found is None:
         raise CheckpointError(f"{path} holds no checkpoint.")
     return found
