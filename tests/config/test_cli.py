@@ -100,7 +100,7 @@ def test_explain_shows_value_origin_meaning_and_tag(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == (
         "schedule.end=0.1\n"
         "  set by   command line\n"
-        "  type     a number\n"
+        "  type     a number, at least 0\n"
         "  unit     a plain number\n"
         "  default  0.0\n"
         "  means    Factor where the curve would arrive after the last step.\n"
