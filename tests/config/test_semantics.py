@@ -149,6 +149,6 @@ def test_a_resolved_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_resolved(tmp_path / "resolved.yaml")
     assert [str(problem) for problem in caught.value.problems] == [
-        "sed: no such key.",
-        "seed=x: must be a whole number.",
+        f"sed: no such key. ({tmp_path}/resolved.yaml)",
+        f"seed=x: must be a whole number. ({tmp_path}/resolved.yaml)",
     ]

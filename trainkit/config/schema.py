@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -184,7 +184,10 @@ def load_resolved(path: str | Path) -> RunConfig:
         raise ConfigError([Problem(key=str(path), rule=f"cannot be read: {error}.")]) from None
     if not isinstance(values, Mapping):
         raise ConfigError([Problem(key=str(path), rule="is not a mapping of keys to values.")])
-    return RunConfig.from_dict(values)
+    try:
+        return RunConfig.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError([replace(one, origin=str(path)) for one in error.problems]) from None
 
 
 def hints_of(kind: type) -> dict[str, Any]:
