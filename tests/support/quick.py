@@ -39,6 +39,7 @@ if sys.platform != "win32":
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FORK_SERVERS: Final = ("trainkit.run.fork_server_main", "trainkit.sweeps.loop.fork_server_main")
+COMPUTING: Final = ("trainkit.measuring.turn_main", "trainkit.run.inference.worker_main")
 DRAWING: Final = "trainkit.report.drawing"
 NOTE: Final = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir()), "quick")
 """The file in the session's cache that names the folder of the scripts."""
@@ -61,7 +62,7 @@ sys.exit(answer[0] if answer else 139)
 class _Quick:
     """The process that is forked, and the folder of its scripts."""
 
-    def __init__(self, imports: str, python: str) -> None:
+    def __init__(self, imports: str, python: str, within: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self._address = str(self.folder / "socket")
         for name in ("trainkit", *_QUICKENED[imports]):
@@ -74,7 +75,7 @@ class _Quick:
             itself = [__file__]
         reader, self._writer = os.pipe()  # closed with this process, also when it is killed
         self._process = subprocess.Popen(
-            [python, *itself, imports, self._address, str(reader)],
+            [*within, python, *itself, imports, self._address, str(reader)],
             cwd=ROOT if python == sys.executable else self.folder,
             env=environ,
             pass_fds=[reader],
@@ -84,7 +85,7 @@ class _Quick:
         while not Path(self._address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
-        if (imports, python) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ:
+        if (imports, python, *within) == ("trainkit", sys.executable) and "XDG_CACHE_HOME" in os.environ:
             NOTE.write_text(str(self.folder))
 
     def script(self, module: str, other: _Quick | None = None) -> Path:
@@ -104,17 +105,22 @@ class _Quick:
         shutil.rmtree(self.folder)
 
 
-_started: dict[tuple[str, str], _Quick] = {}
+_started: dict[tuple[str, ...], _Quick] = {}
 
 
-def _quick(imports: str, python: str = sys.executable) -> _Quick:
-    if (imports, python) not in _started:
-        _started[imports, python] = _Quick(imports, python)
-    return _started[imports, python]
+def _quick(imports: str, python: str = sys.executable, within: Sequence[str] = ()) -> _Quick:
+    key = (imports, python, *within)
+    if key not in _started:
+        _started[key] = _Quick(imports, python, within)
+    return _started[key]
 
 
 def command(
-    *arguments: str, module: str = "trainkit", imports: str = "trainkit", python: str | Path = sys.executable
+    *arguments: str,
+    module: str = "trainkit",
+    imports: str = "trainkit",
+    python: str | Path = sys.executable,
+    within: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that stands for `python -m MODULE` with these arguments; killed, it ends that, too.
 
@@ -123,10 +129,11 @@ def command(
         module: what is run.
         imports: what has been imported already: `trainkit`, or only `torch`.
         python: the interpreter.
+        within: a command that runs the one behind it, as `nice` does: it starts the process that is forked.
     """
     if sys.platform != "linux":
-        return [str(python), "-m", module, *arguments]
-    return [str(_quick(imports, str(python)).script(module)), *arguments]
+        return [*within, str(python), "-m", module, *arguments]
+    return [str(_quick(imports, str(python), within).script(module)), *arguments]
 
 
 def path() -> str:
@@ -137,9 +144,9 @@ def path() -> str:
 
 def quicken_launches(
     folder: Callable[[], Path | None] = lambda: _quick("trainkit").folder,
-    modules: Sequence[str] = (*FORK_SERVERS[:1], DRAWING),
+    modules: Sequence[str] = (*FORK_SERVERS[:1], *COMPUTING, DRAWING),
 ) -> None:
-    """Let a process that forks ranks or draws a plot, where this one launches it, be a fork, too.
+    """Let a process that forks ranks, trains a turn, predicts or draws, where this one launches it, be a fork, too.
 
     Args:
         folder: where the scripts are; None: what is launched starts as it is.
@@ -229,8 +236,8 @@ def _answer(link: socket.socket, imports: str) -> int:
     if module == DRAWING:
         arguments = [str(os.getppid())]  # with which a plot ends
     try:
-        if imports == "trainkit" and module in FORK_SERVERS:
-            code = _run_fork_server(module, arguments)
+        if imports == "trainkit" and module in (*FORK_SERVERS, *COMPUTING):
+            code = _run_main(module, arguments)
         elif imports == "trainkit" and module == "trainkit":
             code = _run_trainkit(arguments)
         else:
@@ -262,7 +269,10 @@ def _run_trainkit(arguments: list[str]) -> int:
     return cli.main(arguments)
 
 
-def _run_fork_server(module: str, arguments: list[str]) -> int:
+def _run_main(module: str, arguments: list[str]) -> int:
+    from trainkit.trainer import failpoints
+
+    failpoints.reload(os.environ)
     sys.path[0] = str(Path.cwd())
     own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
     sys.path[1:1] = own
@@ -306,7 +316,7 @@ _IMPORTED: Final = {
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
 _QUICKENED: Final = {
-    "trainkit": (*FORK_SERVERS, DRAWING),
+    "trainkit": (*FORK_SERVERS, *COMPUTING, DRAWING),
     "drawing": (),
     "torch": (*FORK_SERVERS, "tests.support.pool_worker", "tests.support.quick"),
 }

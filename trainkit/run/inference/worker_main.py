@@ -14,10 +14,10 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
+from trainkit.run import worker_main as worker
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.signals import StopFlag, exit_without_teardown
-from trainkit.run.worker_main import main
 from trainkit.trainer.ownership import print_notice
 
 if TYPE_CHECKING:
@@ -52,5 +52,10 @@ def run_task_of_job(
     return result
 
 
+def main(arguments: list[str]) -> int:
+    """Run the task of this process; return the exit code."""
+    return worker.main(arguments, work=run_task_of_job)
+
+
 if __name__ == "__main__":
-    exit_without_teardown(main(sys.argv[1:], work=run_task_of_job))
+    exit_without_teardown(main(sys.argv[1:]))
