@@ -1,7 +1,6 @@
 """The bytes of a step that a strategy gives before a run, by purpose and by link."""
 
 import subprocess
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import nn
 
 import trainkit
 from benchmarks.loopback import NAME
+from tests.support import quick
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.traffic import Traffic, step_traffic
@@ -256,7 +256,8 @@ MARKS = dict.fromkeys(
     ),
     pytest.mark.matrix,
 )
-STEPS = (10, 110)
+OWN_NETWORK = ("unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+STEPS = (10, 40)
 """Steps of a run between which the bytes are counted."""
 
 
@@ -280,8 +281,7 @@ def loopback_bytes(overrides: list[str], folder: Path) -> float:
     first, last = STEPS
     quiet = ["quiet=true", "eval.every_epochs=null", "checkpoint.export=false", "callbacks=[loopback]", "logger=[]",
              "log_every_steps=1000", f"steps={last}", f"hydra.run.dir={folder}"]  # fmt: skip
-    command = " ".join(f"'{one}'" for one in [sys.executable, "-m", "trainkit", *WITH, *overrides, *quiet])
-    subprocess.run(["unshare", "-n", "sh", "-c", f"ip link set lo up && {command}"], capture_output=True, check=True)
+    subprocess.run(quick.command(*WITH, *overrides, *quiet, within=OWN_NETWORK), capture_output=True, check=True)
     sent = [int(line) for line in (folder / NAME).read_text().splitlines()]
     return (sent[last - 1] - sent[first - 1]) / (last - first)
 
