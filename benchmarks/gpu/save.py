@@ -1,6 +1,6 @@
 """Measure how long a save in the background keeps a GPU from its next update, and whether the copy is torn.
 
-    python benchmarks/gpu/save.py --gib 18 --device cuda --folder FOLDER
+    python -m benchmarks.gpu.save --gib 18 --device cuda --folder FOLDER
 
 Each line of the output is JSON, for each save first `late_s`, the seconds that the update after it was late, then
 `is_whole`, whether the checkpoint holds the numbers from before that update.
@@ -37,7 +37,7 @@ def saves(bench: Bench) -> Iterator[Row]:
     gib, device = (0.125, "cpu") if bench.small else (18.0, "cuda")
     title = f"save of {gib:g} GiB"
     with tempfile.TemporaryDirectory() as folder:
-        done = bench.run("benchmarks/gpu/save.py", "--gib", str(gib), "--device", device, "--folder", folder)
+        done = bench.run("-m", "benchmarks.gpu.save", "--gib", str(gib), "--device", device, "--folder", folder)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     late, whole = ([line[key] for line in lines if key in line] for key in ("late_s", "is_whole"))
     if late:

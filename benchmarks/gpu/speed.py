@@ -53,7 +53,7 @@ def speed(bench: Bench, *, name: str) -> Iterator[Row]:
     modes = (goal.mode, "off") if bench.small and goal.most_of_eager else bench.tried((goal.mode, "off"))
     seconds = bench.left_s - _TO_START_S
     done = bench.run(
-        "benchmarks/gpu/turns.py", name, HAND, *modes, "--rounds", str(bench.rounds), "--seconds", f"{seconds:.0f}",
+        "-m", "benchmarks.gpu.turns", name, HAND, *modes, "--rounds", str(bench.rounds), "--seconds", f"{seconds:.0f}",
         *(("--small",) if bench.small else ()),
     )  # fmt: skip
     turns = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]

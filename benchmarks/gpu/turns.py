@@ -1,6 +1,6 @@
 """Time the steps of a training in turns: by a hand-written loop, and by trainkit in some compile modes.
 
-    python benchmarks/gpu/turns.py gpt hand default off [--rounds 3] [--seconds 300] [--small]
+    python -m benchmarks.gpu.turns gpt hand default off [--rounds 3] [--seconds 300] [--small]
 
 One process trains all, so that no turn has to start one. Each line of its output is JSON: a kind, the seconds a step of
 its windows, floating-point operations of a step (of the hand-written loop) and peak bytes of the device; or an error.
