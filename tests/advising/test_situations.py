@@ -2,7 +2,8 @@
 
 One for each step is in the long lane, the others are `matrix`.
 
-The language models have 4 layers of a real width, and their devices so much less memory, so that a plan is quick.
+The language models have 4 layers of a real width and few words, and their devices so much less memory, so that a plan
+is quick.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from trainkit.cli import main
 
 IMAGES = "recipe=resnet50_imagenet --num-samples=1281167"
 TEXT = (
-    "recipe=null model=gpt data=synthetic_tokens objective=language_modelling optimizer=adamw model.vocab_size=32000 "
-    "data.vocab_size=32000 model.context=1024 data.context=1024 data.num_samples=1280 model.num_layers=4"
+    "recipe=null model=gpt data=synthetic_tokens objective=language_modelling optimizer=adamw model.vocab_size=8000 "
+    "data.vocab_size=8000 model.context=1024 data.context=1024 data.num_samples=1280 model.num_layers=4"
 )
 MIDDLE = f"{TEXT} model.width=1024 model.num_heads=16 batch.global_size=64"
 LARGE = f"{TEXT} model.width=4096 model.num_heads=32 batch.global_size=64"
