@@ -169,7 +169,7 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_a_rank_killed_by_the_memory_limit_of_its_cgroup_is_reported_as_out_of_memory(
     cwd: Path, cgroup: Path, ranks: int
 ) -> None:
