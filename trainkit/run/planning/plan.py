@@ -37,7 +37,7 @@ from trainkit.run.planning.optimizers import (
     planned_optimizers,
     strategy_problems,
 )
-from trainkit.run.planning.tasks import elastic_problems, evaluator_problems, mig_problems, with_evaluator
+from trainkit.run.planning.tasks import task_problems, with_evaluator
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
 from trainkit.strategies.capabilities import (
@@ -280,7 +280,7 @@ def _cut(
     """Return the number of replicas, and the division of steps into their shards."""
     problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
     problems += [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
-    _refuse(problems or _task_problems(cfg, parts, facts, backend))
+    _refuse(problems or task_problems(cfg, parts, facts, backend))
     replicas = parts.strategy.num_replicas(facts)
     return replicas, _batch_plan(cfg, parts, replicas)
 
@@ -288,16 +288,6 @@ def _cut(
 def _refuse(problems: Sequence[Problem]) -> None:
     if problems:
         raise ConfigError(problems)
-
-
-def _task_problems(
-    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
-) -> list[Problem]:
-    found = elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
-    found += mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
-    if cfg.eval.beside or any(task.is_evaluator for task in parts.strategy.tasks(facts)):
-        found += evaluator_problems(cfg, parts, facts, backend)
-    return found
 
 
 def _num_gpus(backend: ProcessBackend | None) -> int:

@@ -16,7 +16,25 @@ from trainkit.strategies.base import PlanContext
 from trainkit.strategies.memory_capabilities import num_slots
 
 
-def elastic_problems(
+def task_problems(
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+) -> list[Problem]:
+    """Return why a run cannot have its tasks, its evaluator, or fewer tasks later.
+
+    Args:
+        cfg: a checked config.
+        parts: the objects of the training; the strategy accepts `facts`.
+        facts: the context of the plan.
+        backend: starts the processes; None: this machine does.
+    """
+    found = _elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
+    found += _mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
+    if cfg.eval.beside or any(task.is_evaluator for task in parts.strategy.tasks(facts)):
+        found += _evaluator_problems(cfg, parts, facts, backend)
+    return found
+
+
+def _elastic_problems(
     cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
 ) -> list[Problem]:
     """Return why the run cannot continue with fewer tasks, as `elastic.min_replicas` asks."""
@@ -37,7 +55,7 @@ def elastic_problems(
     return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
 
 
-def mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
+def _mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
     """Return the problem of a process with several MIG instances, of which CUDA shows only one."""
     names = mig_instances(os.environ)
     if len(names) < 2 or facts.launch is not None:
@@ -55,7 +73,7 @@ def with_evaluator(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
     return (*tasks, Task(role="evaluator", index=0, rank=len(tasks)))
 
 
-def evaluator_problems(
+def _evaluator_problems(
     cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
 ) -> list[Problem]:
     """Return why the run cannot have an evaluator: that of the strategy, or the one of `eval.beside`."""
