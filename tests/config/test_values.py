@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Optional, TypeVar, Union
 
 import pytest
 
-from trainkit.config.values import above, at_least, below, closest, expected, limits_in, misfit, pattern
+from trainkit.config.values import closest, expected, misfit
+from trainkit.fields import above, at_least, below, limits_in, pattern
 
 T = TypeVar("T")
 

@@ -14,8 +14,7 @@ from typing import Annotated, ClassVar, Final
 import torch
 from torch import Tensor
 
-from trainkit.config.values import at_least, below
-from trainkit.fields import cosmetic, maths
+from trainkit.fields import at_least, below, cosmetic, maths
 
 AVERAGE: Final = "average"
 """Name of the slot that holds the average, in the shape of the parameter."""

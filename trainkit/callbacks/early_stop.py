@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from trainkit.config.schema import MonitoredMetric
-from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import maths
+from trainkit.fields import at_least, maths
 from trainkit.trainer.events import Callback, Row, Run
 
 

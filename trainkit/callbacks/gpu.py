@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from trainkit.callbacks.energy import devices_of, handle_of
-from trainkit.config.values import above
 from trainkit.errors import MissingExtraError
-from trainkit.fields import cosmetic
+from trainkit.fields import above, cosmetic
 from trainkit.trainer.events import Callback, Run
 
 _log = logging.getLogger(__name__)

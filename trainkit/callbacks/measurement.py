@@ -16,8 +16,7 @@ from torch import Tensor
 from trainkit.callbacks.compile_time import CompileTime
 from trainkit.callbacks.energy import consumed_joules, devices_of
 from trainkit.cluster.host import peak_resident_bytes
-from trainkit.config.values import at_least
-from trainkit.fields import cosmetic
+from trainkit.fields import at_least, cosmetic
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome
 from trainkit.trainer.events import Callback, Row, Run, State

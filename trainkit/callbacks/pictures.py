@@ -8,9 +8,8 @@ from typing import Annotated, Final
 import torch
 
 from trainkit.callbacks.tensorboard import grid, png_bytes
-from trainkit.config.values import at_least, at_most
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic
+from trainkit.fields import at_least, at_most, cosmetic
 from trainkit.frames import first_line
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run

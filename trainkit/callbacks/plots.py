@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from trainkit.config.schema import MonitoredMetric
-from trainkit.config.values import above
-from trainkit.fields import cosmetic
+from trainkit.fields import above, cosmetic
 from trainkit.numerics.schedules import lr_points
 from trainkit.report.drawing import Drawing, lr_request, metrics_request
 from trainkit.trainer.events import Callback, Row, Run

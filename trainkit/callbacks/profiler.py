@@ -13,10 +13,9 @@ from typing import Annotated, Any, ClassVar
 from torch.profiler import ProfilerActivity, profile
 
 from trainkit.callbacks.bottleneck import KernelTimes, StepTimes, breakdown, verdict
-from trainkit.config.values import at_least
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import UnreadableError
-from trainkit.fields import cosmetic
+from trainkit.fields import at_least, cosmetic
 from trainkit.files import read_map
 from trainkit.storage import naming
 from trainkit.strategies.base import PhaseListener, StepOutcome

@@ -13,8 +13,7 @@ from trainkit.callbacks.screen.notebook import NotebookLine, display_of_notebook
 from trainkit.callbacks.screen.pace import Pace, PauseSchedule
 from trainkit.callbacks.screen.reading import LiveLine, Reading, plain_text, terminal_parts
 from trainkit.config.schema import MonitoredMetric
-from trainkit.config.values import above
-from trainkit.fields import cosmetic
+from trainkit.fields import above, cosmetic
 from trainkit.report.tables import is_terminal
 from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
 from trainkit.trainer.events import Callback, Row, Run

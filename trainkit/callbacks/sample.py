@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from trainkit.config.values import above, at_least
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic, unit
+from trainkit.fields import above, at_least, cosmetic, unit
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Run
 

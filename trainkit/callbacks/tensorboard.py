@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.config.values import above
-from trainkit.fields import cosmetic
+from trainkit.fields import above, cosmetic
 from trainkit.objectives.tables import Table
 from trainkit.trainer.events import Callback, Row, Run
 

@@ -30,9 +30,9 @@ from trainkit.config.sections import (
     SweepConfig,
     WarmupConfig,
 )
-from trainkit.config.values import above, at_least, at_most, below, limits_in, misfit, plain
+from trainkit.config.values import misfit, plain
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic, maths, placement, speed
+from trainkit.fields import above, at_least, at_most, below, cosmetic, limits_in, maths, placement, speed
 from trainkit.files import read_text
 from trainkit.moved import with_current_targets
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
-from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, below, pattern, within
-from trainkit.fields import cosmetic, maths, placement, speed
+from trainkit.config.values import MOST_PROCESSES
+from trainkit.fields import above, at_least, at_most, below, cosmetic, maths, pattern, placement, speed, within
 
 MOST_JOBS: Final = 10_000
 """Jobs of one sweep."""

@@ -17,24 +17,6 @@ from pathlib import PurePath
 from typing import Any, Final, Literal, Union
 
 from trainkit.errors import yaml_text
-from trainkit.fields import Limit, above, at_least, at_most, below, limits_in, pattern, within
-
-__all__ = [
-    "MOST_PROCESSES",
-    "Limit",
-    "above",
-    "at_least",
-    "at_most",
-    "below",
-    "closest",
-    "expected",
-    "limits_in",
-    "misfit",
-    "pattern",
-    "plain",
-    "within",
-]
-
 
 MOST_PROCESSES: Final = 1_024
 """Largest number of processes, or devices, of one host in a key."""

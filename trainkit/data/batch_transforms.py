@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.config.values import above, at_least, within
 from trainkit.errors import DataError
+from trainkit.fields import above, at_least, within
 from trainkit.numerics.from_host import sent_to
 from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_fields
 

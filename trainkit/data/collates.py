@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final
 import torch
 from torch import Tensor
 
-from trainkit.config.values import at_least
 from trainkit.data.reading.collate import stack
 from trainkit.errors import DataError
+from trainkit.fields import at_least
 from trainkit.objectives.fields import TARGETS, Field, tuple_like
 
 _IGNORED: Final = -100

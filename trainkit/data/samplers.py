@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainkit.config.values import at_least
 from trainkit.data.splits import labels_of
 from trainkit.errors import DataError
+from trainkit.fields import at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainkit.config.values import at_least, below
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import at_least, below
 
 
 class ConvNet(nn.Module):

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import at_least
 
 
 class Gan(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.config.values import at_least, at_most, below
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import at_least, at_most, below
 from trainkit.models.sampling import Sampling
 
 

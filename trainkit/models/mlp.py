@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from torch import Tensor, nn
 
-from trainkit.config.values import at_least, below
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import at_least, below
 
 _ACTIVATIONS: Final = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
 

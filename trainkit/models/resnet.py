@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.config.values import at_least
+from trainkit.fields import at_least
 
 _BLOCKS: Final = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _WIDTHS: Final = (64, 128, 256, 512)

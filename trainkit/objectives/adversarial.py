@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from trainkit.config.values import at_least
+from trainkit.fields import at_least
 from trainkit.objectives.base import Collective, Loss, Metric, Model, Objective, RunningMean
 
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic, unit
+from trainkit.fields import below, cosmetic, unit
 from trainkit.numerics.from_host import constant_on
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import class_details

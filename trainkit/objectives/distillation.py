@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from torch import nn
 from torch.nn import functional
 
-from trainkit.config.values import above, within
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import above, within
 from trainkit.objectives.base import Loss, Metric, Model, Objective
 from trainkit.objectives.classification import TopK
 from trainkit.objectives.fields import exact, scores_of, split_batch

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.config.values import above
 from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.fields import above
 from trainkit.objectives.base import Loss, Metric, Supervised
 from trainkit.objectives.fields import exact, scores_of
 from trainkit.objectives.metrics import MeanOf, ScoredFields, fresh_metrics

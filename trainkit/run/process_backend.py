@@ -17,9 +17,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.local import detect
-from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, MissingExtraError, Problem
-from trainkit.fields import placement
+from trainkit.fields import at_least, placement
 
 CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
 """Variables of this process that processes on other hosts would not have."""

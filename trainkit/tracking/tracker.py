@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
 from trainkit.bounded import parse_json
-from trainkit.config.values import above
 from trainkit.errors import MissingExtraError, TrainkitError
-from trainkit.fields import cosmetic
+from trainkit.fields import above, cosmetic
 from trainkit.tracking.sending import ANSWERS, ASKS, END, TROUBLE, with_rest
 from trainkit.tracking.state import TrackingState, begun_state, read_state, write_state
 from trainkit.trainer.events import Callback, Row, Run

@@ -15,8 +15,9 @@ from trainkit.cli import main
 from trainkit.config.described.json_types import Definitions
 from trainkit.config.described.run_schema import config_schema
 from trainkit.config.schema import RunConfig, hints_of
-from trainkit.config.values import limits_in, misfit
+from trainkit.config.values import misfit
 from trainkit.config.yaml_files import shipped_conf, shipped_recipes, shipped_template
+from trainkit.fields import limits_in
 
 SHIPPED = [
     *sorted(shipped_conf().glob("**/*.yaml")),

@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from trainkit.callbacks.alerting.channels import Channel, channels_from
 from trainkit.config.schema import MonitoredMetric
-from trainkit.config.values import above
-from trainkit.fields import cosmetic, unit
+from trainkit.fields import above, cosmetic, unit
 from trainkit.redaction import mask
 from trainkit.report.numbers import figure
 from trainkit.trainer.events import Callback, Ending, Row, Run

@@ -17,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.callbacks.every_run import keep_until
 from trainkit.callbacks.figures.distribution import Distribution, measure
 from trainkit.callbacks.figures.shown import EventFolder, FigureQueue
-from trainkit.config.values import above, at_least
 from trainkit.errors import Problem
-from trainkit.fields import cosmetic, unit
+from trainkit.fields import above, at_least, cosmetic, unit
 from trainkit.files import open_regular
 from trainkit.objectives.base import Collective
 from trainkit.objectives.from_hidden.output_layer import offered_by

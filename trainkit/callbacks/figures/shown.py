@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
-from trainkit.config.values import above
 from trainkit.errors import UnreadableError
-from trainkit.fields import cosmetic
+from trainkit.fields import above, cosmetic
 from trainkit.files import read_bytes
 from trainkit.report.drawing import Drawing
 from trainkit.storage import naming

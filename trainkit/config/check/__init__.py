@@ -22,9 +22,10 @@ from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
-from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
+from trainkit.config.values import closest, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import limits_in
 from trainkit.storage import file_in_the_way
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, Union
 
 from trainkit.config.described.docstrings import doc_lines, summary
 from trainkit.config.described.key_facts import REQUIRED, default_of
-from trainkit.config.values import Limit, limits_in, plain
-from trainkit.fields import signature_hints
+from trainkit.config.values import plain
+from trainkit.fields import Limit, limits_in, signature_hints
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]
@@ -34,7 +34,7 @@ class Definitions:
         """Return the schema of an annotation.
 
         Example:
-            >>> from trainkit.config.values import at_least
+            >>> from trainkit.fields import at_least
             >>> Definitions().of(typing.Annotated[int | None, at_least(1)])
             {'type': ['integer', 'null'], 'minimum': 1}
         """

@@ -18,9 +18,9 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected
-from trainkit.config.values import expected, limits_in, plain
+from trainkit.config.values import expected, plain
 from trainkit.errors import ConfigError
-from trainkit.fields import Tag
+from trainkit.fields import Tag, limits_in
 
 REQUIRED: Final = "???"
 """The default, in a YAML file, of a key that the user must give."""
@@ -95,7 +95,7 @@ def type_text(hint: Any) -> str:
     """Return what an annotation accepts, with its limits, in words.
 
     Example:
-        >>> from trainkit.config.values import at_least
+        >>> from trainkit.fields import at_least
         >>> type_text(typing.Annotated[int | None, at_least(1)]), type_text(Any)
         ('a whole number or null, at least 1', 'any value')
     """

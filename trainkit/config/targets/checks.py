@@ -12,9 +12,10 @@ from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
-from trainkit.config.values import closest, limits_in, misfit, plain
+from trainkit.config.values import closest, misfit, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import limits_in
 
 _CHEAP: Final = (
     "schedule", "strategy", "precision", "average", "convert", "cluster", "hardware", "objective", "callbacks",

@@ -13,13 +13,12 @@ import torch
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
-from trainkit.config.values import at_least
 from trainkit.data.declaration import Declared
 from trainkit.data.reading.collate import CollateFunction, MoveBatch, collate
 from trainkit.data.reading.dealt import DealtReader, FileSource, has_files
 from trainkit.data.stored import batch_mover
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import maths
+from trainkit.fields import at_least, maths
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.randomness import sample_key, shard_key

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 import torch
 
-from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
 from trainkit.data.stored import ImagesInMemory, Normalisation
 from trainkit.errors import DataError
-from trainkit.fields import placement
+from trainkit.fields import below, placement
 
 _TRAIN: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _RECORD: Final = 1 + 3 * 32 * 32

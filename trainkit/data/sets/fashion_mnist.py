@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainkit.config.values import below
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing, fetch
 from trainkit.data.stored import ImagesInMemory, Normalisation
 from trainkit.errors import DataError
-from trainkit.fields import placement
+from trainkit.fields import below, placement
 from trainkit.files import cache_folder
 
 _URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.config.values import Limit, above, at_least
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
 from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
+from trainkit.fields import Limit, above, at_least
 
 SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _CROP_ATTEMPTS: Final = 10

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.config.values import Limit, at_least
 from trainkit.data.declaration import Declared, image, label, window
 from trainkit.data.reading.windows import IGNORED
 from trainkit.data.stored import InMemory
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import Limit, at_least
 from trainkit.numerics.generators import hash64
 
 _SHAPE_RULE: Final = "must be [features] or [channels, height, width], each 1 or more."

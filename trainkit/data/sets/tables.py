@@ -14,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.config.values import at_least, below
 from trainkit.data.declaration import Declared, image
 from trainkit.data.reading.files import existing
 from trainkit.data.stored import InMemory
 from trainkit.errors import DataError
-from trainkit.fields import placement
+from trainkit.fields import at_least, below, placement
 
 _NAMED: Final = 5
 """Number of problems of a file that an error names."""

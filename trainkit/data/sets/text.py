@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.config.values import above, at_least, below
 from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import digest_of, download, existing
 from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
-from trainkit.fields import placement
+from trainkit.fields import above, at_least, below, placement
 from trainkit.files import cache_folder
 
 SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from trainkit.config.values import at_least
 from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import existing
 from trainkit.data.reading.windows import Windows, tile
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
+from trainkit.fields import at_least
 
 
 @dataclass(frozen=True, kw_only=True)

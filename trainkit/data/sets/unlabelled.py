@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.config.values import at_least
 from trainkit.data.reading.files import existing
 from trainkit.data.sets.image_folder import SUFFIXES, Images, centre_crop, pixels_of
 from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import DataError
-from trainkit.fields import placement
+from trainkit.fields import at_least, placement
 
 
 @dataclass(frozen=True, kw_only=True)

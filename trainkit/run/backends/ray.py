@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from trainkit.config.values import above
-from trainkit.fields import placement
+from trainkit.fields import above, placement
 from trainkit.run.backends.attempt import begin_attempt
 from trainkit.run.backends.worker import WorkerInfo, run_rank
 from trainkit.run.process_backend import BackendJob, ProcessBackend

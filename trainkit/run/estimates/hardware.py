@@ -15,10 +15,9 @@ import torch
 
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
-from trainkit.config.values import above, at_least
 from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic
+from trainkit.fields import above, at_least, cosmetic
 
 FORMATS: Final = ("fp64", "fp32", "tf32", "bf16", "fp16")
 """The number formats of `tflops`."""

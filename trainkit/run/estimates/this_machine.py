@@ -16,9 +16,8 @@ from typing import Annotated, Any, Final
 import torch
 
 from trainkit.cluster.host import num_cores
-from trainkit.config.values import at_least
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
-from trainkit.fields import cosmetic
+from trainkit.fields import at_least, cosmetic
 from trainkit.files import cache_folder, read_json
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, recognised
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from trainkit.cluster.tasks import Task
-from trainkit.config.values import above
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import placement
+from trainkit.fields import above, placement
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.core.refusals import launch_problems

@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
-from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, closest
+from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import Problem
-from trainkit.fields import placement, speed
+from trainkit.fields import above, at_least, at_most, placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits

@@ -22,9 +22,9 @@ from trainkit.bounded import parse_json
 from trainkit.cluster.host import mig_instances, use_device
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
-from trainkit.fields import placement
+from trainkit.fields import above, at_least, at_most, placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.flight_recorder import note_exchange

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.config.values import above, below
-from trainkit.fields import maths
+from trainkit.fields import above, below, maths
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.tensors.layouts import FlatBuffer, dense_strides, in_layout
 from trainkit.strategies.tensors.lazy_state import select

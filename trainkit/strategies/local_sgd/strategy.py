@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.values import MOST_PROCESSES, at_least, at_most
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
-from trainkit.fields import maths
+from trainkit.fields import at_least, at_most, maths
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import (
     Batch,

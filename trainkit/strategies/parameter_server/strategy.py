@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from trainkit.cluster.tasks import Task
-from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
-from trainkit.fields import maths, placement
+from trainkit.fields import above, at_least, at_most, maths, placement
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of

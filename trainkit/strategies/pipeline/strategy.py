@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import placement
+from trainkit.fields import above, at_least, at_most, placement
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised

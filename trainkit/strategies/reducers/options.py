@@ -18,9 +18,8 @@ from torch import Tensor
 
 from trainkit.cluster.host import host_id
 from trainkit.cluster.tasks import Task
-from trainkit.config.values import at_least
 from trainkit.errors import Problem
-from trainkit.fields import maths, placement, speed
+from trainkit.fields import at_least, maths, placement, speed
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.reducers.backend import BackendReducer

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.values import MOST_PROCESSES, at_least, at_most
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import placement
+from trainkit.fields import at_least, at_most, placement
 from trainkit.numerics.generators import hash64
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from trainkit.cluster.host import num_cores
 from trainkit.config.schema import hints_of
-from trainkit.config.values import at_least, closest, limits_in, misfit, plain
+from trainkit.config.values import closest, misfit, plain
 from trainkit.errors import ConfigError, MissingExtraError, Problem
-from trainkit.fields import placement
+from trainkit.fields import at_least, limits_in, placement
 
 _WHERE = "hydra.launcher"
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from trainkit.config.values import above, at_least
-from trainkit.fields import placement
+from trainkit.fields import above, at_least, placement
 from trainkit.run.backends.ray import ray_session
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import run_described

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
-from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import placement
+from trainkit.fields import at_least, placement
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import run_described
 

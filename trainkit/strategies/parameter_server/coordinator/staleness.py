@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Final, Literal
 
-from trainkit.config.values import at_least
 from trainkit.errors import Problem
-from trainkit.fields import maths
+from trainkit.fields import at_least, maths
 
 Policy = Literal["accept", "drop", "scale", "lr", "bound"]
 """Policies for staleness: the number of updates since the variables of a gradient were read."""
