@@ -14,7 +14,7 @@ from trainkit.run.estimates.hardware import Hardware
 from trainkit.run.estimates.memory import device_memory
 from trainkit.run.estimates.passes import evaluated_samples
 from trainkit.run.estimates.verdict import verdict_of
-from trainkit.run.planning.out_of_memory import planned_anew, sharding_choices
+from trainkit.run.planning.out_of_memory import planned_anew, sharding_choices, with_shards_of
 from trainkit.run.planning.plan import RunPlan
 
 MOST: Final = 3
@@ -137,9 +137,8 @@ def _smaller_shards(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
     while size > 1:
         size = (size + 1) // 2
         count = -(-plan.batch.global_size // size)
-        cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size, accumulation=None))
         price = f"{count} shards a step, each of less work for the device"
-        overrides = " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size))
+        overrides, cfg = with_shards_of(plan, size)
         yield _Change(overrides=overrides, price=price, cfg=cfg)
 
 

@@ -175,11 +175,17 @@ def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunCon
         return cfg, ""
     if plan.micro_size_depends_on_replicas:
         return replace(cfg, batch=plan.given), ""
-    size, micro = plan.batch.global_size, min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
-    cfg = replace(cfg, batch=replace(cfg.batch, micro_size=micro))
-    if micro == plan.batch.micro_size and plan.given.global_size == size:
+    micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
+    if micro == plan.batch.micro_size and plan.given.global_size == plan.batch.global_size:
         return cfg, ""
-    return cfg, " ".join(["", *plan.given.overrides(global_size=size, micro_size=micro)])
+    overrides, cut = with_shards_of(plan, micro)
+    return replace(cut, strategy=cfg.strategy), f" {overrides}"
+
+
+def with_shards_of(plan: RunPlan, size: int) -> tuple[str, RunConfig]:
+    """Return the overrides, and the config with them, that cut the steps of a run into shards of this size."""
+    cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size))
+    return " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size)), cfg
 
 
 def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
@@ -220,9 +226,8 @@ def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
 
 def _smaller_shards(plan: RunPlan) -> Iterator[_Remedy]:
     half = (plan.batch.micro_size + 1) // 2
-    cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=half, accumulation=None))
+    overrides, cfg = with_shards_of(plan, half)
     if half < plan.batch.micro_size and _can_go(plan, cfg):
-        overrides = " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=half))
         yield _Remedy(overrides=overrides, effect="half of the activations, in more shards")
 
 
