@@ -94,6 +94,7 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     problems += _missing_values(composition)
     problems += beyond_64_bits(composition)
     problems += paths_too_long(composition)
+    problems += _unusable_folders(composition)
     problems += _hydra_problems(composition)
     problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
     problems += broken_rules(composition, problems, multirun=multirun)
@@ -329,8 +330,6 @@ def paths_too_long(composition: Composition) -> Iterator[Problem]:
     rule = None if composition.run_dir is None else path_rule(str(composition.run_dir))
     if rule is not None and composition.run_dir_given:
         yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
-    else:
-        yield from _unusable_folders(composition)
 
 
 def _unusable_folders(composition: Composition) -> Iterator[Problem]:
