@@ -41,8 +41,8 @@ def refuse_absent_weights(cfg: RunConfig) -> None:
         CheckpointError: there are no weights, or the file is no safetensors file.
     """
     path = _named(cfg)
-    if _file_of(path).is_file():
-        FileWeights.of(_file_of(path), model_without_data(cfg))
+    if (file := _file_of(path)).is_file():
+        FileWeights.of(file, model_without_data(cfg))
     elif not (path / MANIFEST).is_file() and not list_complete(_root_of(path)):
         raise CheckpointError(f"{path} holds no checkpoint.")
 
