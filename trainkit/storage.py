@@ -90,10 +90,12 @@ class Free:
 
 
 def file_in_the_way(path: Path) -> Path | None:
-    """Return the path or the first one above it that exists and is no folder; None if a folder can be made there."""
-    there = (place for place in (path, *path.parents) if os.path.exists(place))  # noqa: PTH110 - pathlib may raise
-    first = next(there, None)
-    return None if first is None or os.path.isdir(first) else first  # noqa: PTH112 - the same
+    """Return the path or the first one above it that exists and is no folder; None if a folder can be made there.
+
+    A link to nothing or to itself exists, and no folder can take its place.
+    """
+    first = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
+    return None if first is None or os.path.isdir(first) else first  # noqa: PTH112 - pathlib may raise
 
 
 def quoted(path: Path) -> str:

@@ -152,18 +152,22 @@ def test_a_folder_in_which_a_run_did_not_begin_keeps_the_users_files(tmp_path: P
 
 def test_a_file_in_the_place_of_a_run_folder_is_named_and_stays_alone(tmp_path: Path) -> None:
     (file := tmp_path / "notes").touch()
-    for path in (file, file / "run"):
-        with pytest.raises(StorageError) as caught:
-            RunFolder.claim(path)
-        assert str(caught.value).startswith(f"{path} cannot be the folder of a run: {file} is no folder.")
-    assert [*tmp_path.iterdir()] == [file]
+    (nowhere := tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (itself := tmp_path / "itself").symlink_to(tmp_path / "itself")
+    for first in (file, nowhere, itself):
+        for path in (first, first / "run"):
+            with pytest.raises(StorageError) as caught:
+                RunFolder.claim(path)
+            assert str(caught.value).startswith(f"{path} cannot be the folder of a run: {first} is no folder.")
+    assert {*tmp_path.iterdir()} == {file, nowhere, itself}
 
 
 def test_a_start_from_absent_weights_is_refused_before_anything_is_written(cwd: Path) -> None:
     (cwd / "text").write_text("no weights")
-    for name in ("absent", "text"):
+    (cwd / "itself").symlink_to(cwd / "itself")
+    for name in ("absent", "text", "itself"):
         assert main(["recipe=null", f"init_from={name}"]) == 4
-    assert [path.name for path in cwd.iterdir()] == ["text"]
+    assert {path.name for path in cwd.iterdir()} == {"text", "itself"}
 
 
 @pytest.mark.parametrize("content", ["", '{"pid": 1, "host": "h", "since": "s"}'])

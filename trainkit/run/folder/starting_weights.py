@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def _file_of(path: Path) -> Path:
 
 
 def _named(cfg: RunConfig) -> Path:
-    return Path(str(cfg.init_from)).expanduser().resolve()  # the user named it: a link to it is followed
+    # The user named it: a link to it is followed. `resolve` raises for one to itself before Python 3.13.
+    return Path(os.path.realpath(Path(str(cfg.init_from)).expanduser()))
 
 
 def _root_of(path: Path) -> Path:
