@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import time
@@ -39,9 +40,14 @@ def metrics(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def children() -> list[list[str]]:
-    """Processes on this machine that work in a sweep of this test."""
+    """Processes on this machine that work in a sweep of this test.
+
+    Not the one of pytest, whose command names trainkit if the checkout is in a folder of this name.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
         try:
             words = (process / "cmdline").read_text().split("\0")
             if (process / "cwd").readlink() == Path.cwd() and "trainkit" in " ".join(words):
