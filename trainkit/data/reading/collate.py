@@ -191,8 +191,8 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors that `to_device` moves; objects with a method `to` move their own content."""
     if isinstance(batch, Tensor):
         yield batch
-    elif not _moves_itself(batch):
-        for part in _parts(batch) or ():
+    elif not moves_itself(batch):
+        for part in parts_of(batch) or ():
             yield from tensors_in(part)
 
 
@@ -204,9 +204,9 @@ def immovable_in(batch: Any) -> Iterator[Any]:
         >>> [type(one).__name__ for one in immovable_in([SimpleNamespace(x=torch.ones(2)), "text"])]
         ['SimpleNamespace']
     """
-    if isinstance(batch, Tensor) or _moves_itself(batch):
+    if isinstance(batch, Tensor) or moves_itself(batch):
         return
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is None and any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         yield batch
     for part in parts or ():
@@ -226,17 +226,17 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
     if isinstance(batch, Tensor):
         # torch returns from an asynchronous copy to the host before its numbers have arrived
         return batch.to(device, non_blocking=device.type != "cpu") if move is None else move(batch)
-    if _moves_itself(batch):
+    if moves_itself(batch):
         return batch.to(device)
     return with_parts(batch, lambda part: to_device(part, device, move))
 
 
-def _moves_itself(batch: Any) -> bool:
+def moves_itself(batch: Any) -> bool:
     """Return whether an object has a method `to`: a packed sequence, a batch of transformers."""
     return callable(getattr(batch, "to", None))
 
 
-def _parts(batch: Any) -> Iterable[Any] | None:
+def parts_of(batch: Any) -> Iterable[Any] | None:
     """Return the parts of a container of `with_parts`; None for any other object."""
     if isinstance(batch, Mapping):
         return batch.values()

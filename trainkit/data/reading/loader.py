@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.hooks import Reading, UserTransform
+from trainkit.data.reading.as_read import BatchesAsRead
 from trainkit.data.reading.collate import MoveBatch, narrow, refuse_other_rows, shards_of, tensors_in, to_device
 from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.in_process import InProcessReader
@@ -291,30 +293,39 @@ class Loader:
             raise ConfigError([Problem(key="loader.pin_memory", value=True, rule=rule)])
         self._source = _choose(dataset, plan, reading, shards_at=shards_at, num_steps=num_steps)
         self._plan, self._reading = plan, reading
-        self._last: tuple[Ticket, list[Any]] | None = None
+        self._last: tuple[Ticket, BatchesAsRead] | None = None
+        self._are_changed = False
         self.calls_own_code = reading.hooks.transform is not None or not isinstance(self._source, Memory | Workers)
         """Whether `fetch` calls code of the dataset, or of the user, in this process."""
         self.wait_s = 0.0
         """Seconds that the training loop has spent in `fetch`."""
 
-    def fetch(self, ticket: Ticket) -> list[Any]:
+    def fetch(self, ticket: Ticket) -> Sequence[Any]:
         """Return the batches of a ticket's shards, one per shard; empty for a ticket without shards.
 
-        For a repeated ticket (a retry after an overflow), it returns the same batches.
+        For a repeated ticket (a retry after an overflow), it returns the same batches, as they were read.
 
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
         if not ticket.shards:
             return []
-        if self._last is not None and self._last[0] == ticket:
-            return self._last[1]
+        if self._last is not None:
+            if self._last[0] == ticket:
+                return self._last[1]
+            self._are_changed = self._are_changed or self._last[1].were_changed
         started = perf_counter()
-        batches = self._source.read(ticket)
-        if (transform := self._reading.hooks.transform) is not None:
-            batches = self._transformed(transform, ticket, batches)
+        # Batches of the first ticket are kept for the passes that follow: a stream is slow to read again.
+        keeps = self._last is None or self._are_changed
+        batches = BatchesAsRead(self._read(ticket), read_again=partial(self._read, ticket), keeps=keeps)
         self._last = ticket, batches
         self.wait_s += perf_counter() - started
+        return batches
+
+    def _read(self, ticket: Ticket) -> list[Any]:
+        batches = self._source.read(ticket)
+        if (transform := self._reading.hooks.transform) is not None:
+            return self._transformed(transform, ticket, batches)
         return batches
 
     def _transformed(self, transform: UserTransform, ticket: Ticket, batches: Sequence[Any]) -> list[Any]:

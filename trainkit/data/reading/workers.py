@@ -31,7 +31,8 @@ class Workers:
     """Random access by step over torch's DataLoader: it starts at the first ticket's step, at no cost.
 
     It prefetches the shards of this rank. A ticket out of order (another step) restarts the workers from there; a
-    ticket with other shards than planned is read in this process, and the workers continue.
+    ticket with other shards than planned, or that of the last step once more, is read in this process, and the workers
+    continue.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class Workers:
         self._num_steps = num_steps
         self._move = move
         self._ahead: Iterator[Any] | None = None
-        self._next_step = -1
+        self._next_step = self._last_step = -1
         self._reader = Reader(dataset, seed=reading.seed, collate=reading.hooks.collate)
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Return the next batch of the workers, or one read in this process."""
-        if ticket.shards != tuple(self._shards_at(ticket.step)):
+        if ticket.shards != tuple(self._shards_at(ticket.step)) or ticket.step == self._last_step:
             with Untouched(seed=0):
                 batch = self._reader.read(*self._positions.request(ticket))
         else:
@@ -62,6 +63,7 @@ class Workers:
                 self._start(ticket.step)
             batch = unwrap_worker_result(next(self._ahead))  # type: ignore[arg-type]
             self._next_step = self._after(ticket.step)
+        self._last_step = ticket.step
         return self._reader.cut(self._move(batch), self._positions.sizes(ticket))
 
     def close(self) -> None:

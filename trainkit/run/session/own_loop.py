@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.data.reading.as_read import BatchesAsRead
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
@@ -34,6 +35,7 @@ class OwnLoop:
         self.task, self._given, self._name = task, given, strategy
         self._refused = refused_calls(task.parts.strategy, task.plan.facts)
         self._compiles_step = task.cfg.compile.mode == "step"
+        self._repeats = bool(task.plan.optimizers) or task.parts.precision.loss_scale().moves
         task.begin()
         self._current: tuple[Ticket, Sequence[Batch]] | None = None
         self._computed: tuple[Tensor | None, Tensor | float] | None = None
@@ -56,7 +58,9 @@ class OwnLoop:
         try:
             while (found := self._fetched()) is not None:
                 ticket, batches = found
-                yield list(batches)
+                given = list(batches)  # what the loop writes into them belongs to the step, and to its repetitions
+                self._current = ticket, BatchesAsRead(given, keeps=self._repeats)
+                yield given
                 if self._current is not None and self._current[0] is ticket:
                     raise TrainingError(
                         f"no step was made with the batches of step {ticket.step}. Call session.step(), or "
@@ -77,7 +81,8 @@ class OwnLoop:
             outcome = self.task.executor.step(ticket, batches)
             if self._complete(batches, outcome) or self.task.run.state.step != step:
                 return _mean(outcome.loss_sum, outcome.weight)
-            self._current = self._fetched()
+            following = self._fetched()
+            self._current = following if following is None or following[0] != ticket else (ticket, batches)
 
     def forward_backward(self, function: LossFunction | None) -> Tensor | None:
         """Compute the gradients of the step; return the mean loss of this rank, () on the device."""
