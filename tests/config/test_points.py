@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
@@ -40,6 +41,7 @@ def test_a_glob_finds_choices() -> None:
 def test_a_key_of_a_group_applies_to_the_choices_that_have_it() -> None:
     one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2")
     assert "replicas" not in one_device.values["strategy"]
+    assert one_device.notes[-1] == "strategy.replicas: left out, one_device has no such key"
     assert mirrored.values["strategy"]["replicas"] == 2
 
 
@@ -47,6 +49,19 @@ def test_the_keys_of_two_choices_each_go_to_their_own() -> None:
     one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2", "strategy.device=cpu")
     assert one_device.values["strategy"]["device"] == "cpu"
     assert "device" not in mirrored.values["strategy"]
+
+
+@pytest.mark.parametrize("prefix", ["", "+"])
+def test_a_key_that_only_the_class_of_the_user_takes_is_swept(prefix: str) -> None:
+    """`width` is a key of the shipped gpt, which no class of these points is."""
+    own = "model._target_=tests.config.test_points.Net"
+    call, _ = parse(["--allow-package", "tests", "-m", "recipe=null", own, f"{prefix}model.width=8,16"])
+    assert [point.values["model"]["width"] for point in call.compose_points()] == [8, 16]
+
+
+class Net(torch.nn.Linear):
+    def __init__(self, width: int) -> None:
+        super().__init__(64, width)
 
 
 def test_a_key_that_no_point_has_is_a_problem() -> None:

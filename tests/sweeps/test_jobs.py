@@ -17,6 +17,8 @@ from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.trainer.ownership import free_name, locked
 
+COUNT = "import sys; open(sys.argv[1] + '/runs', 'a').write('x'); "
+
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["job"]: row for row in json.loads((folder / "sweep.json").read_text())["jobs"]}
@@ -44,6 +46,24 @@ def test_jobs_run_and_are_ranked(tmp_path: Path, capfd: pytest.CaptureFixture[st
         f"  page  {tmp_path}/report.html\n"
         f"  leaderboard  {tmp_path}/leaderboard.md\n"
     )
+
+
+def test_a_point_drawn_again_runs_once_and_is_reported_and_a_refused_one_is_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done, refused = job(tmp_path, 0, RUN, 0.9, config="a"), job(tmp_path, 1, f"{COUNT}sys.exit(2)", config="b")
+
+    class Search(JobList):
+        def __init__(self) -> None:
+            super().__init__([])
+            self._waiting.extend([done, done, refused, refused])
+
+    sweep = sweep_in(tmp_path)
+    sweep.run(Search())
+    out = said(capfd)
+    assert [out.count(f"equals job {name}, which runs only once") for name in ("0", "1")] == [1, 1]
+    assert sweep.exit_codes == {"0": 0, "1": 2}
+    assert (tmp_path / "1/runs").read_text() == "x"
 
 
 def test_a_page_that_cannot_be_written_ends_no_sweep_and_report_page_leaves_it_out(

@@ -174,12 +174,53 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer
     assert again.states == [TrialState.COMPLETE] * 4
 
 
-def test_another_space_in_the_same_folder_is_refused(tmp_path: Path, composer: Composer) -> None:
-    bench = Bench(tmp_path, composer, ("seed=1,2",))
+@pytest.mark.parametrize(
+    ("former", "current", "word"),
+    [
+        (("seed=1,2",), ("seed=1,2,3",), "other values of seed"),
+        (("seed=range(1,4)",), ("seed=range(2,5)",), "other values of seed"),  # the study holds positions alone
+        (("epochs=int(interval(1,9))",), ("epochs=tag(log,int(interval(1,9)))",), "other values of epochs"),
+    ],
+)
+def test_a_search_over_other_values_is_refused_and_changes_no_trial(
+    tmp_path: Path, composer: Composer, former: tuple[str, ...], current: tuple[str, ...], word: str
+) -> None:
+    bench = Bench(tmp_path, composer, (*RATE, *former), trials=2)
     bench.ended(present(bench.source.next()), 0.5)
-    other = Bench(tmp_path, composer, ("seed=1,2,3",))
-    with pytest.raises(ConfigError) as caught:
-        other.source.next()
-    assert str(caught.value.problems[0]).startswith(
-        f"sweep.name={tmp_path.name}: contains a search over other values: "
-    )
+    with pytest.raises(ConfigError, match=word) as caught:
+        Bench(tmp_path, composer, (*RATE, *current), trials=2)
+    assert caught.value.problems[0].key == "sweep.name"
+    again = Bench(tmp_path, composer, (*RATE, *former), trials=2)
+    again.ended(present(again.source.next()), 0.4)
+    assert again.states == [TrialState.COMPLETE] * 2
+
+
+def test_a_search_by_another_metric_is_refused(tmp_path: Path, composer: Composer) -> None:
+    bench = Bench(tmp_path, composer)
+    goal = MonitoredMetric(metric="val/accuracy", mode="max")
+    study = open_study(tmp_path, settings=bench.settings, goal=goal, num_steps=9)
+    with pytest.raises(ConfigError, match=r"by val/loss \(min\), and this one is by val/accuracy \(max\)"):
+        Trials(study=study, space=composer.space(RATE), trials=2, goal=goal, job=bench.job)
+
+
+def test_a_trial_that_was_killed_between_two_values_gets_the_others(tmp_path: Path, composer: Composer) -> None:
+    space = (*RATE, "model.dropout=0.0,0.25")
+    bench = Bench(tmp_path, composer, space, trials=1)
+    name, distribution = next(iter(distributions(composer.space(RATE)).items()))
+    rate = bench.study.ask({name: distribution}).params[name]
+    job = present(Bench(tmp_path, composer, space, trials=1).source.next())
+    assert [argument.partition("=")[0] for argument in job.overrides] == ["optimizer.lr", "model.dropout"]
+    assert float(job.overrides[0].partition("=")[2]) == pytest.approx(rate, rel=1e-5)
+
+
+def test_a_point_that_is_refused_counts_as_failed_and_the_next_is_proposed(tmp_path: Path, composer: Composer) -> None:
+    def refusing(overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
+        raise ConfigError([])
+
+    bench = Bench(tmp_path, composer, trials=2)
+    source = Trials(study=bench.study, space=composer.space(RATE), trials=2, goal=LOSS, job=refusing)
+    with pytest.raises(ConfigError):
+        source.next()
+    again = Bench(tmp_path, composer, trials=2)
+    again.ended(present(again.source.next()), 0.4)
+    assert again.states == [TrialState.FAIL, TrialState.COMPLETE]

@@ -29,6 +29,8 @@ from trainkit.config.composition import Composition, ConfigFile, KeyPath, Level,
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import remember_secrets
+from trainkit.config.targets.allowed import TARGET, allow_packages
+from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem
@@ -45,13 +47,17 @@ class Composer(SearchPath):
         """Compose one run.
 
         With `for_others`, arguments may be meant for other choices that are composed too: keys of a group that this
-        choice does not have, but another choice has, are then left out.
+        choice does not have, but another choice has, are then left out, with a note.
         """
         with hydra_state():
             composition = CompositionBuilder(self, overrides).run()
             if for_others and (foreign := foreign_keys(composition)):
                 kept = [line for line in overrides if key_of(line) not in foreign]
                 composition = CompositionBuilder(self, kept).run()
+                texts = (
+                    f"{key}: left out, {composition.choices[key.partition('.')[0]]} has no such key" for key in foreign
+                )
+                composition = composition.with_notes(sorted(texts))
         hide_from_process_list(overrides)  # the secrets that the user's classes mark are known by now
         return composition
 
@@ -85,9 +91,22 @@ def foreign_keys(composition: Composition) -> set[str]:
             continue
         folders = (*composition.config_dirs, shipped_conf())
         others = [other for folder in folders for other in sorted((folder / path[0]).glob("*.yaml"))]
-        if any(path[1] in read_document(other).values for other in others):
+        if any(path[1] in read_document(other).values for other in others) and not _takes(composition, file, path[1]):
             found.add(dotted(path))
     return found
+
+
+def _takes(composition: Composition, file: ConfigFile, key: str) -> bool:
+    """Return whether the class of a group takes a key that the file of its choice leaves out."""
+    target = lookup(composition.values, (*file.package, TARGET))
+    if not isinstance(target, str) or (file.shipped and target == file.document.values.get(TARGET)):
+        return False  # files of shipped choices list every key
+    try:
+        with allow_packages(composition.packages):
+            signature = signature_of(resolve_target(target))
+    except Exception:  # noqa: BLE001 - the check reports it, whatever a module of the user raises
+        return True
+    return signature.takes_more or key in signature.keys
 
 
 def compose(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, Protocol
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import ConfigError, TrainkitError
 from trainkit.report.numbers import figure
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
@@ -139,22 +139,32 @@ class SweepLoop:
         twin = next((one for one in self._running.values() if one.job.name == job.name), None)
         if twin is not None:
             twin.duplicates.append(job)
+            self._report_drawn_again(job)
             return True
         row = sweep.record.add(job)
         known = job.name in self._lines
         sweep.requested.add(job.name)
+        if known and row.exit_code == ConfigError.exit_code:  # it would be refused again
+            self._report_drawn_again(job)
+            self._source.ended(job, ConfigError.exit_code)
+            return True
         if not job.config or not is_complete(row):
             row.exit_code, row.pruned = None, False
             return False
         row.exit_code = 0
         sweep.note()
-        if not known:
+        if known:
+            self._report_drawn_again(job)
+        else:
             self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
             self._lines[job.name] = JobLine(
                 name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
             )
         self._source.ended(job, 0)
         return True
+
+    def _report_drawn_again(self, job: SweepJob) -> None:
+        self._screen.report(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
 
     def _begin(self, job: SweepJob) -> None:
         grant = self._sweep.slots.take(job.slots)

@@ -18,6 +18,7 @@ from trainkit.files import read_map
 from trainkit.redaction import redacted_argument
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.metric_stream import figure_at
+from trainkit.sweeps.screen import print_line
 
 
 class JobOf(Protocol):
@@ -73,6 +74,8 @@ class Halving:
         known: Mapping[tuple[str, ...], SweepJob] | None = None,
     ) -> None:
         self._points = list(dict.fromkeys(tuple(point) for point in points))
+        if again := len(points) - len(self._points):
+            print_line(f"{again} of {len(points)} points were drawn again: each runs only once")
         steps = dict(zip(map(tuple, points), lengths, strict=True))
         self._lengths = [steps[point] for point in self._points]
         self._goal, self._reduction, self._rungs, self._job = goal, reduction, rungs, job
@@ -101,6 +104,7 @@ class Halving:
             job = self._make_job(number)
             if job.name in self._running or (self._rung == 0 and self._is_duplicate(number, job)):
                 self._contestants.remove(number)  # another spelling of an existing point
+                print_line(f"{job.label or 'the point'}: equals job {job.name}, which runs only once")
             elif self._has_reached_rung(number, job):
                 self._record_metric(number, job)
             else:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -34,6 +34,8 @@ from trainkit.sweeps.spaces.halving import JobOf
 
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
 _FILE: Final = "optuna.db"
+_SEARCH: Final = "trainkit"
+"""Attribute of a study: the metric and the ranges of the search."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,7 @@ class Trials:
     def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: MonitoredMetric, job: JobOf) -> None:
         self._study, self._space, self._trials, self._goal, self._job = study, space, trials, goal, job
         self._distributions = distributions(space)
+        self._refuse_another_search()
         begun = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         self._interrupted = deque(optuna.Trial(study, frozen._trial_id) for frozen in begun)  # noqa: SLF001
         self._running: dict[str, list[_Running]] = {}
@@ -69,8 +72,16 @@ class Trials:
         """Return the next point that Optuna proposes, after the points that an earlier sweep left unfinished."""
         if self.exhausted:
             return None
-        trial = self._interrupted.popleft() if self._interrupted else self._ask_trial()
-        job = self._job(self._space.point(_values(self._space, trial.params)), trial.number)
+        trial = self._interrupted.popleft() if self._interrupted else self._study.ask()
+        for name, distribution in self._distributions.items():
+            # What `ask` does with fixed distributions. A trial whose process was killed between two values keeps those
+            # that it has.
+            trial._suggest(name, distribution)  # noqa: SLF001
+        try:
+            job = self._job(self._space.point(_values(self._space, trial.params)), trial.number)
+        except ConfigError:
+            self._study.tell(trial, state=TrialState.FAIL)  # left open, it would be proposed and refused for ever
+            raise
         trial.set_user_attr("job", job.name)
         rows = MetricRows(job.folder / "metrics.jsonl", self._goal.metric)
         last = max(self._study.get_trials(deepcopy=False)[trial.number].intermediate_values, default=-1)
@@ -102,12 +113,30 @@ class Trials:
         else:
             self._study.tell(one.trial, value)
 
-    def _ask_trial(self) -> optuna.Trial:
-        try:
-            return self._study.ask(self._distributions)
-        except ValueError as error:
-            rule = f"contains a search over other values: {str(error).rstrip('.')}. Give another name."
-            raise ConfigError([Problem(key="sweep.name", value=self._study.study_name, rule=rule)]) from error
+    def _refuse_another_search(self) -> None:
+        """Refuse a study of other values or another metric, before anything is written into it.
+
+        The study holds the values of a range only as their positions, so the values are kept beside it.
+        """
+        ranges = {_name(axis): list(map(_row, axis.rows)) for axis in self._space.axes if _is_range(axis)}
+        search = {"metric": self._goal.metric, "mode": self._goal.mode, "ranges": ranges}
+        former = {**search, **self._study.user_attrs.get(_SEARCH, {})}
+        rule = None
+        if (former["metric"], former["mode"]) != (search["metric"], search["mode"]):
+            rule = f"contains a search by {former['metric']} ({former['mode']}), and this one is by {search['metric']} "
+            rule += f"({search['mode']})."
+        for name, distribution in self._distributions.items():
+            known = [trial.distributions[name] for trial in self._study.get_trials() if name in trial.distributions]
+            if any(not _is_compatible(one, distribution) for one in known) or (
+                ranges.get(name) != former["ranges"].get(name, ranges.get(name)) and known
+            ):
+                rule = f"contains a search over other values of {name}."
+        if rule is not None:
+            text = f"{rule} Give another name, or the values of that search."
+            raise ConfigError([Problem(key="sweep.name", value=self._study.study_name, rule=text)])
+        search["ranges"] = {**former["ranges"], **ranges}
+        if search != self._study.user_attrs.get(_SEARCH):
+            self._study.set_user_attr(_SEARCH, search)
 
     def _report_new(self, one: _Running) -> bool:
         """Report new values to the trial; return whether there were any."""
@@ -182,6 +211,18 @@ def _distribution(axis: Choices | Interval) -> BaseDistribution:
     if axis.ordered:
         return IntDistribution(0, len(axis.rows) - 1)
     return CategoricalDistribution([_row(row) for row in axis.rows])
+
+
+def _is_range(axis: Choices | Interval) -> TypeGuard[Choices]:
+    return isinstance(axis, Choices) and axis.ordered
+
+
+def _is_compatible(former: BaseDistribution, distribution: BaseDistribution) -> bool:
+    try:
+        optuna.distributions.check_distribution_compatibility(former, distribution)
+    except ValueError:
+        return False
+    return True
 
 
 def _row(row: tuple[str, ...]) -> str:

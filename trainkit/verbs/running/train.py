@@ -74,6 +74,7 @@ def _sweep(call: Call) -> int:
         from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
 
         plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]))
+        sys.stdout.writelines(f"note: {note}\n" for note in dict.fromkeys(n for point in points for n in point.notes))
     with lasting_output():
         outcome = multirun(
             call.overrides,
