@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
@@ -9,11 +12,10 @@ import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.hooks import Reading
+from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading import loader as loading
 from trainkit.data.reading.loader import Loader
-from trainkit.data.reading.reader import Reader
-from trainkit.data.reading.workers import _Remote
+from trainkit.data.reading.workers import read_ahead, results, shut_down
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
@@ -250,12 +252,49 @@ def test_a_method_that_gives_other_samples_than_asked_for_is_named(name: str, re
         make_loader(Odd(name, result)).fetch(Ticket(0, (0, 1)))
 
 
+class Unsendable:
+    """A sample that fails when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
+        )
+
+
+class Ending:
+    """A dataset of which the second batch cannot be sent by its worker, or ends the worker."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return torch.ones(1) if index < 4 else self.act(), index
+
+
+def leave() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
-    ("sample", "said"),
-    [(torch.ones(1, requires_grad=True), "a tensor requires gradients: use detach"), (print, "cannot pickle")],
+    ("act", "kind", "said"),
+    [
+        (lambda: torch.ones(1, requires_grad=True) * 2, DataError, "cannot send its batch.* detach"),
+        (Lock, DataError, "cannot send its batch: TypeError: cannot pickle '_thread.lock' object"),
+        (Unsendable, RuntimeError, "unable to allocate shared memory"),
+        (leave, RuntimeError, r"has ended: pid \d+ by SIGKILL, .* a lower loader.num_workers needs less"),
+    ],
 )
-def test_a_batch_that_a_worker_cannot_send_is_an_error_instead_of_a_wait(sample: Any, said: str) -> None:
-    reader = Reader(Odd("__getitems__", [sample]), seed=0, collate=lambda samples, _: [samples[0], Lock()])
-    if isinstance(sample, torch.Tensor):
-        reader = Reader(Odd("__getitems__", [sample]), seed=0)
-    assert said in _Remote(reader)[0, [3], [1], None].message
+def test_a_worker_that_ends_or_cannot_send_is_an_error_instead_of_a_wait(
+    act: Callable[[], Any], kind: type[Exception], said: str
+) -> None:
+    hooks = DataHooks(collate=UserCollate(function=lambda samples: [x for x, _ in samples], name="keep"))
+    reading = Reading(device=CPU, settings=LoaderSettings(num_workers=1, cache=False), hooks=hooks, seed=0)
+    ahead = read_ahead(Ending(act), [(0, [0, 1, 2, 3], [4], None), (0, [4, 5], [2], None)], reading)
+    try:
+        with pytest.raises(kind, match=said):
+            list(results(ahead))
+    finally:
+        shut_down(ahead)

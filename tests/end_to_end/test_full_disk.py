@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -145,3 +147,16 @@ def test_a_run_that_met_a_full_disk_is_resumed_once_there_is_room(mount: Mount, 
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert not (disk / "run" / ".reserve").exists()
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0, reason="needs root")
+def test_batches_that_do_not_fit_into_shared_memory_end_the_run() -> None:
+    small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    settings = ["data=synthetic", "data.shape=[3,64,64]", "model=convnet", "model.in_channels=3", "model.image_size=64"]
+    read = ["recipe=null", "loader.cache=false", "loader.num_workers=2", "steps=6"]
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # the folders of tests may be in /dev/shm
+        command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-m", "trainkit", *settings, *read]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert ended.returncode == 1
+    assert "the shared memory of the host (/dev/shm), through which its processes exchange tensors, is" in ended.stderr

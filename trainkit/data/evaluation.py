@@ -15,7 +15,7 @@ from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import Arrays, collated, whole_arrays
 from trainkit.data.reading.reader import Reader
-from trainkit.data.reading.workers import read_ahead, shut_down, unwrap_worker_result
+from trainkit.data.reading.workers import read_ahead, results, shut_down
 from trainkit.data.splits import size_of
 from trainkit.data.stored import batch_mover, stored_of, widening
 from trainkit.numerics.batch import Request
@@ -135,8 +135,7 @@ class EvalBatches:
         requests: list[Request] = [(0, list(range(*ends)), [ends[1] - ends[0]], None) for ends in self._ranges]
         ahead = read_ahead(self._dataset, requests, self._reading)
         try:
-            for batch in ahead:
-                found = unwrap_worker_result(batch)
+            for found in results(ahead):
                 yield found if self._reading.hooks.collate is None else found[0]
         finally:
             shut_down(ahead)

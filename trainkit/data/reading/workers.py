@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.queues import Queue
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.data.hooks import Reading
@@ -50,6 +49,7 @@ class Workers:
         self._num_steps = num_steps
         self._move = move
         self._ahead: Iterator[Any] | None = None
+        self._results: Iterator[Any] = iter(())
         self._next_step = self._last_step = -1
         self._reader = Reader(dataset, seed=reading.seed, collate=reading.hooks.collate)
 
@@ -61,7 +61,7 @@ class Workers:
         else:
             if self._ahead is None or ticket.step != self._next_step:
                 self._start(ticket.step)
-            batch = unwrap_worker_result(next(self._ahead))  # type: ignore[arg-type]
+            batch = next(self._results)
             self._next_step = self._after(ticket.step)
         self._last_step = ticket.step
         return self._reader.cut(self._move(batch), self._positions.sizes(ticket))
@@ -74,6 +74,7 @@ class Workers:
     def _start(self, step: int) -> None:
         self.close()
         self._ahead = read_ahead(self._dataset, _Requests(self._requests, step), self._reading)
+        self._results = results(self._ahead)
 
     def _requests(self, first_step: int) -> Iterator[Request]:
         # Use separate positions: the workers run ahead of the training, which must keep its cached block of positions.
@@ -109,9 +110,9 @@ def read_ahead(dataset: Any, requests: Iterable[Request], reading: Reading) -> I
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error on its way to the parent process: exceptions lose their type between processes."""
+    """An error on its way to the parent process."""
 
-    message: str
+    error: Exception
 
 
 class _Remote(Dataset[Any]):
@@ -119,44 +120,29 @@ class _Remote(Dataset[Any]):
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._is_sendable = False
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            batch = self._reader.read(*request)
-            if not self._is_sendable:
-                _refuse_unsendable(batch)
-                self._is_sendable = True
+            return self._reader.read(*request)
         except DataError as error:
-            return _Failure(str(error))
-        return batch
+            return _Failure(error)
 
 
-class _WithoutTensors(ForkingPickler):
-    """Pickles a batch without its tensors, which would be moved to shared memory."""
+def _send_failure(queue: Queue[Any], error: Exception, item: Any) -> None:
+    """Send an error in the place of a batch that cannot be sent.
 
-    def reducer_override(self, value: Any) -> Any:
-        """Leave out a tensor, unless torch refuses to send it."""
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        if value.requires_grad and not value.is_leaf:
-            raise TypeError("a tensor requires gradients: use detach() in the dataset or in data.collate")
-        return bool, ()
-
-
-def _refuse_unsendable(batch: Any) -> None:
-    """Refuse a batch that a worker cannot send: the thread that sends drops it, and its reader would wait.
-
-    Raises:
-        DataError: names what cannot be pickled.
+    It is called in the thread of a queue that sends. By default it only prints the error, and the reader of the batch
+    would wait for ever.
     """
-    try:
-        _WithoutTensors(BytesIO(), None).dump(batch)
-    except Exception as error:
-        raise DataError(
-            f"a worker process cannot send its batch: {type(error).__name__}: {error}. "
-            "Change what the batch holds, or use loader.num_workers=0."
-        ) from error
+    if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], int)):  # a queue of the user's own
+        traceback.print_exception(error)
+        return
+    if not isinstance(error, OSError | MemoryError) and "shared memory" not in str(error):
+        advice = (
+            "Change what the batch holds (a tensor that requires gradients: detach() it), or use loader.num_workers=0."
+        )
+        error = DataError(f"a worker process cannot send its batch: {type(error).__name__}: {error}. {advice}")
+    queue.put((item[0], _Failure(error)))
 
 
 class _Requests:
@@ -168,11 +154,35 @@ class _Requests:
         return self._requests(self._first_step)
 
 
-def unwrap_worker_result(batch: Any) -> Any:
-    """Return the batch of a worker, or raise its error."""
-    if isinstance(batch, _Failure):
-        raise DataError(batch.message)
-    return batch
+def results(ahead: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of an iterator of `read_ahead`.
+
+    Raises:
+        DataError: a sample cannot be read, or a batch cannot be sent.
+        OSError, RuntimeError: no memory is left to send a batch, or a worker has ended.
+    """
+    while True:
+        try:
+            batch = next(ahead)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            workers = getattr(ahead, "_workers", ())
+            ended = [f"pid {one.pid} {_ending(one.exitcode)}" for one in workers if one.exitcode is not None]
+            if not ended:
+                raise
+            raise RuntimeError(
+                f"a process that reads samples (loader.num_workers) has ended: {', '.join(ended)}"
+            ) from error
+        if isinstance(batch, _Failure):
+            raise batch.error
+        yield batch
+
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "by SIGKILL, as Linux ends processes if memory runs out: a lower loader.num_workers needs less"
+    return f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
 
 
 def _as_it_is(batch: _T) -> _T:
@@ -188,7 +198,8 @@ def shut_down(iterator: Iterator[Any] | None) -> None:
 
 
 def _enter_worker(_worker: int) -> None:
-    """Set up a worker: leave Ctrl-C to its parent, end on SIGTERM, and do not outlive the parent."""
+    """Set up a worker: leave Ctrl-C to its parent, end on SIGTERM, send every error, and do not outlive the parent."""
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]  # noqa: SLF001
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
