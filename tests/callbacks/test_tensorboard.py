@@ -87,3 +87,14 @@ def test_images_are_found_by_their_shape(
 def test_what_is_no_number_is_shown_as_zero() -> None:
     (images,) = images_in(torch.full((1, 1, 4, 4), math.inf))
     assert images.max() == 0.0
+
+
+def test_a_run_killed_after_a_checkpoint_has_every_point_up_to_it(tmp_path: Path) -> None:
+    run, board = run_double(tmp_path), TensorBoard(flush_s=3600)
+    for at in (10, 20, 30):
+        run.state.step = at
+        board.log(run, row(at))
+    board.state()
+    found = read(tmp_path)  # as a kill leaves the file
+    board.run_end(run, {})
+    assert [event.step for event in found.Scalars("train/loss")] == [10, 20, 30]

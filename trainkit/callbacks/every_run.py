@@ -118,19 +118,25 @@ def _line(row: Row) -> str:
     return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()})
 
 
-def keep_until(path: Path, step: int) -> None:
+def keep_until(path: Path, step: int, *, source: Path | None = None) -> None:
     """Keep the rows up to a step, in one atomic replacement of the file; step 0 keeps none.
 
     A row that a crash has truncated is dropped too.
+
+    Args:
+        path: the file; nothing happens if the one to read is absent.
+        step: the last step to keep.
+        source: the file to read, of another run; None: `path` itself.
     """
+    source = source or path
     try:
-        size_of(path)
+        size_of(source)
     except AbsentFileError:
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with naming(path), open_regular(partial, "wb") as new:
-            new.writelines(line for line in read_lines(path) if step > 0 and _step_of(line) <= step)
+            new.writelines(line for line in read_lines(source) if step > 0 and _step_of(line) <= step)
         partial.replace(path)
     finally:
         with contextlib.suppress(OSError):

@@ -79,6 +79,12 @@ class TensorBoard(Callback):
         self.run_end(run, {})
         self._open.start = run.state.step
 
+    def state(self) -> dict[str, Any]:
+        """Write the buffered events: a run resumed from the checkpoint has every earlier one, even after a kill."""
+        if self._open.events is not None:
+            self._open.events.flush()
+        return {}
+
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the buffered events: a run whose metrics cannot be written has not finished."""
         if self._open.events is not None:

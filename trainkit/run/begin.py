@@ -24,6 +24,7 @@ from trainkit.config.secrets import redacted
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.redaction import mask, redacted_argument
+from trainkit.run.folder.continued import bring_earlier_steps
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.starting_weights import refuse_absent_weights
 from trainkit.run.folder.status import read_status
@@ -31,6 +32,7 @@ from trainkit.run.planning.build import average_of
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.record import first_command
+from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.outcome import refuse_own_losses
 from trainkit.storage import Free, lacking, num_bytes, storage_error
 from trainkit.trainer.manifest import list_complete
@@ -111,6 +113,9 @@ def begin_folder(
         The config to run, and the secrets, which are not written to any file.
     """
     folder.begin()
+    if start.checkpoints is not None:  # before resolved.yaml: a folder that has it can be resumed
+        note = bring_earlier_steps(folder, start.checkpoints, retention_of(plan.cfg))
+        start = replace(start, note=note)
     resolved = resumed_from(plan.cfg, start.checkpoints)
     secrets = write_resolved(folder, resolved)
     shown = [*notes, *([start.note] if start.note else [])]
@@ -182,7 +187,7 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
         raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
     adopted = _same_training(cfg, run)
-    return ResumePoint(cfg=adopted, checkpoints=checkpoints, note=f"resume: starts from {checkpoints}")
+    return ResumePoint(cfg=adopted, checkpoints=checkpoints)
 
 
 def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:

@@ -105,8 +105,8 @@ class State:
             self.left_out.judge_share(self.step)
         return True
 
-    def take_best(self, value: float) -> None:
-        """Record a value of `eval.metric` as the best so far."""
+    def take_best(self, value: float | None) -> None:
+        """Record a value of `eval.metric` as the best so far; None: there is none."""
         self.best = value
 
     def mark_own_loss(self) -> None:

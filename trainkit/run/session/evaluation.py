@@ -26,10 +26,11 @@ from trainkit.strategies.base import Executor, LocalModel
 from trainkit.strategies.capabilities import swap_averages
 from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.trainer.batch_statistics import count_statistics, restore_buffers, statistics_of
+from trainkit.trainer.checkpoint import Retention
 from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.events import Run
 from trainkit.trainer.loop import CallbackHooks
-from trainkit.trainer.manifest import better
+from trainkit.trainer.manifest import better, list_complete
 
 MOST_CELLS: Final = 10_000
 """Largest number of cells of a table in result.json; larger tables are only in tables.jsonl."""
@@ -199,6 +200,25 @@ class EvalRunner:
             return False
         state.take_best(value)
         return True
+
+    def recall_best(self, report: Callable[[str], None]) -> None:
+        """Take the best value from the checkpoints that are there, after a restore: only those can be `best` later.
+
+        `report` receives a line if the checkpoint of the best value so far is not there.
+        """
+        settings, state = self.plan.cfg.checkpoint, self.run.state
+        if not settings.keep_best or self.plan.has_evaluator:
+            return
+        there = [one for one in list_complete(self.run.folder / "checkpoints") if one.step <= state.step]
+        ranked = Retention(mode=self._watched.mode).ranked(there)
+        best = ranked[0].metric if ranked else None
+        if state.best not in (None, best):
+            since = f"is {best:g}" if best is not None else f"counts from step {state.step:,} on"
+            report(
+                f"the best {self._watched.metric} so far was {state.best:g}, and its checkpoint was not kept: the best "
+                f"{since}."
+            )
+        state.take_best(best)
 
 
 class Averages:

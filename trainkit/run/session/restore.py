@@ -22,7 +22,7 @@ from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Positions, Ticket
 from trainkit.run.folder.rollbacks import suspect_checkpoint_of
-from trainkit.run.folder.starting_weights import load_checkpoint, starting_weights
+from trainkit.run.folder.starting_weights import starting_weights
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import (
@@ -172,11 +172,9 @@ def loader_of(plan: RunPlan, executor: Executor) -> Loader:
 
 
 def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
-    """Continue from this folder's newest complete checkpoint, else start from the checkpoint that `resume` or
-    `init_from` names.
+    """Continue from this folder's newest complete checkpoint, else start from the weights that `init_from` names.
 
-    A rollback uses this too: it continues from a checkpoint of this run, or from the one from which the run was
-    resumed.
+    A rollback uses this too. A run that continues another one has the checkpoints of that run in its own folder.
     """
     cfg = session.cfg
     session.enter("load")
@@ -185,8 +183,6 @@ def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
     own = newest_valid(checkpoints, report=session.warn, check=check) if there else None
     if own is not None:
         session.restore(own)
-    elif cfg.resume not in (None, "auto"):
-        session.restore(load_checkpoint(Path(str(cfg.resume)), report=session.warn, check=refuse_malformed))
     elif cfg.init_from is not None:
         session.start_from(starting_weights(cfg, report=session.warn))
     if there:

@@ -155,6 +155,7 @@ class TaskSession:
         if self.run.state.own_loss and self._given_loss is None:
             raise own_loss_refusal(loaded.checkpoint.folder)
         self._evaluation_due = loaded.meta.get("evaluation_due") is True and bool(self.validated)
+        self._scorer.recall_best(self.warn)
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Load the weights alone: a new training starts from the end of another."""
@@ -293,8 +294,10 @@ class TaskSession:
         self.flush()
         with self._last.evaluating():
             self._score(self.validated)
-        if self._scorer.update_best() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
-            self.save()
+        if self._scorer.update_best() and self.cfg.checkpoint.keep_best:
+            self._keeper.save_again()  # a checkpoint of this step that was saved before has no metric
+            if self.run.state.step < self.plan.last_step:
+                self.save()
 
     def _measure(self, split: str, dataset: Any) -> dict[str, float]:
         """Evaluate for a callback; collective."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from trainkit.trainer.checkpoint.background import BackgroundSaver, ShardedSaver
 from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, manifest_below, meta_of, newest_valid
 from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
-from trainkit.trainer.checkpoint.saving import CheckpointPart, SavePolicy, begin, commit, prune, save, write_part
+from trainkit.trainer.checkpoint.saving import CheckpointPart, SavePolicy, begin, bring, commit, prune, save, write_part
 from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
 from trainkit.trainer.manifest import Checkpoint, list_complete, read_manifest
 
@@ -25,6 +25,7 @@ __all__ = [
     "SavePolicy",
     "ShardedSaver",
     "begin",
+    "bring",
     "commit",
     "exclusive",
     "list_complete",

@@ -6,14 +6,17 @@ At any moment, and after any crash, a reader sees either a complete checkpoint o
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
 from trainkit.errors import CheckpointError
+from trainkit.files import open_regular, size_of
 from trainkit.storage import bytes_needed, naming, sync_folder
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, coverage_error
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
@@ -199,10 +202,57 @@ def commit(
         files=files,
     )
     hit("save", step)
+    return _complete(draft, checkpoint, owner, confirm)
+
+
+def bring(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoint:
+    """Give a run a complete checkpoint of another run, under the token of the run that receives it.
+
+    Its files are linked, which takes no room: the files of a checkpoint never change, and each run deletes only its own
+    names of them. They are copied where the file system does not link.
+
+    Args:
+        checkpoint: the checkpoint of the other run.
+        root: the `checkpoints` folder of the run that receives it; created if absent.
+        owner: the run that receives it.
+
+    Raises:
+        StorageError: it could not be written; its files are removed.
+        UnreadableError: a file is not a regular file.
+    """
+    draft = begin(root, checkpoint.step, owner)
+    received = replace(checkpoint, folder=root / folder_name(checkpoint.step), owner=owner.token)
+    try:
+        for name in checkpoint.files:
+            size_of(checkpoint.folder / name)  # refuses everything but a regular file
+            try:
+                os.link(checkpoint.folder / name, draft / name, follow_symlinks=False)
+            except OSError:
+                with open_regular(checkpoint.folder / name) as file, (draft / name).open("xb") as copy:
+                    shutil.copyfileobj(file, copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+        return _complete(draft, received, owner)
+    except OSError as error:
+        needed = sum(record.num_bytes for record in checkpoint.files.values())
+        raise unwritten(root, checkpoint.step, error, needed=needed) from error
+    finally:
+        delete_temporary_folder(draft, owner)
+
+
+def _complete(
+    draft: Path, checkpoint: Checkpoint, owner: OwnershipToken | None, confirm: Callable[[], None] = uncontested
+) -> Checkpoint:
+    """Write the manifest into a draft, and rename the draft: afterwards the checkpoint exists."""
     write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
     sync_folder(draft)
     confirm()
-    _move_into_place(draft, final, owner)
+    replaced = make_room(checkpoint.folder, owner)
+    draft.rename(checkpoint.folder)
+    unmark(checkpoint.folder)
+    sync_folder(checkpoint.folder.parent)
+    if replaced is not None and owner is not None:
+        delete_temporary_folder(replaced, owner)
     return checkpoint
 
 
@@ -253,15 +303,6 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         else:
             tied[name] = first
     return unique, tied
-
-
-def _move_into_place(draft: Path, final: Path, owner: OwnershipToken | None) -> None:
-    replaced = make_room(final, owner)
-    draft.rename(final)
-    unmark(final)
-    sync_folder(final.parent)
-    if replaced is not None and owner is not None:
-        delete_temporary_folder(replaced, owner)
 
 
 def _json(content: Any) -> bytes:
