@@ -239,6 +239,11 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (net("complex"), 2, "has a complex parameter, turn. Keep torch.view_as_real of it"),
     ((*net("noise"), "compile.mode=step"), 2, "compile.mode=step: the model or the objective draws random numbers"),
     ((*net("sparse"), "optimizer=sgd", "compile.mode=step"), 2, "compile.mode=step: has no graph of sparse gradients"),
+    ((*net("sparse"), "optimizer=adam"), 2, "does not support sparse gradients", "The gradient of table is sparse"),
+    ((*net("sparse"), "optimizer=sgd", "optimizer.weight_decay=0.1"), 2, "optimizer.weight_decay=0, or nn.Embed"),
+    ((*net("sparse"), "optimizer=sgd",
+      "optimizers={t: {match: [table]}, r: {_target_: torch.optim.SparseAdam, lr: 1}}"), 2,
+     "optimizers.r._target_=torch.optim.SparseAdam: a step", "dense gradients"),
     (net("listed"), 2, "a parameter of shape (3, 3) that is not among model.parameters()", "nn.ModuleList"),
     ((OWN[0], "model._target_=misfit_pkg.scripted"), 2, "gives a module of torch.jit"),
     ((*OWN, "optimizer._target_=misfit_pkg.Closing"), 2, "a step with the gradients of this model raised TypeError"),
@@ -271,6 +276,11 @@ def test_a_misfit_is_one_screen_and_leaves_nothing_behind(
         assert text in shown, shown
     assert len(shown.splitlines()) <= 8, shown
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_as_the_config_sets_it_steps_with_sparse_gradients(momentum: float) -> None:
+    assert main(["plan", *ARGUMENTS, *net("sparse"), "optimizer=sgd", f"optimizer.momentum={momentum}"]) == 0
 
 
 def test_what_fits_is_not_refused_for_needing_a_larger_batch_than_the_check(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.from_hidden.output_layer import scores_kept
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
+from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.core.buffers import complex_problem
 from trainkit.strategies.core.graphs.refusals import shard_problems
-from trainkit.strategies.core.optimizer import optimizer_state
+from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.trainer.events import Callback
 
 _CHEAP: Final = 50_000_000
@@ -125,6 +126,21 @@ def _updated_flag(model: nn.Module, before: Mapping[str, Tensor]) -> Problem | N
     return None
 
 
+def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) -> str:
+    """Return the advice for an optimizer that cannot step with the gradients of its parameters, if some are sparse."""
+    mine = [name for name in sparse if name in params]
+    if not mine:
+        return ""
+    found = f" The gradient of {mine[0]} is sparse"
+    if len(mine) < len(params):
+        dense = next(name for name in params if name not in mine)
+        found += f", that of {dense} is not: optimizers can give each kind its own (docs/several-optimizers.md)"
+    return (
+        f"{found}. Use optimizer=sgd or torch.optim.Adagrad with optimizer.weight_decay=0, or "
+        "nn.Embedding(sparse=False); torch.optim.SparseAdam takes sparse gradients alone."
+    )
+
+
 def _immovable(plan: RunPlan, found: object) -> Problem:
     """Return the problem of an object in a batch whose tensors would stay in the memory of the host."""
     key, value = ("data.collate", plan.cfg.data.get("collate")) if plan.components.hooks.collate else ("data", None)
@@ -206,27 +222,38 @@ class _Trial:
         return Problem(key="objective", rule=rule)
 
     def _optimizer_problem(self, model: nn.Module) -> Problem | None:
-        """Return the problem of one optimizer that cannot step with the gradients of a small model."""
-        cfg, params = self.plan.cfg, {name: param for name, param in model.named_parameters() if param.requires_grad}
-        if cfg.optimizers or sum(param.numel() for param in params.values()) > _CHEAP_MADE:
-            return None
-        are_dense = not any(param.grad is not None and param.grad.is_sparse for param in params.values())
-        if are_dense and cfg.optimizer[TARGET] in _KNOWN:
-            return None
-        if cfg.numerics.reproducible:  # sums sparse gradients as dense ones
+        """Return the problem of an optimizer that cannot step with the gradients of a small model, or with sparse
+        ones.
+        """
+        cfg, plan = self.plan.cfg, self.plan
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        sparse = [name for name, param in params.items() if param.grad is not None and param.grad.is_sparse]
+        if sparse and cfg.numerics.reproducible:  # sums them as dense ones
             for param in params.values():
                 param.grad = param.grad if param.grad is None else param.grad.to_dense()
-        try:
-            optimizer = make_optimizer(cfg, model)(params)
-            optimizer.step()
-            optimizer_state(optimizer, params)
-        except TrainkitError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
-            if self._is_of_this_device(error):
-                return None
-            rule = with_frames(f"a step with the gradients of this model raised {named_first_line(error)}.", error)
-            return Problem(key=f"optimizer.{TARGET}", value=cfg.optimizer[TARGET], rule=rule)
+            sparse = []
+        if not sparse and sum(param.numel() for param in params.values()) > _CHEAP_MADE:
+            return None
+        makers = [("optimizer", cfg.optimizer[TARGET], frozenset(params), make_optimizer(cfg, model))]
+        if plan.optimizers:
+            named = zip(plan.optimizers, named_optimizers(cfg, plan.optimizers, model), strict=True)
+            makers = [(f"optimizers.{one.name}", one.node[TARGET], made.params, made.make) for one, made in named]
+        for key, target, names, make in makers:
+            mine = {name: param for name, param in params.items() if name in names}
+            if target in _KNOWN and not any(name in names for name in sparse):
+                continue
+            try:
+                stepper = OptimizerStepper(make(mine), list(mine.values()))
+                stepper.step([param.grad for param in mine.values()], 1.0)
+                stepper.state(mine)
+            except TrainkitError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the user's code may fail in any way
+                if self._is_of_this_device(error):
+                    continue
+                said = named_first_line(error).rstrip(".")
+                rule = with_frames(f"a step with the gradients of this model raised {said}.", error)
+                return Problem(key=f"{key}.{TARGET}", value=target, rule=rule + _sparse_remedy(sparse, mine))
         return None
 
     def _before(self, _module: nn.Module, _args: Any) -> None:
