@@ -65,7 +65,7 @@ run.folder.status: Finding look_at
 run.hang_detection: Evidence Overdue
 run.planning.build: Parts build_parts shaped_model shaping_of
 run.planning.memory: abstract_model
-run.planning.out_of_memory: _Way _narrower _told _ways_out telling_of_memory
+run.estimates.out_of_memory: _Way _narrower _told _ways_out telling_of_memory
 run.planning.plan: RunPlan.assistants RunPlan.decided RunPlan.micro_follows RunPlan.parts _told _told_of_skips
 run.planning.plan_all: rehearse
 run.process.error_report: ErrorReport.aftermath ErrorReport.brief ErrorReport.final ErrorReport.moment LastWords _shown

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.contract.running import run
 from tests.support.present import present
-from trainkit.run.planning.out_of_memory import MemoryKind, memory_kind
+from trainkit.run.estimates.out_of_memory import MemoryKind, memory_kind
 from trainkit.trainer.checkpoint import BackgroundSaver, load
 from trainkit.trainer.checkpoint import snapshot as staging
 from trainkit.trainer.checkpoint.snapshot import Pairs, Snapshot

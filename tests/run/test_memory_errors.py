@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from trainkit.run.planning.out_of_memory import MemoryKind, memory_kind
+from trainkit.run.estimates.out_of_memory import MemoryKind, memory_kind
 
 DEVICE, HOST, SHARED = MemoryKind.device, MemoryKind.host, MemoryKind.shared
 NCCL = (

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import build
+from trainkit.errors import ConfigError
 from trainkit.report.schemas.planning import PlannedRemedy
 from trainkit.run.estimates.hardware import Hardware
-from trainkit.run.estimates.memory import device_memory
+from trainkit.run.estimates.memory import DeviceMemory, device_memory
 from trainkit.run.estimates.passes import evaluated_samples
-from trainkit.run.estimates.verdict import verdict_of
-from trainkit.run.planning.out_of_memory import planned_anew, sharding_choices, with_shards_of
-from trainkit.run.planning.plan import RunPlan
+from trainkit.run.estimates.verdict import HostMemory, verdict_of
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.notes import model_notes
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.strategies.memory_capabilities import ShardsModel
+from trainkit.strategies.shipped import shipped_strategies
 
 MOST: Final = 3
 """Number of remedies."""
+_ENOUGH_S: Final = 3.0
+"""Time for planning changes after an error: the other ranks wait for its text. Those of later kinds are not named."""
+_ANOTHER: Final = "another training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,57 @@ def remedies_for(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[Pl
         found += [one for one in joined if one.overrides not in known]
         fitting = [one for one in found if one.fits]
     return fitting[:MOST] or sorted(found, key=lambda one: one.needs)[:1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A change that a run out of memory does not use yet."""
+
+    overrides: str
+    """Arguments to add to the command line."""
+    price: str
+    """Cost of the change, in words."""
+    saved: int
+    """Bytes that the run then needs less, of the memory that ran out."""
+
+
+def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[Saving]:
+    """Return the changes that save the most memory of a run that is out of memory, at most three, the largest first.
+
+    Each change is planned like the run itself; those that it would refuse are left out. Changes that make another
+    training come last.
+
+    Args:
+        plan: the plan of the run that is out of memory.
+        model: the model without data; unchanged.
+        placing: whether the memory ran out before the first step, where activations and checkpoints do not count.
+    """
+    memory = HostMemory(
+        memory_bytes=0, whole_host=plan.tasks[0].device == "cpu"
+    )  # its tasks share the memory of a host
+
+    def needs(other: RunPlan) -> int:
+        found = device_memory(other, model, evaluates=False)
+        if placing:
+            held = replace(found.held, staging_bytes=0)
+            found = DeviceMemory(held=held, part=found.part)
+        return verdict_of(other, found, memory).needs
+
+    before, count = needs(plan), plan.facts.num_gpus or 4
+    savings: list[Saving] = []
+    until = time.monotonic() + _ENOUGH_S
+    for kind in _KINDS:
+        if time.monotonic() > until:
+            break
+        for change in kind(plan, model) if kind is not _sharded else _sharded_over(plan, count):
+            other = planned_anew(plan, change.cfg, launch=plan.facts.launch)
+            if other is None:
+                continue
+            savings.append(Saving(overrides=change.overrides, price=change.price, saved=before - needs(other)))
+            if kind is not _sharded:
+                break
+    useful = [one for one in savings if one.saved > 0]
+    return sorted(useful, key=lambda one: (one.price.startswith(_ANOTHER), -one.saved))[:MOST]
 
 
 def _joined(plan: RunPlan, model: nn.Module, hardware: Hardware) -> list[PlannedRemedy]:
@@ -159,9 +221,13 @@ def _sharded(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
     for count in (2, 4, 8, 16, 32, 64):
         if count > max(plan.facts.num_gpus, 4):
             return
-        for overrides, cfg in sharding_choices(plan, count):
-            price = f"{count} devices, which exchange parameters or activations in every step"
-            yield _Change(overrides=overrides, price=price, cfg=cfg)
+        yield from _sharded_over(plan, count)
+
+
+def _sharded_over(plan: RunPlan, count: int) -> Iterator[_Change]:
+    for overrides, cfg in sharding_choices(plan, count):
+        price = f"{count} devices, which exchange parameters or activations in every step"
+        yield _Change(overrides=overrides, price=price, cfg=cfg)
 
 
 def _narrower(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
@@ -179,7 +245,7 @@ def _leaner_optimizer(plan: RunPlan, _: nn.Module) -> Iterator[_Change]:
         "_target_": "torch.optim.SGD", "lr": plan.cfg.optimizer["lr"], "momentum": 0.0, "fused": True,
     }  # fmt: skip
     cfg = replace(plan.cfg, optimizer=node)
-    price = "another training, without momentum: it needs another learning rate"
+    price = f"{_ANOTHER}, without momentum: it needs another learning rate"
     yield _Change(overrides="optimizer=sgd", price=price, cfg=cfg)
 
 
@@ -187,3 +253,59 @@ _KINDS: Final[tuple[_Kind, ...]] = (_smaller_shards, _without_copy, _recomputed,
 """Kinds of changes from the cheapest on: the same training in other pieces, more work, more devices, other rounding,
 another training.
 """
+
+
+def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig]]:
+    """Yield the strategies that shard the model over several devices: overrides, and the config with them.
+
+    Args:
+        plan: a run; if its model is sharded already, there are none.
+        count: number of devices.
+    """
+    if count < 2 or plan.components.strategy.traits.is_sharded:
+        return
+    for name, target, kind in shipped_strategies():
+        if not issubclass(kind, ShardsModel):
+            continue
+        keys = kind.sharded_over(count)
+        cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
+        given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
+        yield f"strategy={name} {given}{more}", cfg
+
+
+def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
+    """Return the config with another strategy and a shard for each replica, and the override that this needs."""
+    cfg = replace(plan.cfg, strategy=dict(node))
+    replicas = build(node, "strategy").num_replicas(plan.facts)
+    if replicas == 1:
+        return cfg, ""
+    if plan.micro_size_depends_on_replicas:
+        return replace(cfg, batch=plan.given), ""
+    micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
+    if micro == plan.batch.micro_size and plan.given.global_size == plan.batch.global_size:
+        return cfg, ""
+    overrides, cut = with_shards_of(plan, micro)
+    return replace(cut, strategy=cfg.strategy), f" {overrides}"
+
+
+def with_shards_of(plan: RunPlan, size: int) -> tuple[str, RunConfig]:
+    """Return the overrides, and the config with them, that cut the steps of a run into shards of this size."""
+    cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size))
+    return " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size)), cfg
+
+
+def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | None = None) -> RunPlan | None:
+    """Return the plan of another config on the same devices; None if a run refuses it.
+
+    Args:
+        plan: a run.
+        cfg: another config for its data.
+        launch: the external launch of its processes.
+    """
+    try:
+        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=launch, splits=plan.components.datasets)
+        model = meta_model(other)
+        model_notes(other, model)  # raises what the run itself would raise
+        return replace(other.resolved(lambda: model), given=plan.given)
+    except ConfigError:
+        return None

@@ -10,27 +10,18 @@ import errno
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.schema import RunConfig
-from trainkit.config.targets.allowed import TARGET
-from trainkit.config.targets.build import build
-from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
+from trainkit.errors import OutOfMemoryError, TrainingError, TrainkitError
 from trainkit.frames import chain_of, first_line
+from trainkit.run.estimates.remedies import largest_savings
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
-from trainkit.run.planning.notes import model_notes
-from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory_capabilities import ShardsModel
-from trainkit.strategies.shipped import shipped_strategies
 
-_FEWEST: Final = 3
-"""Number of remedies to name, if there are that many."""
 _OF_KERNEL: Final = (
     "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
     "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {error}"
@@ -96,15 +87,16 @@ def _host(plan: RunPlan, task: Task) -> str:
 
 def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
     try:
-        memory = memory_of(plan, meta_model(plan))
-        ways = _remedies(plan, placing=placing)
+        model = meta_model(plan)
+        memory = memory_of(plan, model)
+        ways = largest_savings(plan, model, placing=placing)
     except (MemoryError, RuntimeError):  # no memory is left to compute the details
         return head
     needs = f"The run needs {num_bytes(memory.total_bytes)} per device, and activations: {_parts(memory)}."
     if not ways:
         return f"{head} {needs}"
     width = max(len(way.overrides) for way in ways)
-    lines = [f"  {way.overrides:<{width}}  {way.effect}" for way in ways]
+    lines = [f"  {way.overrides:<{width}}  {num_bytes(way.saved)} less: {way.price}" for way in ways]
     return "\n".join([f"{head} {needs} To need less, try one of:", *lines])
 
 
@@ -119,116 +111,6 @@ def _parts(memory: Memory) -> str:
     if memory.frozen_bytes:
         known["frozen models"] = memory.frozen_bytes
     return ", ".join(f"{label} {num_bytes(size)}" for label, size in known.items())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Remedy:
-    overrides: str
-    """The overrides to add to the command line."""
-    effect: str
-    """The effect on the memory of a device."""
-
-
-def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
-    """Return remedies that are not applied yet; while the model is placed, remedies that make the model smaller come
-    first.
-    """
-    lasting = [*_spread(plan), *_reduced_precision(plan)]
-    passing = [*_recomputed(plan), *_smaller_shards(plan)]
-    # sharding the model comes first in any case
-    first, second = (lasting, passing) if placing else ([*lasting[:1], *passing], lasting[1:])
-    return [*first, *second][:_FEWEST]
-
-
-def _spread(plan: RunPlan) -> Iterator[_Remedy]:
-    """Yield the ways to shard the model over several devices."""
-    count = plan.facts.num_gpus or 4
-    effect = f"about 1/{count} of the model per device, on {count} of them"
-    for overrides, cfg in sharding_choices(plan, count):
-        if _can_go(plan, cfg):
-            yield _Remedy(overrides=overrides, effect=effect)
-
-
-def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig]]:
-    """Yield the strategies that shard the model over several devices: overrides, and the config with them.
-
-    Args:
-        plan: a run; if its model is sharded already, there are none.
-        count: number of devices.
-    """
-    if count < 2 or plan.components.strategy.traits.is_sharded:
-        return
-    for name, target, kind in shipped_strategies():
-        if not issubclass(kind, ShardsModel):
-            continue
-        keys = kind.sharded_over(count)
-        cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
-        given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
-        yield f"strategy={name} {given}{more}", cfg
-
-
-def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
-    """Return the config with another strategy and a shard for each replica, and the override that this needs."""
-    cfg = replace(plan.cfg, strategy=dict(node))
-    replicas = build(node, "strategy").num_replicas(plan.facts)
-    if replicas == 1:
-        return cfg, ""
-    if plan.micro_size_depends_on_replicas:
-        return replace(cfg, batch=plan.given), ""
-    micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
-    if micro == plan.batch.micro_size and plan.given.global_size == plan.batch.global_size:
-        return cfg, ""
-    overrides, cut = with_shards_of(plan, micro)
-    return replace(cut, strategy=cfg.strategy), f" {overrides}"
-
-
-def with_shards_of(plan: RunPlan, size: int) -> tuple[str, RunConfig]:
-    """Return the overrides, and the config with them, that cut the steps of a run into shards of this size."""
-    cfg = replace(plan.cfg, batch=replace(plan.cfg.batch, micro_size=size))
-    return " ".join(plan.given.overrides(global_size=plan.batch.global_size, micro_size=size)), cfg
-
-
-def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
-    narrower = plan.components.precision.narrower
-    if narrower is not None:
-        cfg = replace(plan.cfg, precision={**plan.cfg.precision, "value": narrower.value})
-        if _can_go(plan, cfg):
-            yield _Remedy(overrides=f"precision={narrower.value}", effect=narrower.saves)
-
-
-def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
-    """Return whether this model could be trained with a config on this host."""
-    return planned_anew(plan, cfg) is not None
-
-
-def planned_anew(plan: RunPlan, cfg: RunConfig, *, launch: LaunchEnvironment | None = None) -> RunPlan | None:
-    """Return the plan of another config on the same devices; None if a run refuses it.
-
-    Args:
-        plan: a run.
-        cfg: another config for its data.
-        launch: the external launch of its processes.
-    """
-    try:
-        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, launch=launch, splits=plan.components.datasets)
-        model = meta_model(other)
-        model_notes(other, model)  # raises what the run itself would raise
-        return replace(other.resolved(lambda: model), given=plan.given)
-    except ConfigError:
-        return None
-
-
-def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
-    cfg = replace(plan.cfg, activation_checkpointing="full")
-    if plan.cfg.activation_checkpointing != "full" and _can_go(plan, cfg):
-        yield _Remedy(overrides="activation_checkpointing=full", effect="keeps the inputs of each block alone")
-
-
-def _smaller_shards(plan: RunPlan) -> Iterator[_Remedy]:
-    half = (plan.batch.micro_size + 1) // 2
-    overrides, cfg = with_shards_of(plan, half)
-    if half < plan.batch.micro_size and _can_go(plan, cfg):
-        yield _Remedy(overrides=overrides, effect="half of the activations, in more shards")
 
 
 class MemoryKind(Enum):
