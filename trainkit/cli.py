@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from trainkit import __version__
-from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.secrets import given_arguments
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import hide_from_process_list, knows_secrets, masked_output
-from trainkit.verbs.support.call import MODULES, VERBS, Call, Flag
+from trainkit.verbs.support.call import MODULES, PATHS, VERBS, Call, Flag
 
 _GLOBAL: Final[Mapping[str, Flag]] = {
     "help": Flag(help="show this, or the help of the verb"),
@@ -130,17 +130,21 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
         ('train', True, ('optimizer.lr=1,2',))
     """
     verb, rest = _verb_of(arguments)
-    known = {**_GLOBAL, **(import_module(MODULES[verb]).FLAGS if verb in VERBS else {})}
+    known = {**_GLOBAL, **(_flags_of(verb) if verb in VERBS else {})}
     found: dict[str, list[str]] = {}
-    bare, overrides, problems = [], [], []
+    bare: list[str] = []
+    overrides, problems = [], []
     words = iter(rest)
     for word in words:
-        if word.startswith("-") and len(word) > 1:
+        if word == "--":
+            bare += words
+        elif word.startswith("-") and len(word) > 1:
             problems += _take_flag(word, words, known, found)
-        elif is_override(word):
+        elif is_override(word) and not (len(bare) < PATHS.get(verb, 0) and os.path.lexists(word)):
             overrides.append(word)
         else:
-            bare.append(word)
+            literal = str(Path(word)).startswith("~") and os.path.lexists(word)  # no user's home
+            bare.append(str(Path(word).absolute()) if literal else word)
     problems += [*_repeated_flags(found, known), *_unusable_paths([*bare, *found.get("config-dir", ())])]
     if verb not in VERBS and not problems:
         problems.append(Problem(key=verb, rule=_no_verb(verb), origin="command line"))
@@ -163,8 +167,33 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
 
 
 def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the first plain word, and all other words."""
-    takes_value = {f"--{name}" for name, flag in _GLOBAL.items() if flag.value}
+    """Return the first plain word, and all other words; the value of a flag is no plain word.
+
+    The flags before the verb may be its own: a verb is the first plain word if all words before it are its flags, their
+    values and overrides.
+    """
+    for place, word in enumerate(arguments):
+        if word in VERBS:
+            known = {**_GLOBAL, **_flags_of(word)}
+            flags = [_SHORT.get(one, one)[2:].partition("=")[0] for one in arguments[:place] if one.startswith("-")]
+            if _first_plain(arguments, known) == place and known.keys() >= {*flags}:
+                return word, _without(arguments, place)
+    first = _first_plain(arguments, _GLOBAL)
+    return ("train", list(arguments)) if first is None else (arguments[first], _without(arguments, first))
+
+
+def _without(arguments: Sequence[str], place: int) -> list[str]:
+    return [*arguments[:place], *arguments[place + 1 :]]
+
+
+def _flags_of(verb: str) -> Mapping[str, Flag]:
+    flags: Mapping[str, Flag] = import_module(MODULES[verb]).FLAGS
+    return flags
+
+
+def _first_plain(arguments: Sequence[str], known: Mapping[str, Flag]) -> int | None:
+    """Return the place of the first word that is no flag, no value of a flag and no override."""
+    takes_value = {f"--{name}" for name, flag in known.items() if flag.value}
     skip = False
     for place, word in enumerate(arguments):
         if skip:
@@ -172,20 +201,8 @@ def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
         elif word.startswith("-") and len(word) > 1:
             skip = _SHORT.get(word, word) in takes_value
         elif not is_override(word):
-            return word, [*arguments[:place], *arguments[place + 1 :]]
-    return "train", list(arguments)
-
-
-def is_override(argument: str) -> bool:
-    """Return whether an argument is `key=value`, `+key=value` or `~key`.
-
-    Example:
-        >>> [is_override(text) for text in ("seed=1", "~recipe", "plan", "--k")]
-        [True, True, False, False]
-    """
-    if argument.startswith("-"):
-        return False
-    return "=" in argument or argument.startswith("~")
+            return place
+    return None
 
 
 def _take_flag(word: str, words: Any, known: Mapping[str, Flag], found: dict[str, list[str]]) -> list[Problem]:

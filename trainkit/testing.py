@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.config.targets.allowed import allow_packages, package_arguments
-from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.config.yaml_files import with_config_dirs
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def assert_same_training(
     with allow_packages(packages), with_config_dirs(folders):
         proofs = prove_points(calls[0], [call.compose() for call in calls], steps=steps)
         failed = [
-            "\n".join([*report_lines(proof), "", f"To reproduce it: {_prove_command(call, steps)}"])
+            "\n".join([*report_lines(proof), "", f"To reproduce it: {call.command}"])
             for call, proof in zip(calls, proofs, strict=True)
             if not proof.holds
         ]
@@ -136,12 +136,6 @@ def _choice_of(strategy: str) -> list[str]:
     """Return the overrides of a strategy given as `NAME KEY=VALUE ...`."""
     name, *keys = shlex.split(strategy)
     return [name if "=" in name else f"strategy={name}", *keys]
-
-
-def _prove_command(call: Call, steps: int) -> str:
-    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
-    flags = [f"--{name}" for name in call.flags]
-    return shlex.join(["trainkit", "prove", *given, *call.overrides, "--steps", str(steps), *flags])
 
 
 def _not_resumed(wrong: Sequence[Comparison], total: int, *, steps: int, stop: int) -> str:

@@ -112,7 +112,7 @@ def test_a_pair_of_datasets_of_any_classes_is_training_and_validation(tmp_path: 
         ({"data": [*DATA, None]}, "data: is given as list. It must be a dataset"),
         ({"optimizer": torch.optim.SGD}, "optimizer: is given without lr, the base learning rate."),
         ({"schedule": torch.optim.lr_scheduler.StepLR}, "schedule: is given as type. Keys take numbers"),
-        ({"callbacks": [print]}, "callbacks: is given as list. Keys take numbers"),
+        ({"callbacks": [print]}, "callbacks: is given as builtin_function_or_method. Keys take numbers"),
         ({"objective": functools.partial(Distillation, share=0.5)}, "objective: Distillation needs teacher. Give"),
         ({"objective": "clasification"}, "objective=clasification: no such choice. Did you mean classification?"),
     ],
@@ -169,7 +169,7 @@ def test_groups_of_parameters_stay_beside_an_optimizer_object(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_run_of_objects_says_how_python_continues_it(tmp_path: Path) -> None:
     first = train(tmp_path / "run", net(), stop_at_step=2)
-    assert first["resume"] == f'trainkit.train(["resume={tmp_path}/run"], ...) with the same objects'
+    assert first["resume"] == f'trainkit.train(resume="{tmp_path}/run", ...) with the same objects'
     assert train(tmp_path / "other", net(), resume=tmp_path / "run")["steps"] == 4
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Number
 from os import PathLike
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +16,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.check import check_names, fitted
 from trainkit.config.compose import compose as compose_run
 from trainkit.config.composition import Composition, dotted, path_of
-from trainkit.config.grammar import key_of
+from trainkit.config.grammar import key_of, setting
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import IN_PROCESS, TARGET
 from trainkit.errors import ConfigError, Problem
@@ -53,7 +53,7 @@ def composed(
     odd = [*_odd_values(keys)]
     if odd:
         raise ConfigError(odd)
-    arguments = [*(f"{group}={name}" for group, name in given.choices.items()), *_arguments(keys)]
+    arguments = [*(setting(group, name) for group, name in given.choices.items()), *_arguments(keys)]
     if isinstance(run, RunConfig):
         run = Composition(values=run.to_dict(), overrides=("recipe=null",))
     if isinstance(run, Composition):
@@ -138,32 +138,20 @@ def _odd_values(keys: Mapping[str, Any], path: str = "") -> Iterator[Problem]:
     for key, value in keys.items():
         if isinstance(value, Mapping):
             yield from _odd_values(value, f"{path}{key}.")
-        elif not _has_text(value):
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from _odd_values({key: item}, path)
+        elif value is not None and not isinstance(
+            value, str | int | float | PathLike | np.bool_ | np.integer | np.floating
+        ):
             rule = "Keys take numbers, texts and lists; only model, data, objective and optimizer take objects."
             yield Problem(key=f"{path}{key}", rule=f"is given as {type(value).__qualname__}. {rule}")
 
 
-def _has_text(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_has_text, value))
-    return value is None or isinstance(value, str | Number | PathLike | Mapping)
-
-
 def _arguments(keys: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield an argument for each key; a mapping that is empty, or has other keys than names, is one value."""
     for key, value in keys.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value and all(map(str.isidentifier, map(str, value))):
             yield from _arguments(value, f"{path}{key}.")
         else:
-            yield f"{path}{key}={_text(value)}"
-
-
-def _text(value: Any) -> str:
-    """Return a value in the grammar of the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return value if value.isidentifier() else f'"{escaped}"'
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
-    return str(value)
+            yield setting(f"{path}{key}", value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Final
 
 from trainkit.config.secrets import reference
@@ -15,6 +17,10 @@ COMMAND_LINE: Final = "command line"
 """The origin of every argument."""
 
 _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTALL)
+
+_PLAIN_WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OTHER_WORDS: Final = ("null", "true", "false", "inf", "nan")
+"""Words that Hydra's grammar reads as something else than a text."""
 
 
 def refusal(key: str, rule: str) -> ConfigError:
@@ -43,6 +49,18 @@ def replacing(arguments: Sequence[str], *own: str) -> tuple[str, ...]:
     return (*(argument for argument in arguments if key_of(argument) not in keys), *own)
 
 
+def is_override(argument: str) -> bool:
+    """Return whether an argument is `key=value`, `+key=value` or `~key`, and not a flag or a path from `/` or `.`.
+
+    Example:
+        >>> [is_override(text) for text in ("seed=1", "~recipe", "plan", "--k=1", "./lr=0.1")]
+        [True, True, False, False, False]
+    """
+    if argument.startswith(("-", "/", "./", "../", "~/")):
+        return False
+    return "=" in argument or argument.startswith("~")
+
+
 def quoted_form(argument: str) -> str:
     """Return the argument with its value quoted, for Hydra and for the shell.
 
@@ -51,8 +69,39 @@ def quoted_form(argument: str) -> str:
         'data.path="~/x"'
     """
     key, _, value = argument.partition("=")
-    inner = value.strip("\"'").replace("\\", "\\\\").replace('"', '\\"')
-    return shlex.quote(f'{key}="{inner}"')
+    return shlex.quote(f"{key}={_quoted(value.strip(chr(34) + chr(39)))}")
+
+
+def setting(key: str, value: object) -> str:
+    r"""Return the argument that sets a key to a value, as Hydra's grammar reads it back.
+
+    A text stays this text, also one like `null`, `1e5` or `a,b`; one that is a plain word is not quoted.
+
+    Example:
+        >>> print(setting("model", "mlp"), setting("name", "null"), setting("resume", "out/lr=0.1"))
+        model=mlp name="null" resume="out/lr=0.1"
+        >>> print(setting("model.hidden", [64, 1e-3, True, 'a "b" \\']))
+        model.hidden=[64,0.001,true,"a \"b\" \\"]
+    """
+    return f"{key}={_value(value)}"
+
+
+def _value(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str | PathLike):
+        text = os.fspath(value) if isinstance(value, PathLike) else str.__str__(value)
+        return text if _PLAIN_WORD.fullmatch(text) and text.lower() not in _OTHER_WORDS else _quoted(text)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}: {_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_value, value))}]"
+    return str(value).lower()  # numbers, True and False of numpy too
+
+
+def _quoted(text: str) -> str:
+    """Return a text in double quotes; Hydra reads a backslash as an escape only before a quote."""
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), text) + '"'
 
 
 def unreadable(argument: str) -> Problem:

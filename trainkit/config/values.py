@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, Literal, Union
 
 from trainkit.errors import yaml_text
@@ -238,6 +239,17 @@ def whole_number(text: str, *, low: int, high: int) -> int | None:
         return None
     number = int(text)
     return number if low <= number <= high else None
+
+
+def expanded(path: str) -> str:
+    """Return a path with the home folder in place of `~`; a name that only begins with `~` becomes absolute.
+
+    Example:
+        >>> expanded("~no_such_user").endswith("/~no_such_user"), expanded("runs/~1")
+        (True, 'runs/~1')
+    """
+    found = os.path.expanduser(path)  # noqa: PTH111 - pathlib raises for a user that does not exist
+    return str(Path(found).absolute()) if found.startswith("~") else found
 
 
 def path_rule(path: str) -> str | None:

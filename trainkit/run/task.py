@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from trainkit.cluster.tasks import Identity, Task
+from trainkit.config.commands import printed_command
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError
 from trainkit.exporting.trained import NotExportableError
@@ -252,7 +252,7 @@ def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]
     except NotExportableError as error:
         return {"model": None, "model_note": str(error)}
     except CheckpointError as error:
-        return {"model": None, "model_error": f"{error} Then: trainkit export {shlex.quote(str(folder.path))}"}
+        return {"model": None, "model_error": f"{error} Then: {printed_command('export', [folder.path])}"}
     return done.to_result()
 
 

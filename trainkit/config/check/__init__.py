@@ -22,7 +22,7 @@ from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
-from trainkit.config.values import closest, misfit, path_rule, plain
+from trainkit.config.values import closest, expanded, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import limits_in
@@ -337,7 +337,8 @@ def _unusable_folders(composition: Composition) -> Iterator[Problem]:
     for argument in composition.hydra_overrides:
         key, _, value = argument.lstrip("+").partition("=")
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
-            file = file_in_the_way(Path(value).expanduser())
+            value = value.strip("'\"")
+            file = file_in_the_way(Path(expanded(value)))
             rule = "is empty. Name a folder." if not value else f"{file} is no folder." if file is not None else None
             if rule is not None:
                 yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)

@@ -353,9 +353,18 @@ class CompositionBuilder:
                 self._report(override, "there is no such key to delete.")
         else:
             value = override.value()
+            if value == {} and isinstance(lookup(tree.values, path), Mapping) and _is_section(path):
+                rule = f"belongs to every run and cannot be cleared. Give values: {dotted(path)}.KEY=VALUE."
+                self._report(override, rule)
+                return
             if value == {}:
                 tree.remove(path)  # merging an empty mapping would change nothing, but it means to clear the node
             tree.put(path, value, _ARGUMENT)
+
+
+def _is_section(path: KeyPath) -> bool:
+    hint = hints_of(RunConfig).get(path[0])
+    return len(path) == 1 and path[0] not in GROUPS and is_dataclass(plain(hint))
 
 
 def _is_of_schema(path: KeyPath) -> bool:

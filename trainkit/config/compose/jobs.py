@@ -32,7 +32,7 @@ from trainkit.config.compose.hydra_adapter import (
     get_overrides_dirname,
 )
 from trainkit.config.composition import Composition
-from trainkit.config.grammar import COMMAND_LINE, key_of, replacing
+from trainkit.config.grammar import COMMAND_LINE, key_of, replacing, setting
 from trainkit.config.secrets import hidden_arguments, redacted
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
@@ -131,8 +131,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
         if composition.submits_single_runs:  # the job itself must train, and not be submitted again
             applicable = replacing(applicable, "hydra.mode=RUN")
-        escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"')
-        shown, secrets = hidden_arguments([*flags, *applicable, f'hydra.run.dir="{escaped}"'])
+        shown, secrets = hidden_arguments([*flags, *applicable, setting("hydra.run.dir", folder)])
         return (sys.executable, "-m", "trainkit", *shown), secrets
 
     def _parse_overrides_and_create_caching_repo(

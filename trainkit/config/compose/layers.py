@@ -27,6 +27,7 @@ from trainkit.config.composition import (
 )
 from trainkit.config.schema import GROUPS, LIST_GROUPS
 from trainkit.config.secrets import dereferenced, import_marks, reference_paths, remember_secrets, texts_in
+from trainkit.config.values import expanded
 from trainkit.config.yaml_files import shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import first_line
@@ -118,7 +119,7 @@ class Layers:
             self.tree.put(("name",), name, self.tree.origin_of(("name",)))
         for path, value in list(leaves(self.tree.values)):
             if isinstance(value, str) and value.startswith("~") and is_path_key(path[-1]):
-                self.tree.put(path, str(Path(value).expanduser()), self.tree.origin_of(path))
+                self.tree.put(path, expanded(value), self.tree.origin_of(path))
 
     def _resolved(self) -> dict[str, Any]:
         """Return the values with `${...}` resolved; secrets that refer to environment variables stay references."""
@@ -211,7 +212,7 @@ class Layers:
             with bounded_references():
                 if rule is None:
                     named = _named_in(pattern, values)
-                    return Path(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]).expanduser()
+                    return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
         except (OmegaConfBaseException, RecursionError, TooManyReferencesError, TypeError) as error:
             rule = _unresolved(error)
         origin = self.hydra.origin_of(("hydra", "run", "dir"))

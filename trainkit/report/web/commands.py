@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.config.commands import shell_word
 from trainkit.redaction import mask
 from trainkit.report.web.page import printable
 
@@ -33,7 +34,7 @@ def repeating_command(environment: Mapping[str, Any]) -> str:
     if is_ours and argv[1:2] == ["resume"]:
         return ""
     program = "trainkit" if is_ours else f"python {shlex.quote(argv[0])}"
-    return printable_command(" ".join([program, *map(shlex.quote, argv[1:])]))
+    return printable_command(" ".join([program, *map(shell_word, argv[1:])]))
 
 
 def printable_command(command: str) -> str:

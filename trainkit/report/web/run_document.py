@@ -6,13 +6,13 @@ import itertools
 import json
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+from trainkit.config.commands import printed_command
 from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.redaction import mask
 from trainkit.report.numbers import count, duration, figure
@@ -199,7 +199,7 @@ def _commands(facts: RunFacts) -> Iterator[dict[str, str]]:
     if repeat:
         yield {"what": "repeat", "command": repeat}
     resume = facts.files.result.get("resume") or (
-        shlex.join(["trainkit", "resume", str(facts.files.folder)]) if facts.files.checkpoints else None
+        printed_command("resume", [facts.files.folder]) if facts.files.checkpoints else None
     )
     if isinstance(resume, str):
         yield {"what": "continue", "command": printable_command(resume)}

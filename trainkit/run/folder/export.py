@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from trainkit.config.commands import shell_word
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig, load_resolved
@@ -175,4 +175,4 @@ def _command(folder: RunFolder) -> str | None:
         return None
     if not words or Path(str(words[0])).name not in ("trainkit", "__main__.py"):  # a program that calls trainkit.train
         return None
-    return shlex.join(["trainkit", *(str(word) for word in words[1:])])
+    return " ".join(map(shell_word, ["trainkit", *map(str, words[1:])]))

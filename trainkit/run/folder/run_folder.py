@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded import Kind
+from trainkit.config.commands import printed_command, shell_word
+from trainkit.config.grammar import setting
 from trainkit.config.secrets import keys_to_add
-from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages, package_arguments
-from trainkit.config.yaml_files import config_dir_arguments
+from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
-from trainkit.storage import file_in_the_way, naming
+from trainkit.storage import file_in_the_way, naming, quoted
 from trainkit.trainer.cleanup import owner_of
 from trainkit.trainer.manifest import is_checkpoint, list_complete
 from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, locked, print_notice, set_aside
@@ -306,11 +307,10 @@ class RunFolder:
         appear in it as references to environment variables. A run of objects is continued from Python.
         """
         if IN_PROCESS in allowed_packages():
-            return f'trainkit.train(["resume={self.path}"], ...) with the same objects'
+            return f"trainkit.train(resume={quoted(self.path)}, ...) with the same objects"
         code = self.path / "code"
         variables = [f"PYTHONPATH={shlex.quote(str(code))}"] if code.is_dir() else []
-        command = ["trainkit", "resume", *config_dir_arguments(), *package_arguments(), str(self.path)]
-        return " ".join([*variables, shlex.join(command), *keys_to_add(self.resolved)])
+        return " ".join([*variables, printed_command("resume", [self.path]), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, with the restarts of the run; secrets in quoted error messages are masked."""
@@ -354,7 +354,7 @@ def _recovered_owner(path: Path) -> OwnershipToken:
     elif not any(owner.wrote(entry.owner) for entry in found):
         raise CheckpointError(
             f"{path} has no token ({MARK}), and its checkpoints carry those of several runs. Copy {MARK} from the "
-            f"folder that it was copied from, or start a new run with resume={found[0].folder}"
+            f"folder that it was copied from, or start a new run with {shell_word(setting('resume', found[0].folder))}"
         )
     return replace(owner, folders=_beside(path, ("live",)))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from trainkit.config.commands import shell_word
+from trainkit.config.grammar import setting
 from trainkit.run.signals import stop_error, stop_signals
 from trainkit.storage import reporting
 from trainkit.sweeps.job_sources import JobSource, SweepJob
@@ -128,5 +130,5 @@ class Sweep:
         ended = len(self.requested & self.exit_codes.keys())
         known = f" of {source.total}" if source.total is not None else ""
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
-        text += f"sweep.resume={self.folder}"
+        text += shell_word(setting("sweep.resume", self.folder))
         raise stop_error(stop_signals()[signal.Signals(number)], text)

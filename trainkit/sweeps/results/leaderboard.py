@@ -5,22 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from trainkit.config.commands import printed_command
 from trainkit.config.grammar import key_of
 from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
-from trainkit.config.secrets import keys_to_add, reference
+from trainkit.config.secrets import keys_to_add
 from trainkit.config.sections import EvalConfig
-from trainkit.config.targets.allowed import package_arguments
-from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically
-from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
 from trainkit.strategies import ALL_DEVICES
@@ -149,11 +146,10 @@ class Leaderboard:
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
             return []
-        given = [*config_dir_arguments(), *package_arguments()]
-        then = ["trainkit", "top", *given, str(folder), "--k", "1", "--then", ALL_DEVICES]
+        then = printed_command("top", [folder, "--k", "1", "--then", ALL_DEVICES])
         return [
             ("the best run again", command_of(best)),
-            ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
+            ("the best on all devices", " ".join([then, *keys_to_add(best.folder / "resolved.yaml")])),
         ]
 
     def markdown(self, *, base: Path) -> str:
@@ -193,8 +189,7 @@ def command_of(entry: JobResult) -> str:
     if not entry.arguments:
         return ""
     again = [text for text in entry.arguments if not text.lstrip("+").startswith("sweep.")]
-    again = [_runnable(text) for text in _applicable(again, entry.folder / "resolved.yaml")]
-    return " ".join([shlex.join(["trainkit", *config_dir_arguments(), *package_arguments()]), *again])
+    return printed_command("", _applicable(again, entry.folder / "resolved.yaml"))
 
 
 def _applicable(arguments: Sequence[str], resolved: Path) -> list[str]:
@@ -215,12 +210,6 @@ def _applicable(arguments: Sequence[str], resolved: Path) -> list[str]:
         return not isinstance(node, Mapping) or key.partition(".")[0] in node
 
     return [argument for argument in arguments if applies(argument)]
-
-
-def _runnable(argument: str) -> str:
-    """Return an argument quoted for a shell, with a reference to a variable in place of a secret."""
-    key, _, value = argument.partition("=")
-    return reference(key) if REDACTED in value else shlex.quote(argument)
 
 
 def _printable(cell: str) -> str:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from trainkit.bounded import expect_map, expect_maps, parse_json
+from trainkit.config.commands import shell_word
+from trainkit.config.grammar import setting
 from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.files import read_bytes, refuse_link
 from trainkit.frames import first_line
@@ -157,7 +159,7 @@ def note_foreign(root: Path, step: int, report: Callable[[str], None]) -> None:
         if entry.step > step:
             report(
                 f"{entry.folder} was not written by this run: it stays in its place, and is not used. To start a run "
-                f"from it: resume={entry.folder}"
+                f"from it: {shell_word(setting('resume', entry.folder))}"
             )
 
 

@@ -12,10 +12,8 @@ from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import redacted_argument
 from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
-from trainkit.verbs.support.pasted import pasted
 from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
@@ -147,12 +145,12 @@ def _progress(text: str) -> None:
 
 def _command(call: Call, request: _Request, tried: Tried, planner: Planner, verb: str) -> str:
     """Return the command that plans a way, or that trains it for an empty verb."""
-    words = [*map(redacted_argument, call.overrides), *tried.overrides]
+    words = [*call.overrides, *tried.overrides]
     if verb == "plan":
         words += request.hardware
         words += ["--world", str(planner.num_gpus)] if planner.num_gpus else []
         words += [f"--{name}{'=' if text else ''}{text}" for name, text in call.flags.items() if name in DATA_FLAGS]
-    return pasted(call, verb, words)
+    return call.printed(verb, words)
 
 
 def _show(call: Call, request: _Request, advice: Advice, planner: Planner, name: str, *, notes: Sequence[str]) -> None:

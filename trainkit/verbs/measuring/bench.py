@@ -24,7 +24,6 @@ from trainkit.verbs.support.measured import (
     result_folder,
     training_problems,
 )
-from trainkit.verbs.support.pasted import pasted
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -69,7 +68,7 @@ def _measure(call: Call, points: Sequence[Composition]) -> int:
     with result_folder("bench", call.flags.get("out")) as folder:
         found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
         notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
-        content = document(found, command=_command(call), rounds=rounds, target=target, notes=notes)
+        content = document(found, command=call.command, rounds=rounds, target=target, notes=notes)
         _show(call, folder, content, table_lines(found, target=target))
     return int(not all(one.is_measured for one in found))
 
@@ -85,7 +84,7 @@ def _measure_data(call: Call, point: Composition) -> int:
     rounds, ranks = int(call.flags.get("rounds", "1")), len(plan.tasks)
     with result_folder("bench", call.flags.get("out")) as folder:
         found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
-        content = document(found.choices, command=_command(call), rounds=rounds, notes=point.notes)
+        content = document(found.choices, command=call.command, rounds=rounds, notes=point.notes)
         _show(call, folder, {**content, "data": found.to_json()}, data_lines(found))
     return int(not found.choices[0].is_measured)
 
@@ -255,8 +254,3 @@ def _draw(folder: Path, content: Mapping[str, Any]) -> str:
     shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in choices]
     failure = Drawing(bench_request(folder / "bench.png", title=content["command"], choices=shown)).wait(_DRAWING_S)
     return f"bench.png is not drawn: {failure}" if failure else ""
-
-
-def _command(call: Call) -> str:
-    flags = [f"--{name}" + (f"={text}" if text else "") for name, text in call.flags.items()]
-    return pasted(call, "bench", [*map(redacted_argument, call.overrides), *flags])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import redacted_argument
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 from trainkit.verbs.support.measured import (
@@ -22,7 +21,6 @@ from trainkit.verbs.support.measured import (
     result_folder,
     training_problems,
 )
-from trainkit.verbs.support.pasted import pasted
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -81,7 +79,7 @@ def _find_lr(call: Call, point: Composition) -> int:
         found = range_test(cfg)
         content = rate_document(
             found,
-            command=_command(call),
+            command=call.command,
             asked=(low, high, steps),
             global_size=plan.batch.global_size,
             scale=plan.rate.peak / plan.rate.base,
@@ -108,7 +106,7 @@ def _find_micro_size(call: Call, point: Composition) -> int:
         )
         overrides = overrides_for(point.cfg, found)
         notes = [*point.notes, *_size_notes(plan)]
-        content = size_document(found, command=_command(call), rounds=rounds, overrides=overrides, notes=notes)
+        content = size_document(found, command=call.command, rounds=rounds, overrides=overrides, notes=notes)
         _show(call, folder, "find_micro_size", content, size_lines(found, overrides))
     return int(found.best is None)
 
@@ -262,8 +260,3 @@ def _draw(folder: Path | None, content: Mapping[str, Any]) -> str:
     path = folder / "find_lr.png"
     failure = Drawing(range_request(path, title=content["command"], content=content)).wait(_DRAWING_S)
     return f"find_lr.png is not drawn: {failure}" if failure else ""
-
-
-def _command(call: Call) -> str:
-    flags = [f"--{name}" + (f"={text}" if text else "") for name, text in call.flags.items()]
-    return pasted(call, "find", [*call.arguments, *map(redacted_argument, call.overrides), *flags])

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import redacted_argument
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.measured import line_printer
-from trainkit.verbs.support.pasted import pasted
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -64,17 +62,12 @@ def prove_points(
             candidates,
             steps=steps,
             same_cut="same-cut" in call.flags,
-            command=_command(call),
+            command=call.command,
             log=log,
             located=lambda place, error: points[place].with_origins(error),
         )
     except ConfigError as error:
         raise points[0].with_origins(error) from error
-
-
-def _command(call: Call) -> str:
-    flags = [item for name, text in call.flags.items() for item in (f"--{name}", text) if item]
-    return pasted(call, "prove", [*map(redacted_argument, call.overrides), *flags])
 
 
 def _steps(text: str) -> int:

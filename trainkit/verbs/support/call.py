@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -52,6 +53,14 @@ MODULES: Final[Mapping[str, str]] = {
 }
 """Verb -> its module, imported when the verb is called."""
 
+PATHS: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("resume", "evaluate", "predict", "generate", "export", "quantize", "ensemble", "top", "watch"), 1),
+    "ls": 1,
+    "diff": 2,
+    "report": math.inf,
+}
+"""Verb -> number of paths that it takes. A word with `=` is a path where one is missing and it exists."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
@@ -81,6 +90,19 @@ class Call:
     config_dirs: tuple[Path, ...] = ()
     packages: tuple[str, ...] = ()
     multirun: bool = False
+
+    @property
+    def command(self) -> str:
+        """Return this call as a command that a user can paste."""
+        words = [Path(word).expanduser() if self.verb in PATHS else word for word in self.arguments]
+        flags = [part for name, text in self.flags.items() for part in (f"--{name}", text) if part]
+        return self.printed(self.verb, [*words, *self.overrides, *flags])
+
+    def printed(self, verb: str, words: Iterable[str | Path]) -> str:
+        """Return a command with the config folders and packages of this call; `verb` is empty for a training."""
+        from trainkit.config.commands import printed_command  # noqa: PLC0415 - where one is printed only
+
+        return printed_command(verb, words, config_dirs=self.config_dirs, packages=self.packages)
 
     def compose(self, *, may_lack: str | None = None) -> Composition:
         """Compose and check, both phases.
@@ -118,6 +140,8 @@ class Call:
             given = ", ".join(self.arguments) or "none"
             rule = f"takes {arguments} argument{'' if arguments == 1 else 's'}, and got {given}."
             hint = " Set a key by key=value." if self.arguments else f" See trainkit {self.verb} --help."
+            if overrides and self.overrides and len(self.arguments) < arguments:
+                hint += " A path with = in it begins with / or ./."
             raise ConfigError([Problem(key=self.verb, rule=rule + hint, origin="command line")])
         if self.overrides and not overrides:
             rule = "takes no key=value."

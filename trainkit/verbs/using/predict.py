@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.grammar import refusal
-from trainkit.redaction import redacted_argument
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.support.call import Call, Flag
-from trainkit.verbs.support.pasted import pasted
 from trainkit.verbs.support.weights import checkpoint_flag
 
 USAGE: Final = "RUN|FOLDER|FILE --out FILE.parquet|.npy|.jsonl [data=... strategy=... predict.outputs=...]"
@@ -47,16 +45,10 @@ def run(call: Call) -> int:
         log=print_notice,
     )
     if found.status != "finished":
-        print_notice(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {_command(call)}")
+        print_notice(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {call.command}")
         return EXIT_CODES.get(found.status, 1)
     files, seconds = " and ".join(map(str, found.files)), time.perf_counter() - begun
     sys.stdout.write(f"{found.num_rows:,} rows in {duration(seconds)}: {files}\n")
     if found.num_nonfinite:
         print_notice(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows contain NaN or infinity.")
     return 0
-
-
-def _command(call: Call) -> str:
-    """Return the command that continues the prediction."""
-    flags = [word for name, text in call.flags.items() for word in (f"--{name}", text) if word]
-    return pasted(call, "predict", [*call.arguments, *flags, *map(redacted_argument, call.overrides)])
