@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -130,3 +130,22 @@ class Counts(Callback):
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue the count."""
         self.count = saved["count"]
+
+
+class ChangesParams(Callback):
+    """Changes after a step what is trained: flags, a module, or one parameter more."""
+
+    def __init__(self, how: Literal["unfreeze", "freeze", "replace", "add"] = "unfreeze", step: int = 2) -> None:
+        self.how, self.step = how, step
+
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
+        """Change it."""
+        if run.state.step != self.step:
+            return
+        assert isinstance(run.model, nn.Sequential)
+        if self.how == "replace":
+            run.model[2] = nn.Linear(7, 3)
+        elif self.how == "add":
+            run.model[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
+        else:
+            run.model[0].requires_grad_(self.how == "unfreeze")

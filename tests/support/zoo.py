@@ -357,3 +357,20 @@ class Odd(Classification):
         nothing = 0.0 * next(model.parameters()).sum()
         odd = torch.full_like(nothing, torch.inf).detach() if self.kind == "loss" else 0.0 * nothing.sqrt()
         return Loss(found.loss_sum + odd, found.weight, found.extra, found.outputs, found.targets)
+
+
+class ChangesItself(Net):
+    """The first layer is frozen; its own forward pass may change what is trained from the third call on."""
+
+    def __init__(self, *, how: Literal["nothing", "unfreeze", "freeze"] = "nothing") -> None:
+        super().__init__()
+        self[0].requires_grad_(how == "freeze")
+        self.how, self.calls = how, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Count the calls in training, and change the first layer."""
+        self.calls += self.training
+        if self.calls > 2 and self.how != "nothing":
+            self[0].requires_grad_(self.how == "unfreeze")
+        outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs

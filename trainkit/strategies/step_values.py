@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Collective, Loss, Model, Objective
+from trainkit.strategies.param_guard import ParamGuard
 
 Batch = object
 """A collated batch, in the form that the objective of the run takes."""
@@ -255,6 +256,7 @@ class LocalModel:
         self.device_types = self.device_types or (self.device.type,)
         self.all_ranks = self.all_ranks or self.data_ranks
         self.loss_scale = self.loss_scale or self.precision.loss_scale()
+        self.guard = ParamGuard(self.model)
 
     @property
     def is_rank0(self) -> bool:
@@ -275,6 +277,14 @@ class LocalModel:
     def counted_parts(self) -> Mapping[str, bool] | None:
         """Whether this rank counts its part of each parameter in sums over ranks; None if it holds whole parameters."""
         return None
+
+    def refuse_changed_params(self, step: int, *, flags: bool = True) -> None:
+        """Raise if code of the user has changed which parameters there are, or (`flags`) which of them are trained.
+
+        Raises:
+            TrainingError: names the step, the parameters and the remedy.
+        """
+        self.guard.refuse_change(step, flags=flags)
 
     def set_loss_scale(self, scale: LossScale) -> None:
         """Compute with another loss scale from now on."""

@@ -140,11 +140,14 @@ class TrainingLoop:
 
     def __iter__(self) -> Iterator[tuple[Ticket, Sequence[Batch]]]:
         """Yield a ticket and the batch of each of its shards; yield it again if its gradients overflowed."""
-        state, data, on_phase = self.run.state, self.data, self.on_phase
+        state, data, on_phase, local = self.run.state, self.data, self.on_phase, self.executor.local
+        change = local.guard.change
         if state.step >= self.last_step:
             self.is_over = True
             return
         for ticket in self.executor.tickets(state, self.last_step):
+            if change() is not None:
+                local.refuse_changed_params(state.step)
             on_phase("data", ticket.step)
             yield ticket, data.fetch(ticket)
             if self.is_over:
@@ -162,6 +165,7 @@ class TrainingLoop:
         if run.example is None and batches:
             run.keep_example(batches[0])
         if state.step >= self.timeline.next_step:
+            self.executor.local.refuse_changed_params(state.step, flags=state.step < self.run.num_steps)
             self.timeline.act(state.step)
             self.has_acted = True
         reason = self.interrupted()

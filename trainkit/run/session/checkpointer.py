@@ -155,7 +155,7 @@ class Checkpointer:
 
     def _found_nonfinite(self, kept: ShardedState) -> list[str]:
         judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
-        frozen = {name for name, param in self._executor.local.model.named_parameters() if not param.requires_grad}
+        frozen = self._executor.local.guard.frozen
         return [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
 
     def callback_states(self) -> dict[str, Any]:

@@ -333,6 +333,8 @@ class TaskSession:
         """Write a checkpoint of this step, once; rank 0 writes it, or each rank its shards."""
         if self._keeper.has_saved or self.plan.is_measurement:
             return
+        step, local = self.run.state.step, self.executor.local
+        local.refuse_changed_params(step, flags=step < self.plan.num_steps)
         self.flush()
         self.enter("save")
         self._journal.pause()

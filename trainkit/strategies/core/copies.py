@@ -194,7 +194,11 @@ class ThreadWork(ShardStep):
 
     def _shard(self, shard: int, batch: Batch) -> Tensor | float:
         with self._around_shard:
-            return super()._shard(shard, batch)
+            weight = super()._shard(shard, batch)
+        self.replica.refuse_changed_params(
+            self.ticket.step + 1
+        )  # the loop sees the model of the variables, and not copies
+        return weight
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
         with self._around_forward:

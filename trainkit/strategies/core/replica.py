@@ -295,7 +295,7 @@ def make_master_params(model: nn.Module, precision: Precision, spread: Placement
 
 def replica_state(replica: Replica) -> dict[str, Tensor]:
     """Return parameters in the masters' dtype, buffers that the model saves, and optimizer slots; no copies."""
-    frozen = {name: param for name, param in replica.model.named_parameters() if not param.requires_grad}
+    frozen = {name: param for name, param in replica.model.named_parameters() if name in replica.guard.frozen}
     found = {f"param/{name}": param.detach() for name, param in {**replica.masters, **frozen}.items()}
     saved = replica.model.state_dict()
     buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers() if name in saved}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainkit.errors import TrainingError
 from trainkit.strategies.base import Batch
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, refuse_mismatch
@@ -173,9 +174,20 @@ class ShardedReplica(Replica):
         if not self.cuts or self.masters_apart:
             return super().take_grads()
         grads = [self.owners[name].grad for name in self.params]
+        if late := [name for name in self.guard.frozen if self.owners[name].grad is not None]:
+            # set in a forward pass, on the gathered parameter: the shard keeps its flag
+            raise TrainingError(
+                self.guard.refusal(f"requires_grad of {', '.join(sorted(late)[:5])} was changed to True")
+            )
         for name in self.params:
             self.owners[name].grad = None
         return [None if grad is None else local_part(grad) for grad in grads]
+
+    def refuse_changed_params(self, step: int, *, flags: bool = True) -> None:
+        """Raise if code of the user has changed parameters; gathered ones stand in their places for a while."""
+        if self.guard.change(flags=flags) is not None:
+            self.reload()
+        super().refuse_changed_params(step, flags=flags)
 
     def swap_averages(self) -> bool:
         """Exchange parameters and their averages, and free gathered copies of the parameters."""
