@@ -20,8 +20,8 @@ def test_an_address_is_read_and_written_back(text: str, address: tuple[str, int]
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("node7", "must be HOST:PORT, as in 10.0.0.1:2222."),
-        (":2222", "must be HOST:PORT, as in 10.0.0.1:2222."),
+        ("node7", "has no port. It must be HOST:PORT, as in 10.0.0.1:2222."),
+        (":2222", "has no host. It must be HOST:PORT, as in 10.0.0.1:2222."),
         ("::1:2222", "must be HOST:PORT; an IPv6 address needs brackets, as in [::1]:2222."),
         ("node7:", "its port must be a number from 1 to 65535."),
         ("node7:0", "its port must be a number from 1 to 65535."),

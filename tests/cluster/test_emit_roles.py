@@ -155,6 +155,8 @@ def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:
     )
     alone = emit("mpirun", "--processes-per-host", "2", "strategy=mirrored")
     assert alone.splitlines()[-1] == "exec mpirun -n 2 --bind-to none python -m trainkit strategy=mirrored"
+    serving = emit("mpirun", "--processes-per-host", "3", "strategy=parameter_server")
+    assert serving.splitlines()[-1] == "exec mpirun -n 3 --bind-to none python -m trainkit strategy=parameter_server"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +171,9 @@ def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:
           "reach.")]),
         (("slurm", "--names", "a"), ["--names=a: has no effect on slurm: only mpirun, tf_config, spec use it."]),
         (("mpirun", "--hosts", "2"), ["--names: is missing: mpirun needs it for several hosts. --names HOST,HOST."]),
-        (("mpirun", "--processes-per-host", "3", "strategy=parameter_server"),
-         [("strategy=parameter_server: Open MPI started no task of the role chief nor ps. Name them all: cluster=spec "
-          "with cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG.")]),
+        (("mpirun", "--processes-per-host", "2", "strategy=parameter_server", "strategy.servers=2"),
+         [("strategy=parameter_server: needs a chief and 2 to keep the variables, and Open MPI started 2 processes. "
+          "Start 3 or more.")]),
         (("kubernetes", "--image", "i", "--hosts", "2", "--shared", "runs", "strategy=parameter_server"),
          [("--hosts=2: has no effect on kubernetes with parameter servers: each task is a separate host (1 chief, 1 "
           "worker, 1 ps).")]),

@@ -219,7 +219,7 @@ def test_a_launch_of_another_number_of_processes_is_refused() -> None:
     )
     assert said(LocalSgd(replicas=4), launch=launch) == []
     assert said(LocalSgd(replicas=2), launch=launch) == [
-        "strategy.replicas=2: but torchrun started 4, and their number changes the result. Use 4."
+        "strategy.replicas=2: but torchrun started 4 processes, a replica each. Use 4, or start 2."
     ]
 
 

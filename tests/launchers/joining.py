@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import socket
 from dataclasses import replace
@@ -76,6 +77,16 @@ def train_as(place: Place, folder: str, port: int, environ: dict[str, str], over
     """The same, with further variables."""
     local = {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.num_ranks)}
     return train(place, folder, port, *overrides, environ=local | environ)
+
+
+def train_as_task(
+    place: Place, folder: str, port: int, cluster: dict[str, list[str]], overrides: tuple[str, ...]
+) -> Outcome:
+    """Train as a task of a cluster that TF_CONFIG names."""
+    role, index = [(role, index) for role, texts in cluster.items() for index in range(len(texts))][place.rank]
+    said = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
+    with mock.patch.object(os, "nice"):  # an evaluator lowers the priority of its process
+        return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": said})
 
 
 def train_alone(place: Place, folder: str, port: int, *overrides: str) -> Outcome:

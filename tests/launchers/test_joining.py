@@ -142,7 +142,7 @@ def hosts(
 ) -> list[Any]:
     """Two tasks of a cluster, each of two ranks."""
     spec = ["cluster=spec", f"cluster.worker=[{','.join(f'127.0.0.1:{port}' for port in ports)}]"]
-    own = [[*spec, *more, f"cluster.task=worker:{index}", "strategy.replicas=2"] for index in range(2)]
+    own = [[*spec, *more, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
     return start(own, environ, function="train_unlike")
 
 

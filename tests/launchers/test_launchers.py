@@ -103,6 +103,24 @@ def test_mpirun(one_run: Callable[[], None]) -> None:
     one_run()
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_a_launcher_without_roles_starts_chief_worker_and_server(launcher: str, mirrored: str, cwd: Path) -> None:
+    serving = ("strategy=parameter_server", "hydra.run.dir=run")
+    if launcher == "torchrun":
+        ended(
+            start(*TORCHRUN, "--nproc-per-node=3", f"--master-port={free_port()}", "-m", "trainkit", *FIXED, *serving)
+        )
+    elif launcher == "srun":
+        with slurm() as variables:
+            ended(start("srun", "--ntasks=3", sys.executable, "-m", "trainkit", *FIXED, *serving, **variables))
+    elif shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun: apt-get install openmpi-bin")
+    else:
+        command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable)
+        ended(start(*command, "-m", "trainkit", *FIXED, *serving))
+    assert sha256(cwd / "run") == mirrored
+
+
 def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("needs mpiexec.mpich: apt-get install mpich")

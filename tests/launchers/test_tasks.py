@@ -7,12 +7,15 @@ import pytest
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.members import launch_of as launch_in
 from trainkit.cluster.tasks import Task
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.pipeline import Pipeline
+from trainkit.strategies.tensor_parallel import TensorParallel
 
 
 def problems(strategy: Strategy, launch: LaunchEnvironment | None, **facts: Any) -> list[str]:
@@ -46,7 +49,7 @@ def test_a_process_that_stands_for_a_host_has_a_rank_a_device() -> None:
         Task(role="worker", index=2, rank=2, device="cuda:0"),
         Task(role="worker", index=3, rank=3, device="cuda:1"),
     )
-    assert MultiWorkerMirrored(replicas=1).num_replicas(facts) == 2
+    assert MultiWorkerMirrored(replicas=2).num_replicas(facts) == 2
 
 
 def test_a_launch_of_several_processes_is_nothing_for_one_device() -> None:
@@ -70,10 +73,38 @@ def test_all_settings_that_a_launch_cannot_give_are_reported_together() -> None:
     roles = (Task(role="chief", index=0, rank=0), Task(role="ps", index=0, rank=1))
     launch = launch_of(2, tasks=roles, kind="TF_CONFIG")
     role, replicas, devices = problems(MultiWorkerMirrored(replicas=3, devices=("cpu", "cpu", "cpu")), launch)
-    assert role == "cluster.ps: TF_CONFIG names tasks of this role, and here all are workers."
+    assert role == "cluster.ps: TF_CONFIG names tasks of this role, and multi_worker_mirrored has workers only."
+    assert replicas == "strategy.replicas=3: but TF_CONFIG started 2 processes, a replica each. Use 2, or start 3."
     started = "TF_CONFIG started 2 processes on this host"
-    assert replicas == f"strategy.replicas=3: {started}, one replica each. Leave it out, or give 2."
     assert devices == f"strategy.devices=['cpu', 'cpu', 'cpu']: {started}. Name as many devices, or leave it out."
+
+
+def test_replicas_are_those_of_the_whole_run_under_every_launch() -> None:
+    hosts = launch_of(2, num_local=1, num_hosts=2, takes_devices=True, kind="TF_CONFIG")
+    assert problems(MultiWorkerMirrored(replicas=4), hosts) == []
+    assert MultiWorkerMirrored(replicas=4).num_replicas(PlanContext(launch=hosts)) == 4
+    assert problems(MultiWorkerMirrored(replicas=3), hosts) == [
+        "strategy.replicas=3: but TF_CONFIG started 2 processes, each with as many replicas. Use a multiple of 2."
+    ]
+    processes = launch_of(4, num_local=2, num_hosts=2)
+    assert problems(MultiWorkerMirrored(replicas=4), processes) == []
+    assert problems(MultiWorkerMirrored(replicas=2), processes) == [
+        "strategy.replicas=2: but torchrun started 4 processes, a replica each. Use 4, or start 2."
+    ]
+    assert problems(Pipeline(replicas=3), hosts) == []  # of two ranks each: three in each process
+    assert Pipeline(replicas=2).num_replicas(PlanContext(launch=hosts)) == 2
+    assert problems(TensorParallel(degree=2, replicas=1), launch_of(3)) == [
+        "strategy: torchrun started 3 processes, and a replica takes 2. Start a multiple of 2."
+    ]
+
+
+def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
+    members = {"worker": ["a:1", "a:2"], "evaluator": ["a:3"]}
+    seen = [launch_in(members, task, kind="TF_CONFIG").training for task in (("worker", 1), ("evaluator", 0))]
+    assert [(launch.rank, launch.local_rank, launch.num_local, launch.num_ranks) for launch in seen] == [
+        (1, 1, 2, 2), (0, 0, 2, 2),
+    ]  # fmt: skip
+    assert problems(Mirrored(), seen[0]) == []
 
 
 def test_more_processes_than_gpus_or_lanes_are_a_problem() -> None:
@@ -89,7 +120,7 @@ SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "st
 
 
 def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one() -> None:
-    run = ["recipe=null", *SPEC, "strategy.replicas=1", "numerics.check_replicas_every=5"]
+    run = ["recipe=null", *SPEC, "strategy.replicas=2", "numerics.check_replicas_every=5"]
     assert checked(compose(run)).notes == ()
 
 

@@ -136,8 +136,9 @@ def test_impossible_settings_of_a_parameter_server_are_problems_before_the_start
 def launch(*roles: str) -> PlanContext:
     tasks = tuple(Task(role=role, index=roles[:rank].count(role), rank=rank) for rank, role in enumerate(roles))
     made = LaunchEnvironment(
-        kind="a cluster spec", tasks=tasks, rank=0, local_rank=0, num_local=1, num_hosts=4, store=("10.0.0.1", 29400)
-    )
+        kind="a cluster spec", tasks=tasks, rank=0, local_rank=0, num_local=1, num_hosts=4, store=("10.0.0.1", 29400),
+        names_roles=True,
+    )  # fmt: skip
     return PlanContext(launch=made)
 
 
@@ -151,14 +152,33 @@ def test_a_launch_decides_how_many_tasks_there_are() -> None:
     assert str(problem) == ("strategy.workers=2: but a cluster spec names 3, the chief among them. Leave it out.")
 
 
-def test_a_launch_without_roles_is_refused() -> None:
-    made = LaunchEnvironment(
-        kind="torchrun", tasks=workers(2), rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
-    )
-    (problem,) = ParameterServer().validate(PlanContext(launch=made))
+def test_the_first_worker_is_the_chief_of_a_cluster_that_names_none() -> None:
+    facts, strategy = launch("worker", "worker", "ps"), ParameterServer()
+    assert strategy.validate(facts) == []
+    assert [str(task) for task in strategy.tasks(facts) if strategy.runs_loop(task)] == ["worker:0"]
+    assert [str(task) for task in strategy.tasks(facts) if strategy.restarts_alone(task)] == ["worker:1"]
+    (problem,) = strategy.validate(launch("chief", "worker"))
     assert str(problem) == (
-        "strategy=parameter_server: torchrun started no task of the role chief nor ps. Name them all: cluster=spec "
-        "with cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG."
+        "strategy=parameter_server: a cluster spec names no task of the role ps, which keeps the variables. "
+        "Add one: ps=[HOST:PORT]."
+    )
+
+
+def test_the_last_ranks_of_a_launch_without_roles_keep_the_variables() -> None:
+    made = LaunchEnvironment(
+        kind="torchrun", tasks=workers(4), rank=0, local_rank=0, num_local=4, num_hosts=1, store=("127.0.0.1", 1)
+    )
+    facts = PlanContext(launch=made)
+    assert [str(task) for task in ParameterServer().tasks(facts)] == ["chief:0", "worker:0", "worker:1", "ps:0"]
+    assert [str(task) for task in ParameterServer(servers=2).tasks(facts)] == ["chief:0", "worker:0", "ps:0", "ps:1"]
+    (few,) = ParameterServer(servers=4).validate(facts)
+    assert str(few) == (
+        "strategy=parameter_server: needs a chief and 4 to keep the variables, and torchrun started 4 processes. "
+        "Start 5 or more."
+    )
+    (other,) = ParameterServer(workers=2).validate(facts)
+    assert str(other) == (
+        "strategy.workers=2: but torchrun started 4 processes: 3, the chief among them. Leave it out."
     )
 
 

@@ -45,7 +45,7 @@ class Address(NamedTuple):
         """
         host, colon, port = text.rpartition(":")
         if not colon or not host:
-            raise ValueError("must be HOST:PORT, as in 10.0.0.1:2222.")
+            raise ValueError(f"has no {'host' if colon else 'port'}. It must be HOST:PORT, as in 10.0.0.1:2222.")
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             raise ValueError("must be HOST:PORT; an IPv6 address needs brackets, as in [::1]:2222.")
         if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.cluster.address import Address, interface_of, is_loopback, own_address
@@ -54,6 +54,8 @@ class LaunchEnvironment:
     """The address of each task for messages, by rank; empty if the launcher gives none."""
     by_hand: bool = False
     """Whether each task may have been started by hand, in a terminal of its own."""
+    names_roles: bool = False
+    """Whether the user named the role of each task; False: all are workers until the strategy gives them roles."""
     ignore: str = ""
     """The setting that makes a process ignore this launch; empty if the config asked for it."""
 
@@ -73,6 +75,38 @@ class LaunchEnvironment:
     def task(self) -> Task:
         """The task of this process."""
         return self.tasks[self.rank]
+
+    @property
+    def has_evaluator(self) -> bool:
+        """Whether the last task evaluates the checkpoints of the others."""
+        return self.tasks[-1].is_evaluator
+
+    @property
+    def training(self) -> LaunchEnvironment:
+        """The launch without its evaluator, for which no task waits; the evaluator sees it as rank 0 does.
+
+        Example:
+            >>> tasks = (*workers(1), Task(role="evaluator", index=0, rank=1))
+            >>> launch = LaunchEnvironment(
+            ...     kind="TF_CONFIG", tasks=tasks, rank=1, local_rank=1, num_local=2, num_hosts=1, store=("a", 1),
+            ...     addresses=("a:1", "a:2"),
+            ... )
+            >>> launch.training.rank, launch.training.num_local, launch.training.num_ranks
+            (0, 1, 1)
+        """
+        if not self.has_evaluator:
+            return self
+        rank = 0 if self.task.is_evaluator else self.rank
+        hosts = [Address.parse(text).canonical.host for text in self.addresses[:-1]]
+        return replace(
+            self,
+            tasks=self.tasks[:-1],
+            addresses=self.addresses[:-1],
+            rank=rank,
+            local_rank=hosts[:rank].count(hosts[rank]),
+            num_local=hosts.count(hosts[rank]),
+            num_hosts=len(set(hosts)),
+        )
 
     def place_of(self, rank: int) -> str:
         """Return a task with its address for messages: `worker:1 (10.0.0.2:2222)`."""

@@ -125,6 +125,7 @@ def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> LaunchEn
         hosts_store=rank == 0,
         addresses=tuple(map(str, addresses)),
         by_hand=True,
+        names_roles=True,
     )
 
 

@@ -32,6 +32,7 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.misfits import refuse_misfits
 from trainkit.run.planning.notes import coupling_of, cut_notes, is_never_given, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan, plan_to_environ
+from trainkit.run.planning.tasks import refuse_launch
 from trainkit.run.planning.workers import ChooseWorkers, with_workers
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.record import RunRecord, record_settings, recorded_run
@@ -127,6 +128,7 @@ def train(
         if launch is None:
             with _begun(cfg, run_dir=run_dir, notes=notes, is_given=is_given, choose_workers=choose_workers) as begun:
                 return _train(begun, job)
+        refuse_launch(cfg, launch)
         from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
 
         return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
@@ -266,6 +268,7 @@ def opened(
                 with begun.task() as task:
                     yield task
             return
+        refuse_launch(cfg, launch)
         from trainkit.run.rendezvous.join import announce, joined  # noqa: PLC0415 - most runs have no external launch
 
         announce(launch)

@@ -258,7 +258,7 @@ def _exported(session: TaskSession, folder: RunFolder, result: Mapping[str, Any]
 
 def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
     """Return a note about lost replicas, if there are any."""
-    planned, present = sum(not task.is_evaluator for task in plan.tasks), identity.num_ranks
+    planned, present = len(plan.training_tasks), identity.num_ranks
     return (f"continues with {present} of {planned} replicas: they share the shards of each step",) * (
         present < planned
     )

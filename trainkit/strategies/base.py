@@ -151,7 +151,7 @@ class PlanContext:
     micro_size: int = 1
     """Samples of the largest shard; 1 if that is not decided yet."""
     launch: LaunchEnvironment | None = None
-    """The external launch of this run; None: the supervisor starts the processes."""
+    """The external launch of this run, without its evaluator; None: the supervisor starts the processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,6 +334,13 @@ class Strategy(ABC):
     @abstractmethod
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return the problems of this strategy in this context; before any process starts."""
+
+    def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:  # noqa: ARG002 - a strategy of the user
+        """Return why it cannot train in a launch, by the roles and the number of its tasks alone.
+
+        `validate` returns these problems too. Each process asks before it waits for the others, which may never come.
+        """
+        return []
 
     @abstractmethod
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
@@ -47,7 +48,7 @@ class OneDevice(Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: a device that does not exist, and processes that have no work."""
-        if found := launch_problems(context, named="one_device"):
+        if found := self.launch_problems(context.launch):
             return found
         if self.device == "auto":
             return []
@@ -59,6 +60,10 @@ class OneDevice(Strategy):
             return []
         rule = "is the reference of every proof, and comparing it with itself shows nothing. Use another strategy."
         return [Problem(key="strategy", value="one_device", rule=rule)]
+
+    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
+        """Return the problem of more than one process."""
+        return launch_problems(launch, named="one_device")
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task on the device."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
@@ -49,7 +50,7 @@ class Tpu(Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: packages to install, and settings that XLA does not support."""
-        found = [*(_missing() or _without_devices()), *launch_problems(context, named="tpu")]
+        found = [*(_missing() or _without_devices()), *self.launch_problems(context.launch)]
         if context.numerics.reproducible:
             rule = "XLA chooses the order of sums itself. Use strategy=mirrored, or leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
@@ -61,6 +62,10 @@ class Tpu(Strategy):
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about random numbers."""
         return ("XLA has its own random generator: dropout equals that of other devices only in distribution.",)
+
+    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
+        """Return the problem of more than one process."""
+        return launch_problems(launch, named="tpu")
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
         """Return one task for all devices."""

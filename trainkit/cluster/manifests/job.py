@@ -97,7 +97,7 @@ class ManifestJob:
         each = -(-len(tasks) // self.hosts)
         return LaunchEnvironment(
             kind=kind, tasks=tasks, rank=0, local_rank=0, num_local=each, num_hosts=self.hosts,
-            store=("127.0.0.1", 0), takes_devices=each == 1,
+            store=("127.0.0.1", 0), takes_devices=each == 1, names_roles=True,
         )  # fmt: skip
 
 

@@ -105,6 +105,11 @@ class RunPlan:
         return tuple(task.rank for task in self.tasks if task.is_evaluator or not runs_loop(strategy, task))
 
     @property
+    def training_tasks(self) -> tuple[Task, ...]:
+        """The tasks without the evaluator, which comes last."""
+        return tuple(task for task in self.tasks if not task.is_evaluator)
+
+    @property
     def num_computing(self) -> int:
         """Number of tasks that compute shards."""
         return sum(task.role in {"chief", "worker"} for task in self.tasks)
@@ -229,7 +234,7 @@ def make_plan(
         parts.refuse_unknown_fields,
         lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache),
         lambda: _refuse(callback_problems(parts.planned(cfg))),
-        then=lambda: _cut(cfg, parts, facts, backend),
+        then=lambda: _cut(cfg, parts, facts, backend, launch),
     )
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
     rate_of = partial(learning_rate_of, cfg, batch, num_steps)
@@ -246,7 +251,7 @@ def make_plan(
     return RunPlan(
         cfg=resolved,
         components=parts,
-        tasks=with_evaluator(tasks) if cfg.eval.beside else tasks,
+        tasks=with_evaluator(tasks) if cfg.eval.beside or (launch is not None and launch.has_evaluator) else tasks,
         facts=replace(facts, micro_size=batch.micro_size),
         backend=backend,
         num_replicas=replicas,
@@ -270,17 +275,21 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         sample=parts.sample,
         collate=parts.hooks.collate_function,
         average=average_of(cfg),
-        launch=launch,
+        launch=None if launch is None else launch.training,
     )
 
 
 def _cut(
-    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+    cfg: RunConfig,
+    parts: Components,
+    facts: PlanContext,
+    backend: ProcessBackend | None,
+    launch: LaunchEnvironment | None,
 ) -> tuple[int, BatchPlan]:
     """Return the number of replicas, and the division of steps into their shards."""
     problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
     problems += [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
-    _refuse(problems or task_problems(cfg, parts, facts, backend))
+    _refuse(problems or task_problems(cfg, parts, facts, backend, launch))
     replicas = parts.strategy.num_replicas(facts)
     return replicas, _batch_plan(cfg, parts, replicas)
 

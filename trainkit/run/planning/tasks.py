@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Final
 
 from trainkit.cluster.host import VISIBLE, mig_instances
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
-from trainkit.config.targets.build import class_built_by
+from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.splits import validation_splits
-from trainkit.errors import Problem
+from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import Components
 from trainkit.run.process_backend import ProcessBackend
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import PlanContext, Strategy
 from trainkit.strategies.memory_capabilities import num_slots
+
+_EVALUATOR: Final = "trainkit.run.session.evaluator_main"
+
+
+def refuse_launch(cfg: RunConfig, launch: LaunchEnvironment) -> None:
+    """Refuse a launch whose tasks the strategy cannot use: in each process, before it waits for the others.
+
+    Raises:
+        ConfigError: the strategy has no such roles, or needs other numbers of tasks.
+    """
+    strategy: Strategy = build(cfg.strategy, "strategy")
+    if problems := strategy.launch_problems(launch.training):
+        raise ConfigError(problems)
 
 
 def task_problems(
-    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+    cfg: RunConfig,
+    parts: Components,
+    facts: PlanContext,
+    backend: ProcessBackend | None,
+    launch: LaunchEnvironment | None,
 ) -> list[Problem]:
     """Return why a run cannot have its tasks, its evaluator, or fewer tasks later.
 
@@ -26,11 +46,14 @@ def task_problems(
         parts: the objects of the training; the strategy accepts `facts`.
         facts: the context of the plan.
         backend: starts the processes; None: this machine does.
+        launch: the external launch with its evaluator; None: there is no launch.
     """
     found = _elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
     found += _mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
-    if cfg.eval.beside or any(task.is_evaluator for task in parts.strategy.tasks(facts)):
-        found += _evaluator_problems(cfg, parts, facts, backend)
+    named = launch is not None and launch.has_evaluator
+    own = any(task.is_evaluator for task in parts.strategy.tasks(replace(facts, launch=None)))
+    if cfg.eval.beside or own or named:
+        found += _evaluator_problems(cfg, parts, launch, backend, own=own)
     return found
 
 
@@ -69,28 +92,31 @@ def _mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
 
 
 def with_evaluator(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    """Add the evaluator of `eval.beside` to the tasks of a strategy, as the last one."""
+    """Add the evaluator of a launch or of `eval.beside` to the tasks of a strategy, as the last one."""
     return (*tasks, Task(role="evaluator", index=0, rank=len(tasks)))
 
 
 def _evaluator_problems(
-    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
+    cfg: RunConfig, parts: Components, launch: LaunchEnvironment | None, backend: ProcessBackend | None, *, own: bool
 ) -> list[Problem]:
-    """Return why the run cannot have an evaluator: that of the strategy, or the one of `eval.beside`."""
-    own = any(task.is_evaluator for task in parts.strategy.tasks(facts))
-    key = "eval.beside" if not own else "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
-    problems = []
-    if cfg.eval.beside:
-        started = facts.launch.kind if facts.launch is not None else backend.name if backend is not None else None
-        rules = []
-        if own:
-            rules.append("the strategy has its own evaluator. Leave one of them out.")
-        if started is not None:
-            by_hand = "Start the evaluator by hand: python -m trainkit.run.session.evaluator_main RUN"
-            rules.append(f"{started} starts the processes. {by_hand}")
-        if cfg.elastic.min_replicas is not None:
-            rules.append("the run may continue with fewer tasks (elastic.min_replicas). Leave one of them out.")
-        problems += [Problem(key="eval.beside", value=True, rule=rule) for rule in rules]
+    """Return why the run cannot have an evaluator: that of the strategy (`own`), of the launch, or of `eval.beside`."""
+    named = launch is not None and launch.has_evaluator
+    key = "cluster.evaluator" if named else "strategy.evaluator" if own else "eval.beside"
+    started = launch.kind if launch is not None else backend.name if backend is not None else None
+    unstarted = f"{started} starts the processes. Start the evaluator by hand: python -m {_EVALUATOR} RUN"
+    rules = {
+        "the strategy has its own evaluator. Leave one of them out.": own,
+        "the cluster has an evaluator. Leave one of them out.": named and not own,
+        unstarted: started is not None,
+        "the run may continue with fewer tasks (elastic.min_replicas). Leave one of them out.": (
+            cfg.elastic.min_replicas is not None
+        ),
+    }
+    problems = [
+        Problem(key="eval.beside", value=True, rule=rule) for rule, holds in rules.items() if holds and cfg.eval.beside
+    ]
+    if own and launch is not None and not named:
+        problems.append(Problem(key="strategy.evaluator", value=True, rule=unstarted))
     if not validation_splits(parts.datasets):
         problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
     for name, node in cfg.callbacks.items():

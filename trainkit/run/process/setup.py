@@ -26,8 +26,8 @@ def identity_for(
 ) -> Identity:
     """Return the identity of this process in the group of a launch."""
     return Identity(
-        task=plan.tasks[launch.rank],
-        num_ranks=len(plan.tasks),
+        task=plan.tasks[-1 if launch.task.is_evaluator else launch.rank],
+        num_ranks=len(plan.training_tasks),
         store=store,
         prefix=f"{prefix}/group",
         attempt=launch.attempt,

@@ -350,7 +350,7 @@ def check_same_config(barrier: ProcessBarrier, cfg: RunConfig) -> None:
 
 def check_same_plan(barrier: ProcessBarrier, plan: RunPlan) -> None:
     """Refuse hosts whose devices differ: they would plan different runs."""
-    ranks_per_process = len(plan.tasks) // barrier.launch.num_ranks
+    ranks_per_process = len(plan.training_tasks) // len(barrier.ranks)
     own = plan.tasks[barrier.launch.rank * ranks_per_process]
     plans = barrier.all_gather_object({"replicas a process": ranks_per_process, "device": own.device.partition(":")[0]})
 

@@ -50,7 +50,13 @@ from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
 from trainkit.run.record import recorded_run
 from trainkit.run.rendezvous.barrier import ProcessBarrier, check_same_config, check_same_plan
-from trainkit.run.rendezvous.late_join import job_token, join_running_job, late_joining_ranks, publish_join_info
+from trainkit.run.rendezvous.late_join import (
+    job_token,
+    join_running_job,
+    late_joining_ranks,
+    publish_join_info,
+    refusing_late_tasks,
+)
 from trainkit.run.rendezvous.local_workers import LocalWorkerGroup
 from trainkit.run.rendezvous.relaunch import (
     ENDED,
@@ -117,7 +123,7 @@ class JoinedGroup:
     @property
     def ranks_here(self) -> int:
         """Ranks that this process runs: several if it has all devices of a host."""
-        return len(self.plan.tasks) // self.barrier.launch.num_ranks
+        return len(self.plan.training_tasks) // self.barrier.launch.training.num_ranks
 
     def ending(self) -> AbstractContextManager[SharedEnding]:
         """Return a block that runs this process's part, and ends it with the others."""
@@ -194,18 +200,19 @@ def joined(
     late = late_joining_ranks(cfg, launch)
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
     with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
-        check_same_config(barrier, cfg)
-        _share_cores(barrier, ranks.index(launch.rank))
-        launch = replace(launch, has_own_gpu=has_own_gpu(barrier, launch, device_of_process))
-        start = _agree_on_start(barrier, cfg, run_dir)
-        plan = barrier.run_everywhere(lambda: _checked_plan(start, launch, check))
-        if not plan.auxiliary_ranks:
-            check_same_plan(barrier, plan)
-        found = [*notes, *_notes_about(plan, is_given, is_rank0=launch.rank == 0)]
-        folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=found)
-        token = job_token(barrier) if plan.auxiliary_ranks else ""
-        if late and launch.rank == 0:
-            publish_join_info(barrier, cfg, plan.cfg.batch, folder=folder, fencing_token=fencing_token, token=token)
+        with refusing_late_tasks(barrier, late):
+            check_same_config(barrier, cfg)
+            _share_cores(barrier, ranks.index(launch.rank))
+            launch = replace(launch, has_own_gpu=has_own_gpu(barrier, launch, device_of_process))
+            start = _agree_on_start(barrier, cfg, run_dir)
+            plan = barrier.run_everywhere(lambda: _checked_plan(start, launch, check))
+            if plan.num_computing == len(plan.training_tasks):
+                check_same_plan(barrier, plan)
+            found = [*notes, *_notes_about(plan, is_given, is_rank0=launch.rank == 0)]
+            folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=found)
+            token = job_token(barrier) if plan.auxiliary_ranks else ""
+            if late and launch.rank == 0:
+                publish_join_info(barrier, cfg, plan, folder=folder, fencing_token=fencing_token, token=token)
         yield JoinedGroup(
             barrier=barrier,
             plan=plan,

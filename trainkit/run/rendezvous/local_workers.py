@@ -88,7 +88,8 @@ class LocalWorkerGroup:
         """Wait for all to end; return the failures shortly after the first one, or a hang."""
         failed: list[ProcessExit] = []
         deadline = None
-        watch = Watch(self.limits, folder, sees_all=len(self.tasks) == len(self.plan.tasks), pid_of=evidence.pid)
+        sees_all = len(self.tasks) == len(self.plan.training_tasks)
+        watch = Watch(self.limits, folder, sees_all=sees_all, pid_of=evidence.pid)
         while group.running and (deadline is None or time.monotonic() < deadline):
             try:
                 event = events.get(timeout=min(0.2, watch.interval_s))
@@ -112,7 +113,7 @@ class LocalWorkerGroup:
     def _environ(self, task: Task) -> dict[str, str]:
         identity = Identity(
             task=task,
-            num_ranks=len(self.plan.tasks),
+            num_ranks=len(self.plan.training_tasks),
             store=self.store,
             prefix=self.prefix,
             attempt=self.launch.attempt,

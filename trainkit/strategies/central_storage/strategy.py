@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
@@ -65,7 +66,7 @@ class CentralStorage(Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: devices that do not exist or are repeated, and processes that have no work."""
-        if found := launch_problems(context, named="central_storage", called="central storage"):
+        if found := self.launch_problems(context.launch):
             return found
         key, names = "strategy.compute_devices", self.compute_devices
         problems = device_list_problems(key, names, context.num_gpus, because="A GPU computes one copy.")
@@ -112,6 +113,10 @@ class CentralStorage(Strategy):
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of devices, or of CPU cores, that have their own thread."""
         return max(1, len(self._computing(num_gpus)))
+
+    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
+        """Return the problem of more than one process."""
+        return launch_problems(launch, named="central_storage", called="central storage")
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task, on the parameter device."""

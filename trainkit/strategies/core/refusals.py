@@ -7,6 +7,7 @@ from typing import Final
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 
@@ -73,11 +74,11 @@ def hook_problems(model: nn.Module) -> list[Problem]:
     return [Problem(key="model", rule=f"{name} {rule}") for name in hooked][:1]
 
 
-def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:
+def launch_problems(launch: LaunchEnvironment | None, *, named: str, called: str = "it") -> list[Problem]:
     """Return the problem of processes that an external launcher started and that have no work."""
-    if context.launch is None or context.launch.num_ranks == 1:
+    if launch is None or launch.num_ranks == 1:
         return []
-    started = f"{context.launch.kind} started {context.launch.num_ranks} processes"
+    started = f"{launch.kind} started {launch.num_ranks} processes"
     rule = f"{started}, and {called} has work for one. Use strategy=multi_worker_mirrored."
     return [Problem(key="strategy", value=named, rule=rule)]
 

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Self
 import torch
 from torch import nn
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
@@ -137,7 +138,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of every process group, of groups of devices, and of combined reducers and modes."""
         is_placed = self.map is not None or self.devices is not None
-        if is_placed and (found := group_problems(self.map, self.devices, self.replicas, context)):
+        if is_placed and (found := group_problems(self.map, self.devices, self.replicas_here(context.launch), context)):
             return found
         found = ProcessGroupOptions.validate(self._on_first_devices(context, only_named=True), context)
         if self.map is not None and self.compression == "powersgd":
@@ -153,7 +154,8 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
 
     def _replica_map(self, context: PlanContext) -> ReplicaMap | None:
         """Return the groups of devices and the map; None if a replica is on one device."""
-        return None if self.map is None else ReplicaMap.of(self.map, self.devices, self.replicas, context)
+        here = self.replicas_here(context.launch)
+        return None if self.map is None else ReplicaMap.of(self.map, self.devices, here, context)
 
     def _on_first_devices(self, context: PlanContext, *, only_named: bool = False) -> Self:
         """Return the same strategy with a device for each rank: the first of its replica's group."""
@@ -338,12 +340,12 @@ class Mirrored(DataParallel):
         """Return the number of replicas, each on a device."""
         return {"replicas": count}
 
-    def validate(self, context: PlanContext) -> list[Problem]:
-        """Return the problems of any data-parallel strategy, and the problem of a launch on more than one host."""
-        if context.launch is not None and context.launch.num_hosts > 1:
-            rule = f"runs on one host, and {context.launch.kind} started {context.launch.num_hosts}. {_OTHER}"
+    def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
+        """Return the problems of any data-parallel strategy, or the problem of a launch on more than one host."""
+        if launch.num_hosts > 1:
+            rule = f"runs on one host, and {launch.kind} started {launch.num_hosts}. {_OTHER}"
             return [Problem(key="strategy", value="mirrored", rule=rule)]
-        return super().validate(context)
+        return super().launch_problems(launch)
 
 
 _OTHER = "Use strategy=multi_worker_mirrored: the same training over hosts."

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import above, placement
@@ -48,7 +49,7 @@ class DeviceMap(Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the devices; `validate_model` checks the map."""
-        if found := launch_problems(context, named="device_map", called="a device map"):
+        if found := self.launch_problems(context.launch):
             return found
         problems = [
             found for key, device in self._named_devices() for found in device_problems(key, device, context.num_gpus)
@@ -107,6 +108,10 @@ class DeviceMap(Strategy):
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of GPUs in the map; on the CPU the parts run one after another."""
         return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
+
+    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
+        """Return the problem of more than one process."""
+        return launch_problems(launch, named="device_map", called="a device map")
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task; its device is the first GPU of the map, else the CPU."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from trainkit.bounded import parse_json
 from trainkit.cluster.host import mig_instances, use_device
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
+from trainkit.config.targets.allowed import TARGET
 from trainkit.config.values import MOST_PROCESSES
+from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import Problem
 from trainkit.fields import above, at_least, at_most, placement
 from trainkit.objectives.base import Collective
@@ -192,9 +195,11 @@ class ProcessGroupOptions:
     """Whether a single rank runs the code of one device; not inherited: a subclass may compute differently."""
 
     replicas: Annotated[int | Literal["auto"], placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
-    """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, as many as it started."""
+    """Replicas of the run, over all hosts; auto: as many as the GPUs make up, or 2 processes; in a launch, as many as
+    its processes.
+    """
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
-    """The devices to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first `replicas` GPUs, or the CPU."""
+    """The devices of this host to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first GPUs, or the CPU."""
     timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds that a rank waits for the others in an exchange."""
 
@@ -221,7 +226,9 @@ class ProcessGroupOptions:
         if self.replicas != "auto" and self.replicas < 1:
             return [Problem(key="strategy.replicas", value=self.replicas, rule="must be 1 or more.")]
         found = (
-            self._host_problems(context) if context.launch is None else self._launch_problems(context, context.launch)
+            self._host_problems(context)
+            if context.launch is None
+            else self._placement_problems(context, context.launch)
         )
         count = self.num_replicas(context)
         if not found and context.numerics.reproducible and count > context.numerics.lanes:
@@ -240,9 +247,41 @@ class ProcessGroupOptions:
         rule = f"a single rank runs the code of one_device, and comparing the two shows nothing. Use {use}."
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
-    def replicas_here(self, launch: LaunchEnvironment | None) -> int | Literal["auto"]:  # noqa: ARG002 - `replicas` is a host's
-        """Return the number of replicas that the config requests on this host."""
-        return self.replicas
+    def replicas_here(self, launch: LaunchEnvironment | None) -> int | Literal["auto"]:
+        """Return the share of this host in the replicas that the config requests."""
+        if launch is None or self.replicas == "auto":
+            return self.replicas
+        return self.replicas * launch.num_local // launch.num_ranks
+
+    def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
+        """Return problems: roles that are not used here, and replicas that the processes do not make up."""
+        others = sorted({task.role for task in launch.tasks} - {"chief", "worker"})
+        name = _choice_of(type(self)) if others else ""
+        problems = [
+            Problem(
+                key=f"cluster.{role}",
+                rule=f"{launch.kind} names tasks of this role, and {name} has workers only.",
+                origin="environment" if launch.ignore else "",
+            )
+            for role in others
+        ]
+        count, each, wanted = launch.num_ranks, self.ranks_a_replica, self.replicas
+        started = f"{launch.kind} started {_counted(count, 'process', 'es')}"
+        if launch.takes_devices:
+            if wanted != "auto" and wanted * each % count:
+                use = f"Use a multiple of {count // math.gcd(count, each)}."
+                rule = f"but {started}, each with as many replicas. {use}"
+                if each > 1:
+                    rule = f"of {each} ranks each, but {started}, each with as many ranks. {use}"
+                problems.append(Problem(key="strategy.replicas", value=wanted, rule=rule))
+            return problems
+        started += ", a replica each" if each == 1 else f", and a replica takes {each}"
+        if count % each:
+            problems.append(Problem(key="strategy", rule=f"{started}. Start a multiple of {each}."))
+        elif wanted not in ("auto", count // each):
+            rule = f"but {started}. Use {count // each}, or start {each * wanted}."
+            problems.append(Problem(key="strategy.replicas", value=wanted, rule=rule))
+        return problems
 
     def _host_problems(self, context: PlanContext) -> list[Problem]:
         count, each = self.num_replicas(context) * self.ranks_a_replica, self.ranks_a_replica
@@ -265,19 +304,15 @@ class ProcessGroupOptions:
         verb = "needs" if count == 1 else "need"
         return f"{_counted(count, 'replica', 's')} of {each} ranks {verb} {count * each} devices"
 
-    def _launch_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
-        """Return problems: roles that are not used here, and numbers of processes that do not fit the devices."""
-        others = sorted({task.role for task in launch.tasks} - {"chief", "worker"})
-        problems = [
-            Problem(key=f"cluster.{role}", rule=f"{launch.kind} names tasks of this role, and here all are workers.")
-            for role in others
-        ]
-        local = launch.num_local * self._ranks_a_process(context, launch)
+    def _placement_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
+        """Return problems: processes of a launch that do not fit the devices of this host."""
+        problems, each = self.launch_problems(launch), self.ranks_a_replica
+        share = self._ranks_a_process(context, launch)
         started = f"{launch.kind} started {_counted(launch.num_local, 'process', 'es')} on this host"
-        problems += self._replica_problems(context, launch) if self.ranks_a_replica > 1 else []
-        if self.ranks_a_replica == 1 and self.replicas_here(launch) not in ("auto", local) and not launch.takes_devices:
-            rule = f"{started}, one replica each. Leave it out, or give {local}."
-            problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
+        if launch.takes_devices and launch.num_ranks * share % each:
+            rule = f"{started}, of {_counted(share, 'rank', 's')} each, and a replica takes {each}. Give replicas."
+            problems.append(Problem(key="strategy", rule=rule))
+        local = launch.num_local * share
         if self.devices is not None and len(self.devices) != local:
             rule = f"{started}. Name as many devices, or leave it out."
             problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
@@ -285,17 +320,6 @@ class ProcessGroupOptions:
             rule = f"more replicas on this host than its {_counted(context.num_gpus, 'GPU', 's')}. Start fewer."
             problems.append(Problem(key="strategy.replicas", value=local, rule=rule))
         return problems
-
-    def _replica_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
-        """Return a problem if the processes of all hosts do not make up the configured replicas."""
-        each, ranks = self.ranks_a_replica, launch.num_ranks * self._ranks_a_process(context, launch)
-        found = f"{launch.kind} started {_counted(ranks, 'process', 'es')}, and a replica takes {each}"
-        if ranks % each:
-            return [Problem(key="strategy", rule=f"{found}. Start a multiple of {each}.")]
-        if self.replicas not in ("auto", ranks // each):
-            rule = f"but {found}. Use {ranks // each}, or start {each * self.replicas}."
-            return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
-        return []
 
     def _device_problems(self, context: PlanContext) -> list[Problem]:
         if self.devices is None:
@@ -338,9 +362,8 @@ class ProcessGroupOptions:
             return 1
         if self.devices is not None and launch.num_local == 1:
             return len(self.devices)
-        asked = self.replicas_here(launch)
-        if asked != "auto" and self.ranks_a_replica == 1:
-            return asked
+        if self.replicas != "auto":
+            return max(self.replicas * self.ranks_a_replica // launch.num_ranks, 1)
         return max(context.num_gpus, 1) if launch.num_local == 1 else 1
 
     def _devices(self, context: PlanContext, places: range) -> list[str]:
@@ -392,6 +415,13 @@ class ProcessGroupOptions:
             representatives=tuple(first + self.loss_rank for first in ranks),
         )
         return RankGroup(data_ranks=data, all_ranks=every, is_joined=True)
+
+
+def _choice_of(kind: type) -> str:
+    """Return the choice of the group `strategy`, without importing the others; the class for one of the user's."""
+    files = (shipped_conf() / "strategy").glob("*.yaml")
+    named = {str(read_document(file).values[TARGET]).rpartition(".")[2]: file.stem for file in files}
+    return named.get(kind.__name__, kind.__name__)
 
 
 def _counted(count: int, word: str, plural: str) -> str:

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Final
 import torch
 from torch import nn
 
-from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
 from trainkit.fields import at_least, at_most, maths
@@ -97,7 +96,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of every process group, and settings that differing replicas do not support."""
-        problems = self._count_problems(context.launch) or super().validate(context)
+        problems = super().validate(context)
         if context.numerics.reproducible:
             rule = "local_sgd depends on the number of replicas. Use strategy=mirrored, or false."
             problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
@@ -120,22 +119,6 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         """Return the refused calls: gradients have no update that all replicas share."""
         rule = "its replicas step independently between two averages. Use step(), or strategy=mirrored."
         return {LoopCall.apart: rule}
-
-    def _count_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
-        if launch is None or self.replicas == launch.num_ranks:
-            return []
-        if launch.takes_devices and self.replicas % launch.num_ranks == 0:
-            return []
-        count = launch.num_ranks
-        use = f"a multiple of {count}" if launch.takes_devices else count
-        rule = f"but {launch.kind} started {count}, and their number changes the result. Use {use}."
-        return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
-
-    def replicas_here(self, launch: LaunchEnvironment | None) -> int:
-        """Return the replicas of this host; `replicas` counts those of all hosts, because their number changes the
-        result.
-        """
-        return self.replicas if launch is None else self.replicas * launch.num_local // launch.num_ranks
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about the averages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import Problem
@@ -93,6 +94,24 @@ class ParameterServer(Strategy):
         """Whether every gradient makes a separate update."""
         return self.mode == "async"
 
+    def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
+        """Return problems: no task to keep the variables, or other numbers of tasks than the fields give."""
+        if launch.names_roles and not any(task.role == "ps" for task in launch.tasks):
+            rule = f"{launch.kind} names no task of the role ps, which keeps the variables. Add one: ps=[HOST:PORT]."
+            return [Problem(key="strategy", value="parameter_server", rule=rule)]
+        needed = 2 if self.servers == "auto" else self.servers + 1
+        if not launch.names_roles and launch.num_ranks < needed:
+            rule = f"needs a chief and {needed - 1} to keep the variables, and {launch.kind} started "
+            rule += f"{launch.num_ranks} process{'' if launch.num_ranks == 1 else 'es'}. Start {needed} or more."
+            return [Problem(key="strategy", value="parameter_server", rule=rule)]
+        facts, found = PlanContext(launch=launch), []
+        for key, count in {"workers": self.num_workers(facts), "servers": self.num_servers(facts)}.items():
+            if getattr(self, key) not in ("auto", count):
+                named = f"{launch.kind} {'names' if launch.names_roles else f'started {launch.num_ranks} processes:'}"
+                rule = f"but {named} {count}{', the chief among them' * (key == 'workers')}. Leave it out."
+                found.append(Problem(key=f"strategy.{key}", value=getattr(self, key), rule=rule))
+        return found
+
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the fields, with each other and with the context."""
         return _limits(self, context)
@@ -138,11 +157,19 @@ class ParameterServer(Strategy):
         """Return the number of processes that hold variables."""
         return self._count(context, self.servers, ("ps",), 1)
 
-    @staticmethod
-    def _count(context: PlanContext, configured: int | Literal["auto"], roles: tuple[str, ...], default: int) -> int:
+    def _count(
+        self, context: PlanContext, configured: int | Literal["auto"], roles: tuple[str, ...], default: int
+    ) -> int:
         if context.launch is not None:
-            return sum(task.role in roles for task in context.launch.tasks)
+            return sum(task.role in roles for task in self._tasks_of(context.launch))
         return default if configured == "auto" else configured
+
+    def _tasks_of(self, launch: LaunchEnvironment) -> tuple[Task, ...]:
+        """Return the tasks of a launch by role: of one without roles, rank 0 is the chief, and the last ranks serve."""
+        if launch.names_roles:
+            return launch.tasks
+        serving = 1 if self.servers == "auto" else self.servers
+        return _by_role({"chief": 1, "worker": launch.num_ranks - serving - 1, "ps": serving})
 
     def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
         """Return the refused calls: its workers compute assigned work and run no loop."""
@@ -158,16 +185,14 @@ class ParameterServer(Strategy):
         """Return the chief, the other workers, the servers and the evaluator; workers share the GPUs of a host."""
         if context.launch is not None:
             place = context.launch.local_rank
-            return tuple(self._on_device(task, context.num_gpus, place) for task in context.launch.tasks)
+            return tuple(self._on_device(task, context.num_gpus, place) for task in self._tasks_of(context.launch))
         counts = {
             "chief": 1,
             "worker": self.num_workers(context) - 1,
             "ps": self.num_servers(context),
             "evaluator": int(self.evaluator),
         }
-        roles = [(role, index) for role, count in counts.items() for index in range(count)]
-        tasks = (Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(roles))
-        return tuple(self._on_device(task, context.num_gpus, task.rank) for task in tasks)
+        return tuple(self._on_device(task, context.num_gpus, task.rank) for task in _by_role(counts))
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of GPUs of all workers; without GPUs, a core per process and per computing thread."""
@@ -177,12 +202,12 @@ class ParameterServer(Strategy):
         return len(self.tasks(PlanContext())) + computing - self.num_workers(PlanContext())
 
     def runs_loop(self, task: Task) -> bool:
-        """Return whether the task is the chief."""
-        return task.role == "chief"
+        """Return whether the task is the chief: rank 0, also where a cluster names workers only."""
+        return task.rank == 0
 
     def restarts_alone(self, task: Task) -> bool:
         """Return whether the task is a worker, which has no state that another task would need."""
-        return task.role == "worker"
+        return task.role == "worker" and task.rank > 0
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - the servers hold gradients
         """Return a whole replica and the chief's second model; each thread on a CPU has its own gradients."""
@@ -269,6 +294,12 @@ class ParameterServer(Strategy):
         return Task(role=task.role, index=task.index, rank=task.rank, device=device)
 
 
+def _by_role(counts: Mapping[str, int]) -> tuple[Task, ...]:
+    """Return the tasks of each role, in the order of their ranks."""
+    placed = [(role, index) for role, count in counts.items() for index in range(count)]
+    return tuple(Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(placed))
+
+
 def _replica(request: SetupRequest) -> Replica:
     """Return a task's replica; the servers sum its gradients."""
     return Replica(build_parts(request, make_reducer=no_reducer))
@@ -276,34 +307,11 @@ def _replica(request: SetupRequest) -> Replica:
 
 def _limits(strategy: ParameterServer, facts: PlanContext) -> list[Problem]:
     """Return every problem of a strategy's fields, with each other and with the context."""
-    found = [*_of_launch(strategy, facts)]
-    if found:
+    if facts.launch is not None and (found := strategy.launch_problems(facts.launch)):
         return found
     of_mode = _of_async(strategy, facts) if strategy.mode == "async" else _of_sync(strategy, facts)
     rest = (*_of_devices(strategy, facts), *_of_transfer(strategy, facts), *_of_replay(strategy, facts))
     return [*of_mode, *strategy.staleness.problems(), *rest]
-
-
-def _of_launch(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    """Validate that externally started tasks have the right roles."""
-    launch = facts.launch
-    if launch is None:
-        return
-    roles = [task.role for task in launch.tasks]
-    missing = [role for role in ("chief", "ps") if role not in roles]
-    if missing:
-        rule = (
-            f"{launch.kind} started no task of the role {' nor '.join(missing)}. Name them all: cluster=spec with "
-            "cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG."
-        )
-        yield Problem(key="strategy", value="parameter_server", rule=rule)
-        return
-    counts = {"workers": strategy.num_workers(facts), "servers": strategy.num_servers(facts)}
-    for key, count in counts.items():
-        configured = getattr(strategy, key)
-        if configured not in ("auto", count):
-            rule = f"but {launch.kind} names {count}{', the chief among them' * (key == 'workers')}. Leave it out."
-            yield Problem(key=f"strategy.{key}", value=configured, rule=rule)
 
 
 def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:

@@ -117,7 +117,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
     traits: ClassVar[Traits] = Traits(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
-    """Copies of the whole pipeline; auto: as many as the GPUs of this host allow; in a launch, its ranks."""
+    """Copies of the whole pipeline, over all hosts; auto: those that the GPUs of this host or a launch make up."""
     stages: Annotated[int, at_least(2), at_most(MOST_PROCESSES), placement] = 2
     """Number of ranks of a replica."""
     schedule: Annotated[ScheduleName, placement] = "1f1b"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.cluster.local import VARIABLE, detect
+from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect
 from trainkit.config.grammar import refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import CheckpointError, ConfigError, Problem
@@ -35,10 +35,26 @@ def run(call: Call) -> int:
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
     if composition.is_sweep:
         return _sweep(call)
+    refuse_environment(composition)
     composition = checked(composition)
     from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
     return exit_code(train_composition(composition, choose_workers=choose_workers))
+
+
+def refuse_environment(composition: Composition) -> None:
+    """Refuse variables of a launcher that contradict one another, at once: the check of the config imports torch.
+
+    Raises:
+        ConfigError: as in `trainkit.cluster.local.detect`.
+    """
+    launcher = (composition.values.get("cluster") or {}).get("launcher")
+    if composition.choices.get("cluster") != "local" or launcher not in (*LAUNCHERS, "auto", "none"):
+        return
+    try:
+        detect(os.environ, launcher=launcher)
+    except ConfigError as error:
+        raise composition.with_origins(error) from error
 
 
 def exit_code(result: Mapping[str, Any]) -> int:
