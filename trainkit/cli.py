@@ -34,7 +34,7 @@ _GLOBAL: Final[Mapping[str, Flag]] = {
 }
 _SHORT: Final = {
     "-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-sc": "--shell-completion",
-    "-V": "--version",
+    "-V": "--version", "-cn": "--config-name", "-cp": "--config-path", "-p": "--package", "-r": "--run", "-i": "--info",
 }  # fmt: skip
 _REFUSED: Final = {
     "config-name": "there is only one primary config. A recipe describes a whole training: recipe=NAME.",
@@ -277,6 +277,9 @@ def _show(call: Call, which: str) -> int:
 
     if which not in ("job", "hydra", "all"):
         raise ConfigError([Problem(key="--cfg", value=which, rule="must be job, hydra or all.", origin="command line")])
+    if call.arguments:
+        rule = f"prints what key=value compose, and not {call.arguments[0]}. The config of a run is RUN/resolved.yaml."
+        raise ConfigError([Problem(key="--cfg", rule=rule, origin=COMMAND_LINE)])
     show(compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages), which)
     return 0
 

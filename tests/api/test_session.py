@@ -272,7 +272,7 @@ REFUSED = {
     ("strategy=parameter_server",): "strategy=parameter_server: refuses trainkit.session: its workers",
     ("strategy=central_storage", "strategy.mode=async"): "strategy=central_storage: refuses trainkit.session",
     ("eval.beside=true",): "eval.beside=true: starts a process that does not run the loop",
-    ("hydra.job.chdir=true",): "hydra.job.chdir: is for the command line",
+    ("hydra.verbose=true",): "hydra.verbose: is for the command line",
 }
 
 

@@ -324,7 +324,7 @@ def test_a_bad_argument_is_refused_in_these_words(
         ),
         (
             ("hydra.runn.dir=x",),
-            ["hydra.runn.dir=x: Hydra does not take it: Key 'runn' not in 'HydraConf' (command line)"],
+            ["hydra.runn.dir=x: is no key of Hydra. trainkit --cfg hydra shows them. (command line)"],
         ),
         (("-m", "seed=range(5,1)"), ["seed=range(5,1): is an empty sweep: there is nothing to run. (command line)"]),
         (

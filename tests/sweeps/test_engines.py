@@ -228,7 +228,7 @@ def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains
     command, _ = ComposedConfigLoader(Composer()).command(
         ["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job")
     )
-    assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", 'hydra.run.dir="job"')
+    assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", "hydra.run.dir=job")
     assert not trainkit.compose(command[3:5]).is_sweep
 
 

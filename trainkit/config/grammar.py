@@ -113,6 +113,9 @@ def unreadable(argument: str) -> Problem:
     if not _OVERRIDE.fullmatch(f"{key}=") or not key:
         rule = "is not key=value: a key is made of letters, digits, _ and dots."
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
+    if "@" in key:
+        rule = f"takes no @package: the choice of a group stands at its own key. Write {key.partition('@')[0]}={value}."
+        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
     if value[:1] in "{[" and value:
         rule = 'has a list or mapping that cannot be read. Quote its texts: key=\'["a b","c"]\'.'
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)

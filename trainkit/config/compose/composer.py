@@ -20,6 +20,7 @@ from trainkit.config.compose.files import (
     group_in,
     hydra_choices_of,
     hydra_state,
+    is_key_of_hydra,
     submits_single_runs,
 )
 from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_list
@@ -37,6 +38,16 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.frames import first_line
 from trainkit.redaction import REDACTED, hide_from_process_list, redacted_argument, remember
 
+_NOT_OF_HYDRA: Final[Mapping[KeyPath, str]] = {
+    (
+        "hydra",
+        "job",
+        "chdir",
+    ): "is not supported: relative paths are found in the folder where the training was started, and "
+    "its files are in its run folder. Leave it out.",
+    ("hydra", "searchpath"): "is not read. Give the folder of your own YAMLs: --config-dir DIR.",
+}
+"""Key of Hydra -> why it has no effect."""
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 
@@ -141,7 +152,7 @@ class CompositionBuilder:
     def run(self) -> Composition:
         """Compose: defaults list, layers, arguments, exclusive keys, interpolations."""
         own = [item for item in self.parsed if not item.is_hydra_override()]
-        about_hydra = [item for item in self.parsed if item.is_hydra_override()]
+        about_hydra = [item for item in self.parsed if item.is_hydra_override() and not self._refused_of_hydra(item)]
         task = [item for item in own if not self._refused(item)]
         defaults = self._defaults([*task, *self._no_default_recipe(task)])
         files = self._files(defaults)
@@ -156,6 +167,7 @@ class CompositionBuilder:
         for override in about_hydra:
             if "." in override.key_or_group:
                 self._apply(override, layers.hydra)
+        self._refuse_settings_of_hydra()
         self._remember_arguments()
         values = layers.finish(files, choices, self.composer.packages)
         remember_secrets(values)
@@ -190,29 +202,53 @@ class CompositionBuilder:
 
     def _refused(self, override: Override) -> bool:
         """Report an argument that no defaults list can take; return True if there was a problem."""
-        key = override.key_or_group
-        if override.is_sweep_override():
+        key, text = override.key_or_group, (override.input_line or "").partition("=")[2]
+        value = None if override.is_sweep_override() else override.value()
+        of_ours = key not in LIST_GROUPS and key in (*GROUPS, "recipe", "experiment")
+        if key == "hydra":
+            rule = "is the node of Hydra itself. Give its keys: hydra.run.dir=DIR."
+        elif override.is_sweep_override():
             rule = f"is a list of choices, which trainkit -m trains one after the other. As one text: {key}='...'."
-            self._report(override, rule)
-            return True
-        if not self.composer.is_group(override):
+        elif not self.composer.is_group(override):
             return False
-        value = override.value()
-        if isinstance(value, list) and key not in LIST_GROUPS:
-            first = ",".join(map(str, value))
-            self._report(override, f"takes one choice, not a list. To run them all: -m {key}={first}.")
-            return True
-        if override.is_force_add():
-            self._report(override, f"is a group: write {key}={value}.")
-            return True
-        if not isinstance(value, str | list | None) and not override.is_delete():
-            self._report(override, f"needs the name of a choice. {self._there_are(key)}")
-            return True
-        names = value if isinstance(value, list) else [value]
-        absent = [] if override.is_delete() else [name for name in names if not self._exists(key, name)]
-        for name in absent:
-            self._report(override, self._no_choice(key, str(name)))
-        return bool(absent)
+        elif override.package is not None:
+            rule = f"takes no @package: the choice of a group stands at its own key. Write {key}={text}."
+        elif override.is_delete() and key in LIST_GROUPS and text:
+            rule = f"removes all {key}, without a value. One of them: ~{key}.NAME."
+        elif isinstance(value, list) and key not in LIST_GROUPS:
+            rule = f"takes one choice, not a list. To run them all: -m {key}={','.join(map(str, value))}."
+        elif override.is_force_add() or (override.is_add() and of_ours):
+            rule = f"is a group: write {key}={text}."
+        elif not isinstance(value, str | list | None) and not override.is_delete():
+            rule = f"needs the name of a choice. {self._there_are(key)}"
+        else:
+            names = [] if override.is_delete() else value if isinstance(value, list) else [value]
+            absent = [name for name in names if not self._exists(key, name)]
+            for name in absent:
+                self._report(override, self._no_choice(key, str(name)))
+            return bool(absent)
+        self._report(override, rule)
+        return True
+
+    def _refused_of_hydra(self, override: Override) -> bool:
+        """Report an argument that Hydra would ignore or could not read; return True if there was a problem."""
+        key = override.key_or_group
+        if override.is_delete():
+            self._report(override, f"belongs to Hydra and cannot be deleted. Give a value: {key}=VALUE.")
+        elif override.is_sweep_override():
+            self._report(override, f"is a list of choices. As one text: {key}='...'.")
+        elif "/" not in key and not is_key_of_hydra(key):
+            self._report(override, "is no key of Hydra. trainkit --cfg hydra shows them.")
+        else:
+            return False
+        return True
+
+    def _refuse_settings_of_hydra(self) -> None:
+        """Report what Hydra would do around a task and trainkit does not do."""
+        for path, rule in _NOT_OF_HYDRA.items():
+            if value := lookup(self.layers.hydra.values, path):
+                where = self.layers.hydra.origin_of(path).where
+                self.problems.append(Problem(key=dotted(path), value=value, rule=rule, origin=where))
 
     def _report(self, override: Override, rule: str) -> None:
         line = override.input_line or ""
@@ -251,8 +287,13 @@ class CompositionBuilder:
                 self.problems.append(self._missing(missing))
                 self.repository.mark_absent(missing)
             except (HydraException, ValueError, OmegaConfBaseException) as error:
-                culprit = next((item for item in remaining if item.get_key_element() in str(error)), None)
-                rule = first_line(error)
+                named = [item for item in remaining if item.get_key_element() in str(error)]
+                named += [item for item in remaining if item.key_or_group in str(error)]
+                culprit, rule = next(iter(named), None), first_line(error)
+                if culprit is not None and culprit.is_delete():
+                    rule = "is not the choice of this group, so it cannot be deleted."
+                elif culprit is not None and self.composer.is_group(culprit) and not culprit.is_add():
+                    rule = f"is not in the defaults list. To add it: +{culprit.input_line}."
                 if culprit is None:
                     raise ConfigError([*self.problems, Problem(key="defaults list", rule=rule)]) from error
                 self._report(culprit, rule)
@@ -302,7 +343,7 @@ class CompositionBuilder:
     def _choices(self, defaults: DefaultsList, files: Sequence[ConfigFile]) -> dict[str, str | list[str] | None]:
         known: dict[str, Any] = dict(defaults.overrides.known_choices)
         for group in LIST_GROUPS:
-            known[group] = [file.name for file in files if file.group == group]
+            known[group] = [*dict.fromkeys(file.name for file in files if file.group == group)]
         return {name: known[name] for name in sorted(known)}
 
     def _swapped(
@@ -349,6 +390,9 @@ class CompositionBuilder:
             if _is_of_schema(path) and path in tree.origins:
                 name = f"{dotted(path)}.KEY" if isinstance(lookup(tree.values, path), Mapping) else dotted(path)
                 self._report(override, f"belongs to every run and cannot be deleted. Give a value: {name}=VALUE.")
+            elif "=" in (override.input_line or "") and override.value() != lookup(tree.values, path):
+                rule = f"is not deleted: its value is {lookup(tree.values, path)}. Without a value: ~{dotted(path)}."
+                self._report(override, rule)
             elif not tree.remove(path):
                 self._report(override, "there is no such key to delete.")
         else:

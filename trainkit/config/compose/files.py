@@ -318,17 +318,35 @@ class SearchPath:
         """Return `recipe=null` as Hydra's grammar expects it: `~recipe`, or an empty list for a group that takes a
         list.
         """
-        if override.is_sweep_override() or override.is_delete() or not self.is_group(override):
+        if override.is_sweep_override() or not self.is_group(override):
             return override
-        if override.value() is not None:
+        deletes = override.is_delete() and override.key_or_group in LIST_GROUPS  # Hydra deletes one choice, not a list
+        if not deletes and (override.is_delete() or override.value() is not None):
             return override
-        group = override.get_key_element()
+        group = override.key_or_group if deletes else override.get_key_element()
         line = f"{group}=[]" if override.key_or_group in LIST_GROUPS else f"~{group}"
         return self.parse([line])[0][0]
 
 
 _PLUGINS: Final = ("hydra/launcher", "hydra/sweeper")
 """Groups whose choices are classes that start the jobs of a sweep, or propose them."""
+
+
+def is_key_of_hydra(key: str) -> bool:
+    """Return whether Hydra has a key; mappings of names and the nodes of plugins take any.
+
+    Example:
+        >>> [is_key_of_hydra(f"hydra.{key}") for key in ("run.dir", "job.nosuch", "job.env_set.X", "launcher.n_jobs")]
+        [True, False, True, True]
+    """
+    node: Any = OmegaConf.structured(HydraConf)
+    for name in key.split(".")[1:]:
+        if not OmegaConf.is_dict(node) or OmegaConf.get_type(node) is dict:
+            return True
+        if name not in node.keys():  # noqa: SIM118 - `in` resolves the value
+            return False
+        node = node._get_node(name)  # noqa: SLF001 - an interpolation stays as it is
+    return True
 
 
 def hydra_choices_of(files: Sequence[ConfigFile]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect
-from trainkit.config.grammar import refusal, replacing
+from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.verbs.support.call import Call, Flag
@@ -83,10 +83,10 @@ def _sweep(call: Call) -> int:
     from trainkit.verbs.support.points import sweep_points  # noqa: PLC0415 - the same
 
     _refuse_launch()
+    _refuse_keys_of_single_runs(call)
     call = expand_folds(call)
     if points := sweep_points(call.overrides, call.config_dirs, call.packages):
         refuse_open_folds(points)
-        _refuse_shared_folder(call, len(points))
         from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
 
         plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]))
@@ -122,13 +122,14 @@ def _refuse_launch() -> None:
         raise ConfigError([Problem(key="-m", rule=rule, origin="command line")])
 
 
-def _refuse_shared_folder(call: Call, count: int) -> None:
-    """Refuse a sweep with one fixed run folder, since every run would write into it."""
-    fixed = [line for line in call.overrides if line.startswith("hydra.run.dir=")]
-    if fixed and count > 1:
-        rule = "is one folder for all runs of a sweep. Give hydra.sweep.dir."
-        value = fixed[-1].partition("=")[2]
-        raise ConfigError([Problem(key="hydra.run.dir", value=value, rule=rule, origin="command line")])
+def _refuse_keys_of_single_runs(call: Call) -> None:
+    """Refuse arguments that concern a single run: each run of a sweep has its own folder below that of the sweep."""
+    rules = dict.fromkeys(("hydra.run.dir", "hydra.run"), "is the folder of a single run. Give hydra.sweep.dir.")
+    if call.multirun:
+        rules["hydra.mode"] = "has no effect with -m."
+    given = [(key_of(line), line.partition("=")[2]) for line in call.overrides if key_of(line) in rules]
+    if given:
+        raise ConfigError([Problem(key=key, value=text, rule=rules[key], origin=COMMAND_LINE) for key, text in given])
 
 
 def _check_point(composition: Composition) -> Composition:

@@ -1,0 +1,114 @@
+"""What people are used to from Hydra's command line works, or is refused in our words: one table."""
+
+from typing import Any
+
+import pytest
+
+from trainkit.cli import main
+from trainkit.config.compose import compose, jobs
+from trainkit.run import runner
+
+WORKS = [
+    "~callbacks",
+    "~logger",
+    "~recipe",
+    "~recipe=digits",
+    "~callbacks.progress",
+    "+callbacks=profiler",
+    "+callbacks=[profiler]",
+    "callbacks={}",
+    "++optimizer.lr=0.1",
+    "+optimizer.lr=0.1",
+    "++seed=3",
+    "hydra.verbose=true",
+    "hydra.job.chdir=false",
+    "hydra.job.name=x",
+    "hydra.job.env_set.X=1",
+    "+hydra.job.env_set.X=1",
+    "hydra/job_logging=disabled",
+    "hydra.output_subdir=null",
+    "+hydra.run.dir=out",
+    "++hydra.run.dir=out",
+    "hydra.run={dir: out}",
+    "--cfg job",
+    "-c hydra",
+    "-m seed=1,2 hydra.sweep.dir=out",
+    "-m seed=1,2 ++hydra.sweep.dir=out",
+    "--multirun seed=1,2 hydra/launcher=basic hydra/sweeper=basic",
+]
+REFUSED = {
+    "~callbacks=[progress]": "~callbacks=[progress]: removes all callbacks, without a value. One of them: ~callbacks",
+    "~recipe=shakespeare": "~recipe=shakespeare: is not the choice of this group, so it cannot be deleted.",
+    "~model": "model=null: needs a choice. There are: convnet",
+    "~seed": "~seed: belongs to every run and cannot be deleted. Give a value: seed=VALUE.",
+    "~optimizer.lr=3": "~optimizer.lr=3: is not deleted: its value is 0.01. Without a value: ~optimizer.lr.",
+    "~nosuch": "~nosuch: there is no such key to delete.",
+    "+precision=bf16": "precision=bf16: is a group: write precision=bf16.",
+    "++precision=bf16": "precision=bf16: is a group: write precision=bf16.",
+    "++callbacks=[progress]": "callbacks=[progress]: is a group: write callbacks=[progress].",
+    "+model=mlp": "model=mlp: is a group: write model=mlp.",
+    "+nosuch=1": "nosuch: no such key.",
+    "model@x=mlp": "model@x=mlp: takes no @package: the choice of a group stands at its own key. Write model=mlp.",
+    "+model@x=mlp": "model@x=mlp: takes no @package",
+    "model@a:b=mlp": "model@a:b=mlp: takes no @package",
+    "recipe@x=digits": "recipe@x=digits: takes no @package",
+    "seed@x=1": "seed@x=1: seed is not a group, so it takes no @package.",
+    "loader={}": "loader={}: belongs to every run and cannot be cleared. Give values: loader.KEY=VALUE.",
+    "seed=1,2": "seed=1,2: is a list of choices, which trainkit -m trains one after the other.",
+    "hydra=null": "hydra=null: is the node of Hydra itself. Give its keys: hydra.run.dir=DIR.",
+    "hydra={}": "hydra={}: is the node of Hydra itself.",
+    "hydra.nosuch=1": "hydra.nosuch=1: is no key of Hydra. trainkit --cfg hydra shows them.",
+    "++hydra.job.nosuch=1": "hydra.job.nosuch=1: is no key of Hydra.",
+    "~hydra.run.dir": "~hydra.run.dir: belongs to Hydra and cannot be deleted. Give a value: hydra.run.dir=VALUE.",
+    "hydra.run.dir=a,b": "hydra.run.dir=a,b: is a list of choices. As one text: hydra.run.dir='...'.",
+    "hydra.job.chdir=true": "hydra.job.chdir=true: is not supported: relative paths are found",
+    "++hydra.job.chdir=1": "hydra.job.chdir=1: is not supported",
+    "-m seed=1,2 hydra.job.chdir=true": "hydra.job.chdir=true: is not supported",
+    "hydra.searchpath=[conf]": "hydra.searchpath=['conf']: is not read.",
+    "hydra/launcher=basic": "hydra/launcher=basic: has no effect without -m.",
+    "+hydra/launcher=basic": "hydra/launcher=basic: has no effect without -m.",
+    "hydra.sweep.dir=out": "hydra.sweep.dir=out: has no effect without -m.",
+    "-m seed=1,2 hydra.run.dir=out": "hydra.run.dir=out: is the folder of a single run. Give hydra.sweep.dir.",
+    "-m seed=1,2 ++hydra.run.dir=out": "hydra.run.dir=out: is the folder of a single run.",
+    "-m ++hydra.run.dir=out": "hydra.run.dir=out: is the folder of a single run.",
+    "-m hydra.run={dir:out}": "hydra.run={dir:out}: is the folder of a single run.",
+    "-m hydra.mode=RUN": "hydra.mode=RUN: has no effect with -m.",
+    "-cn other": "-cn: is Hydra's, and not needed here: there is only one primary config.",
+    "--config-name=other": "--config-name=other: is Hydra's, and not needed here",
+    "-cp conf": "-cp: is Hydra's, and not needed here: your own folder of YAMLs",
+    "-p model --cfg job": "-p: is Hydra's, and not needed here: trainkit explain KEY",
+    "--info": "--info: is Hydra's, and not needed here",
+    "--cfg job resume RUN": "--cfg: prints what key=value compose, and not RUN.",
+}
+
+
+@pytest.fixture
+def code(cwd: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command line up to the start of the training, and returns the exit code."""
+    monkeypatch.setattr(runner, "train_composition", lambda *_, **__: {"status": "finished"})
+    monkeypatch.setattr(jobs, "multirun", lambda *_, **__: [])
+
+    def run(line: str) -> int:
+        words = [line] if "{" in line and not line.startswith("-") else line.split(" ")
+        return main(words)
+
+    return run
+
+
+@pytest.mark.parametrize("line", WORKS)
+def test_a_habit_works(line: str, code: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(line) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_habit_is_refused_in_our_words(line: str, code: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(line) == 2
+    printed = capsys.readouterr().err
+    assert f"\n  {REFUSED[line]}" in printed
+    assert "defaults list:" not in printed
+    assert "Could not" not in printed
+
+
+def test_a_deleted_list_group_has_no_choice_and_an_added_one_has_both(cwd: Any) -> None:
+    assert compose(["~callbacks"]).values["callbacks"] == {}
+    assert compose(["+callbacks=progress"]).choices["callbacks"] == ["progress", "plots"]
