@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 def test_a_loss_that_is_none_is_refused_by_what_it_is(named: str, tmp_path: Path) -> None:
     loss, said = WRONG[named]
     with pytest.raises(TrainingError, match=re.escape(said)):
-        run(lambda one: one.step(loss), tmp_path / "run", "batch.micro_size=8")
+        run(lambda one: one.step(loss), tmp_path / "run", "batch.micro_size=8", "objective.ignore_index=null")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Self
@@ -107,8 +108,13 @@ class Trial(NamedTuple):
     objective: Callable[[], Objective]
 
 
+WEIGHTED = partial(Classification, class_weights=zoo.CLASS_WEIGHTS, label_smoothing=0.1)
+
 TASKS = {
     "classes": Trial(zoo.Net, zoo.Points, zoo.classes_sum, Classification),
+    "unlabelled": Trial(zoo.Net, zoo.PartlyLabelled, zoo.torch_sum, WEIGHTED),
+    "masks": Trial(zoo.pixels, zoo.Masks, zoo.torch_sum, WEIGHTED),
+    "soft_masks": Trial(zoo.pixels, partial(zoo.Masks, soft=True), zoo.torch_sum, WEIGHTED),
     "tokens": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
     "gpt": Trial(zoo.small_gpt, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
     "hidden": Trial(zoo.small_gpt, zoo.Sentences, zoo.tokens_sum, zoo.HiddenTokens),
@@ -323,8 +329,7 @@ class _Rank:
         self.order = SampleOrder(num_samples=count, seed=case.seed)
         plan = BatchPlan(num_samples=count, global_size=case.global_size, micro_size=case.micro_size)
         objective = TASKS[case.task].objective()
-        per_sample = objective.weight_per_sample(self.data[0])
-        weighing = LossWeighting(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
+        weighing = LossWeighting.of(objective, self.data[0])
         self.training = StepContext(
             plan=plan, objective=objective, weighing=weighing, rule=self._rule, phases=case.phases
         )

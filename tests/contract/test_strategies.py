@@ -51,6 +51,18 @@ def test_ten_steps_are_those_of_the_reference(
         assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
+@pytest.mark.parametrize("task", ["unlabelled", "masks", "soft_masks"])
+@pytest.mark.parametrize(("strategy", "replicas"), PLACES)
+def test_ignored_weighted_smoothed_and_soft_classes_are_those_of_torch(
+    strategy: str, replicas: int, task: str, pool: Pool
+) -> None:
+    case = placed(Case(task=task, global_size=16, micro_size=3), strategy, replicas)  # some shards have no target
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
 @pytest.mark.parametrize(("strategy", "replicas"), PLACES)
 def test_a_clipped_step_is_that_of_the_reference(strategy: str, replicas: int, pool: Pool) -> None:
     case = placed(replace(CLASSES, micro_size=3, max_norm=0.05), strategy, replicas)

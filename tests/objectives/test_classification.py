@@ -23,9 +23,12 @@ def test_sum_over_weight_is_the_mean_of_torch(smoothing: float, weights: list[fl
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
 
 
-def test_samples_weigh_one_unless_classes_differ() -> None:
-    assert Classification().weight_per_sample(None) == 1
-    assert Classification(class_weights=[1, 2, 3]).weight_per_sample(None) is None
+def test_the_weight_of_a_sample_is_known_if_every_target_counts() -> None:
+    mask, soft = (SCORES, torch.zeros(2, 5, dtype=torch.int64)), (SCORES, torch.full((3, 4), 1 / 3))
+    assert Classification().weight_per_sample((SCORES, 1)) is None
+    every = Classification(ignore_index=None)
+    assert [every.weight_per_sample(one) for one in ((SCORES, 1), mask, soft, None)] == [1, 10, 4, None]
+    assert Classification(class_weights=[1, 2, 3], ignore_index=None).weight_per_sample((SCORES, 1)) is None
     assert Classification(class_weights=[1, 2, 3]).planned_weight_per_sample(None) == 1
 
 

@@ -212,6 +212,48 @@ class Points(InMemory):
         self.targets = (torch.arange(count) * 5 + (self.inputs[:, 0] > 0)) % CLASSES
 
 
+class PartlyLabelled(Points):
+    """The points, of which one in `every` has a target: some shards have none; with 1, no point has one."""
+
+    def __init__(self, split: str = "train", every: int = 3) -> None:
+        super().__init__(split)
+        self.targets = torch.where(torch.arange(len(self.targets)) % every == 1, self.targets, PAD)
+
+
+class Masks(InMemory):
+    """19 images of 3 x 3 x 3 with a class for each pixel, 0 to 9 of which count; all sizes are that of the classes."""
+
+    def __init__(self, *, soft: bool = False) -> None:
+        self.inputs = wave(19, 3, 3, 3, phase=0.3)
+        self.targets = (torch.arange(19 * 9) * 5 % 7 % CLASSES).reshape(19, 3, 3)
+        for row, mask in enumerate(self.targets):
+            mask.flatten()[row % 10 :] = PAD
+        if soft:
+            self.targets = wave(19, CLASSES, 3, 3, phase=0.7).softmax(1)
+
+
+class SeveralSizes:
+    """Ten images of 3 channels in several sizes, with a class for each pixel; a collate must pad them."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    def __init__(self, split: str = "train") -> None:
+        self.phase = 0.1 if split == "train" else 0.6
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        height, width = 3 + index % 3, 4 + index % 2
+        image = wave(3, height, width, phase=self.phase + index)
+        return image, (image.argmax(0) + index % 2) % CLASSES
+
+
+def pixels() -> nn.Module:
+    """Scores of classes for each pixel."""
+    return fill(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, CLASSES, 1)))
+
+
 class RecordedPoints:
     """The same points one at a time; each training index that is read is written down, one file a process."""
 
@@ -329,6 +371,22 @@ def classes_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, fl
     """Cross entropy over samples, for the oracle."""
     inputs, targets = batch
     return functional.cross_entropy(model(inputs), targets, reduction="sum"), float(len(targets))
+
+
+CLASS_WEIGHTS = [1.0, 2.0, 0.25]
+
+
+def torch_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+    """The mean of torch with everything that it takes, times its divisor, which is counted here in Python."""
+    inputs, targets = batch
+    weights = torch.tensor(CLASS_WEIGHTS, dtype=inputs.dtype)
+    if targets.is_floating_point():
+        weight = float(targets[:, 0].numel())
+    else:
+        weight = sum(CLASS_WEIGHTS[one] for one in targets.flatten().tolist() if one != PAD)
+    if not weight:
+        return 0.0 * model(inputs).sum(), 0.0
+    return functional.cross_entropy(model(inputs), targets, weight=weights, label_smoothing=0.1) * weight, weight
 
 
 def tokens_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:

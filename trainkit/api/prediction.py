@@ -34,7 +34,7 @@ from trainkit.inference.parts import Chunks, Parts, uneven_rows
 from trainkit.inference.predicting import predicted
 from trainkit.inference.writing import existing_files, files_of, format_of, ids_of, write_rows
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Loss, Objective, Supervised
+from trainkit.objectives.base import Loss, Model, Objective, Supervised
 from trainkit.run.folder.model_file import load_model
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
@@ -284,12 +284,12 @@ def predict(
         >>> predict(nn.Linear(2, 3), torch.zeros(5, 2)).shape
         torch.Size([5, 3])
     """
-    found, objective, precision = _loaded(model, checkpoint, packages)
+    wanted = Outputs.parse(outputs)
+    found, objective, precision = _loaded(model, checkpoint, packages, wanted)
     if device is None and found is not model:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     if device is not None:
         found = found.to(device)
-    wanted = Outputs.parse(outputs)
     if problems := wanted.problems(objective, found):
         raise ConfigError(problems)
     place = next((one.device for one in found.parameters()), torch.device("cpu"))
@@ -301,15 +301,15 @@ def predict(
 
 
 def _loaded(
-    model: nn.Module | str | Path, checkpoint: Which, packages: Sequence[str]
+    model: nn.Module | str | Path, checkpoint: Which, packages: Sequence[str], outputs: Outputs
 ) -> tuple[nn.Module, Objective, Precision]:
     """Return a model, and the objective and precision of the run that a path names."""
     if isinstance(model, nn.Module):
-        return model, _AnyInputs(), Precision()
+        return model, _AnyInputs(outputs), Precision()
     path = Path(model).expanduser()
     loaded = load_model(path, checkpoint=checkpoint, packages=packages)
     if not (path / "resolved.yaml").is_file():
-        return loaded, _AnyInputs(), Precision()
+        return loaded, _AnyInputs(outputs), Precision()
     with allow_packages(packages):
         cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), ("objective", "precision"))
         precision: Precision = build(cfg.precision, "precision")
@@ -339,6 +339,24 @@ class _AnyInputs(Supervised):
     """Takes the input of a sample by its common names."""
 
     log_scores = True
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
+
+    def predict(self, model: Model, batch: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            ConfigError: the dim of the classes is needed, and not known.
+        """
+        found = super().predict(model, batch)
+        if self._outputs.kind in ("probabilities", "classes") and found.dim() > 2:
+            rule = (
+                f"needs to know which dim has the classes, and the model alone, without its objective, gives "
+                f"{tuple(found.shape)}. Predict from the folder of its run, or take logits."
+            )
+            raise ConfigError([Problem(key="outputs", value=self._outputs.kind, rule=rule)])
+        return found
 
     def score(self, outputs: Any, targets: Any) -> Loss:
         """Raise an error: nothing is scored."""

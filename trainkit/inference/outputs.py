@@ -95,9 +95,9 @@ class OutputFunction:
         if not isinstance(scores, Tensor) or not scores.dim() or scores.shape[0] != num_rows:
             found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise DataError(f"the model gives {found} for {num_rows} samples: a prediction needs one row per sample.")
-        scores = scores.detach()
+        scores, dim = scores.detach(), self._objective.class_dim
         if self._outputs.kind == "classes":
-            return scores.argmax(dim=-1)
+            return scores.argmax(dim)
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()
-        return scores.softmax(dim=-1) if self._outputs.kind == "probabilities" else scores
+        return scores.softmax(dim) if self._outputs.kind == "probabilities" else scores

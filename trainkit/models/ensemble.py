@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 class Ensemble(nn.Module):
     """Predicts the average of its members; members may be on different devices.
 
-    `probabilities`: members return scores, whose softmax over the last dim gives probabilities; the ensemble returns
+    `probabilities`: members return scores, whose softmax over `class_dim` gives probabilities; the ensemble returns
     the logarithm of their mean. This is again a score: its softmax is the mixture, its cross entropy the mixture's. A
     mean of scores would be a geometric mean of probabilities, in which one overconfident member outvotes the others.
     `outputs`: the mean of the members' outputs, for regression.
@@ -22,6 +22,7 @@ class Ensemble(nn.Module):
     Args:
         members: the models.
         combine: the quantity that is averaged.
+        class_dim: the dim of the scores with the classes.
 
     Example:
         >>> sure, unsure = nn.Identity(), nn.Linear(2, 2)
@@ -36,11 +37,15 @@ class Ensemble(nn.Module):
     draws_nothing: ClassVar[bool] = True
 
     def __init__(
-        self, *, members: Sequence[nn.Module], combine: Literal["probabilities", "outputs"] = "probabilities"
+        self,
+        *,
+        members: Sequence[nn.Module],
+        combine: Literal["probabilities", "outputs"] = "probabilities",
+        class_dim: int = -1,
     ) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
-        self.combine = combine
+        self.combine, self.class_dim = combine, class_dim
 
     def spread(self, devices: Sequence[torch.device]) -> Self:
         """Put each member on a device, in turn, repeating devices if there are fewer; return the ensemble itself."""
@@ -57,7 +62,8 @@ class Ensemble(nn.Module):
             return stacked.mean(dim=0)
         # a mean in 16 bits would lose the contribution of the last members
         scores = stacked if stacked.dtype in (torch.float32, torch.float64) else stacked.float()
-        return scores.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(self.members))
+        class_dim = self.class_dim + (self.class_dim >= 0)  # the members are the first dim
+        return scores.log_softmax(class_dim).logsumexp(dim=0) - math.log(len(self.members))
 
 
 def _home(member: nn.Module) -> torch.device | None:

@@ -125,7 +125,9 @@ class Objective(ABC):
     Every class that overrides `loss` needs `Access.calls`; it need not list it.
     """
     log_scores: ClassVar[bool] = False
-    """Whether outputs are scores whose softmax over the last dim gives probabilities, which an ensemble averages."""
+    """Whether outputs are scores whose softmax over `class_dim` gives probabilities, which an ensemble averages."""
+    class_dim: ClassVar[int] = -1
+    """The dim of the outputs with the classes, where they are scores of classes."""
 
     draws_nothing: ClassVar[bool] = False
     """Whether the code of this class itself draws no random number, so that it needs no key; a derived class must
@@ -184,6 +186,15 @@ class Objective(ABC):
         """
         known = self.weight_per_sample(sample)
         return 1.0 if known is None else known
+
+    @property
+    def plans_exactly(self) -> bool:
+        """Whether `planned_weight_per_sample` is the weight of a sample whose targets all count.
+
+        The loss is then divided by the planned weight itself, and not by a power of two: where every target counts, a
+        step has the bits of one whose weight is known.
+        """
+        return False
 
     def metrics(self) -> dict[str, Metric]:
         """Return new metrics for one evaluation, by name. The trainer computes the loss itself."""

@@ -1,26 +1,23 @@
-"""Classification with one class per sample."""
+"""Classification: a class for each sample, or for each pixel, position or point of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from torch import Tensor
-from torch.nn import functional
-
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import below, cosmetic, unit
-from trainkit.numerics.from_host import constant_on
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import class_details
 from trainkit.objectives.fields import exact, scores_of
-from trainkit.objectives.metrics import ScoredFields, fresh_metrics
+from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.targets import ScoredClasses, class_loss
 
 
 class TopK(Metric):
-    """The fraction of samples whose class is among the k highest scores; k = 1 is accuracy.
+    """The fraction of targets whose class is among the k highest scores; k = 1 is accuracy.
 
-    Outputs are (samples, classes) scores, targets (samples,) class numbers.
+    Targets that are ignored do not count; the class of probabilities is the most likely one.
     """
 
     def __init__(self, k: int = 1) -> None:
@@ -30,12 +27,15 @@ class TopK(Metric):
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
         del batch
-        scores, labels = loss.outputs.detach(), loss.targets
+        scores, labels, dim = loss.outputs.detach(), loss.classes, loss.class_dim
         if self._k == 1:
-            hits = scores.argmax(dim=1) == labels
+            hits = scores.argmax(dim) == labels
         else:
-            hits = (scores.topk(min(self._k, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)).any(dim=1)
-        self._tally.add(hits.sum(), labels.shape[0])
+            hits = (scores.topk(min(self._k, scores.shape[dim]), dim).indices == labels.unsqueeze(dim)).any(dim)
+        if loss.counted is None:
+            self._tally.add(hits.sum(), labels.numel())
+        else:
+            self._tally.add((hits & loss.counted).sum(), loss.counted.sum())
 
     def compute(self, collective: Collective) -> float:
         """Return the fraction over all ranks."""
@@ -43,23 +43,23 @@ class TopK(Metric):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification(ScoredFields, Supervised):
-    """Cross entropy over classes, summed over samples; metrics: accuracy and top-k.
+class Classification(ScoredClasses, Supervised):
+    """Cross entropy over classes, summed over targets; metrics: accuracy and top-k.
 
-    With class weights, the weight of a sample is that of its class, and the loss is the weighted mean, as in torch.
+    Scores are (samples, classes, ...), targets (samples, ...): one class for a sample, or one for each pixel of a mask.
+    Targets may be probabilities of the shape of the scores. Over the whole batch of a step the loss is that of
+    `torch.nn.functional.cross_entropy` with the same arguments, with class weights a weighted mean.
 
     Example:
         >>> import torch
         >>> objective = Classification(top_k=[3])
-        >>> objective.score(torch.zeros(2, 4), torch.tensor([0, 1])).weight
-        2.0
+        >>> objective.score(torch.zeros(3, 4), torch.tensor([0, 1, -100])).weight
+        tensor(2)
         >>> sorted(objective.metrics())
         ['accuracy', 'top3']
     """
 
     draws_nothing: ClassVar[bool] = True
-
-    log_scores: ClassVar[bool] = True
 
     label_smoothing: Annotated[float, below(0, 1)] = 0.0
     """Share of each target spread evenly over all classes, in [0, 1)."""
@@ -84,25 +84,32 @@ class Classification(ScoredFields, Supervised):
         return found
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """Return 1 for every sample, unless classes have weights."""
-        del sample
-        return 1.0 if self.class_weights is None else None
+        """Return the number of classes of a sample if all count and weigh the same; else None."""
+        return super().weight_per_sample(sample) if self.class_weights is None else None
 
-    def score(self, outputs: Any, targets: Tensor) -> Loss:
-        """Sum the cross entropy of (samples, classes) scores against (samples,) int64 classes."""
+    @property
+    def plans_exactly(self) -> bool:
+        """Whether the planned weight is exact unless a target is ignored: not with class weights."""
+        return self.class_weights is None
+
+    def score(self, outputs: Any, targets: Any) -> Loss:
+        """Sum the cross entropy of (samples, classes, ...) scores against (samples, ...) classes or probabilities."""
         outputs = scores_of(outputs, self.output)
-        scores = exact(outputs)
-        if targets.is_floating_point():
-            targets = targets.to(scores.dtype)
-        if self.class_weights is None:
-            loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
-            return Loss(loss_sum, float(targets.shape[0]), None, outputs, targets)
-        weights = constant_on(self.class_weights, scores.dtype, scores.device)
-        loss_sum = functional.cross_entropy(
-            scores, targets, weight=weights, reduction="sum", label_smoothing=self.label_smoothing
+        found = class_loss(
+            exact(outputs),
+            targets,
+            ignore_index=self.ignore_index,
+            class_weights=self.class_weights,
+            label_smoothing=self.label_smoothing,
         )
-        weight = targets * weights if targets.is_floating_point() else weights[targets]
-        return Loss(loss_sum, weight.sum(), None, outputs, targets)
+        return Loss(
+            found.loss_sum,
+            found.weight,
+            outputs=outputs,
+            targets=found.targets,
+            counted=found.counted,
+            class_dim=self.class_dim,
+        )
 
     def metrics(self) -> dict[str, Metric]:
         """Return accuracy, the requested top-k, and the metrics of the config."""

@@ -17,7 +17,8 @@ class ConfusionMatrix(Metric):
     """One row per true class: the number of its samples predicted as each class. Counts are exact on any number of
     ranks.
 
-    Outputs are scores with the classes in the last dim, targets class numbers of the other dims.
+    Outputs are scores with the classes in the dim `Loss.class_dim`, by default the last, targets class numbers of the
+    other dims, or probabilities, of which the most likely class counts.
 
     Args:
         num_classes: number of classes.
@@ -39,11 +40,13 @@ class ConfusionMatrix(Metric):
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
         del batch
-        scores, labels = loss.outputs.detach(), loss.targets.flatten()
-        if scores.shape[-1] != self._size:
-            raise TrainingError(f"a confusion matrix of {self._size} classes got scores of {scores.shape[-1]}.")
-        guesses = scores.argmax(dim=-1).flatten()
+        scores, labels, size = loss.outputs.detach(), loss.classes.flatten(), loss.outputs.shape[loss.class_dim]
+        if size != self._size:
+            raise TrainingError(f"a confusion matrix of {self._size} classes got scores of {size}.")
+        guesses = scores.argmax(dim=loss.class_dim).flatten()
         counted = labels != self._ignored
+        if loss.counted is not None:
+            counted &= loss.counted.flatten()
         # Ignored targets are added to the last place.
         places = torch.where(counted, labels * self._size + guesses, self._size * self._size)
         self._counts = self._counts.to(scores.device)

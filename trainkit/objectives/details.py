@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trainkit.extras import install_command
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean
@@ -40,11 +39,11 @@ def class_details(dataset: Any, *, batch_size: int) -> Details:
         notes = (f"calibration is not measured: it needs the package torchmetrics. Install it: {line}",)
     else:
         metrics["calibration_error"] = Calibration()
-    metrics[WORST] = Worst(_of_sample, batch_size=batch_size)
+    metrics[WORST] = Worst(batch_size=batch_size)
     return Details(metrics=metrics, notes=notes)
 
 
-def token_details(dataset: Any, *, batch_size: int, ignore_index: int) -> Details:
+def token_details(dataset: Any, *, batch_size: int) -> Details:
     """Return the details of a language model: bits per byte if the data has the bytes of each token, and the worst
     windows.
     """
@@ -52,10 +51,10 @@ def token_details(dataset: Any, *, batch_size: int, ignore_index: int) -> Detail
     notes: tuple[str, ...] = ()
     sizes = getattr(dataset, "token_bytes", None)
     if callable(sizes):
-        metrics["bits_per_byte"] = BitsPerByte(torch.as_tensor(sizes()), ignore_index=ignore_index)
+        metrics["bits_per_byte"] = BitsPerByte(torch.as_tensor(sizes()))
     else:
         notes = (f"bits_per_byte is not measured: {type(dataset).__name__} has no token_bytes().",)
-    metrics[WORST] = Worst(partial(_of_window, ignore_index=ignore_index), batch_size=batch_size)
+    metrics[WORST] = Worst(batch_size=batch_size)
     return Details(metrics=metrics, notes=notes)
 
 
@@ -66,7 +65,7 @@ def _named(metric: type[ConfusionMatrix], names: Sequence[str] | None, num_class
 class OfClasses(Metric):
     """A metric whose number of classes is read from the first outputs.
 
-    Outputs that are not (samples, classes) with one class number per sample are not counted.
+    It gets one row for each target. Outputs that are not scores of the classes of their targets are not counted.
     """
 
     gives_table = True
@@ -78,12 +77,22 @@ class OfClasses(Metric):
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
-        if not _one_class_each(loss):
+        if not _has_classes(loss):
             return
+        dim, counted = loss.class_dim, loss.counted
         if self._metric is None:
-            self._size = loss.outputs.shape[-1]
+            self._size = loss.outputs.shape[dim]
             self._metric = self._make(self._size)
-        self._metric.update(loss, batch)
+        rows = self._scores(loss.outputs.detach(), dim).movedim(dim, -1).flatten(0, -2)
+        counted = None if counted is None else counted.flatten()
+        self._metric.update(
+            replace(loss, outputs=rows, targets=loss.classes.flatten(), counted=counted, class_dim=-1), batch
+        )
+
+    def _scores(self, outputs: Tensor, dim: int) -> Tensor:
+        """Return what the metric gets instead of the outputs, whose classes are in a dim."""
+        del dim
+        return outputs
 
     def compute(self, collective: Collective) -> Result:
         """Return the result over all ranks; nothing if no batch counted."""
@@ -107,10 +116,8 @@ class Calibration(OfClasses):
     def __init__(self) -> None:
         super().__init__(_calibration_error)
 
-    def update(self, loss: Loss, batch: Any) -> None:
-        """Count one batch, by the probabilities of its classes."""
-        if _one_class_each(loss):
-            super().update(replace(loss, outputs=exact(loss.outputs.detach()).softmax(dim=-1)), batch)
+    def _scores(self, outputs: Tensor, dim: int) -> Tensor:
+        return exact(outputs).softmax(dim)
 
 
 def _calibration_error(num_classes: int) -> Metric:
@@ -122,23 +129,19 @@ def _calibration_error(num_classes: int) -> Metric:
 class Worst(Metric):
     """The samples with the highest loss, highest first.
 
+    The loss of a sample is the mean over its targets that count; target, guess and the probability of the guess are
+    those of its worst place. Samples without a target that counts are left out, and so are outputs that are not scores
+    of the classes of their targets.
+
     Args:
-        losses_of: returns the loss of each sample of a shard, its target, its guess and the probability of the guess,
-            each (samples,); None if the shard has no such losses.
         batch_size: samples of a batch of the evaluation.
         count: samples to keep.
     """
 
     gives_table = True
 
-    def __init__(
-        self,
-        losses_of: Callable[[Loss], tuple[Tensor, ...] | None],
-        *,
-        batch_size: int,
-        count: int = NUM_WORST,
-    ) -> None:
-        self._losses_of, self._batch_size, self._count = losses_of, batch_size, count
+    def __init__(self, *, batch_size: int, count: int = NUM_WORST) -> None:
+        self._batch_size, self._count = batch_size, count
         self._place = 0
         self._kept = torch.zeros(0, 6, dtype=torch.float64)  # loss, batch, offset, target, guess, probability
 
@@ -146,10 +149,12 @@ class Worst(Metric):
         """Keep the highest losses of this batch and of the previous ones."""
         del batch
         place, self._place = self._place, self._place + 1
-        found = self._losses_of(loss)
-        if found is None:
+        if not _has_classes(loss):
             return
-        losses, *others = (one.detach().double() for one in found)
+        outputs, targets = loss.outputs.detach(), loss.targets
+        counted = torch.ones_like(loss.classes, dtype=torch.bool) if loss.counted is None else loss.counted
+        found = [_of_samples(*part, dim=loss.class_dim) for part in parts_of(outputs, targets, counted)]
+        losses, *others = (torch.cat(part).double() for part in zip(*found, strict=True))
         offsets = torch.arange(len(losses), dtype=torch.float64, device=losses.device)
         places = torch.full_like(offsets, place)
         rows = torch.stack([losses, places, offsets, *others], dim=1)
@@ -164,7 +169,7 @@ class Worst(Metric):
         found = []
         for rank, part in enumerate(collective.gather(rows)):
             for loss, place, offset, *others in part.tolist():
-                if place < 0:
+                if loss == -math.inf:  # a sample without a target, or no sample
                     continue
                 sample = (int(place) * collective.num_ranks + rank) * self._batch_size + int(offset)
                 found.append((sample, loss, *others))
@@ -177,56 +182,53 @@ class BitsPerByte(Metric):
 
     Args:
         num_bytes: (vocabulary,) bytes of each token.
-        ignore_index: the target of a padded place.
     """
 
-    def __init__(self, num_bytes: Tensor, *, ignore_index: int) -> None:
-        self._num_bytes, self._ignored = num_bytes.double(), ignore_index
+    def __init__(self, num_bytes: Tensor) -> None:
+        self._num_bytes = num_bytes.double()
         self._tally = RunningMean()
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
         del batch
         self._num_bytes = self._num_bytes.to(loss.targets.device)
-        counted = loss.targets != self._ignored
-        sizes = self._num_bytes[torch.where(counted, loss.targets, 0)]
-        self._tally.add(loss.loss_sum, torch.where(counted, sizes, 0.0).sum())
+        if loss.counted is None:
+            sizes = self._num_bytes[loss.targets]
+        else:
+            sizes = torch.where(loss.counted, self._num_bytes[torch.where(loss.counted, loss.targets, 0)], 0.0)
+        self._tally.add(loss.loss_sum, sizes.sum())
 
     def compute(self, collective: Collective) -> float:
         """Return the bits per byte over all ranks."""
         return self._tally.mean(collective) / math.log(2)
 
 
-def _one_class_each(loss: Loss) -> bool:
-    outputs, targets = loss.outputs, loss.targets
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+def _has_classes(loss: Loss) -> bool:
+    """Return whether outputs are scores of the classes of the targets."""
+    outputs, targets, dim = loss.outputs, loss.targets, loss.class_dim
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
         return False
-    return outputs.dim() == 2 and targets.dim() == 1
+    shape = list(outputs.shape)
+    del shape[dim]
+    return list(targets.shape) == (list(outputs.shape) if targets.is_floating_point() else shape)
 
 
-def _of_sample(loss: Loss) -> tuple[Tensor, ...] | None:
-    if not _one_class_each(loss):
-        return None
-    logs = exact(loss.outputs.detach()).log_softmax(dim=-1)
+def _of_samples(outputs: Tensor, targets: Tensor, counted: Tensor, *, dim: int) -> tuple[Tensor, ...]:
+    """Return the mean loss of each sample, and the target, guess and probability at its worst place; (samples,) each.
+
+    A sample without a target that counts has the loss minus infinity.
+    """
+    samples, size = outputs.shape[0], outputs.shape[dim]
+    logs = exact(outputs).log_softmax(dim).movedim(dim, -1).reshape(samples, -1, size)
+    counted = counted.reshape(samples, -1)
+    if targets.is_floating_point():
+        shares = targets.movedim(dim, -1).reshape(samples, -1, size)
+        each, classes = -(shares * logs).sum(-1), shares.argmax(-1)
+    else:
+        classes = targets.reshape(samples, -1).where(counted, 0)
+        each = -logs.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    worst = each.where(counted, -math.inf).argmax(dim=1, keepdim=True)
     best = logs.max(dim=-1)
-    return functional.nll_loss(logs, loss.targets, reduction="none"), loss.targets, best.indices, best.values.exp()
-
-
-def _of_window(loss: Loss, *, ignore_index: int) -> tuple[Tensor, ...] | None:
-    """Return the mean loss of each window, and the target, guess and probability at its worst place."""
-    outputs, targets = loss.outputs, loss.targets
-    if not isinstance(outputs, Tensor) or outputs.dim() != 3 or outputs.shape[:2] != targets.shape:
-        return None
-    found = [_of_windows(*part, ignore_index=ignore_index) for part in parts_of(outputs.detach(), targets)]
-    return tuple(map(torch.cat, zip(*found, strict=True)))
-
-
-def _of_windows(outputs: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, ...]:
-    logs = exact(outputs).log_softmax(dim=-1)
-    each = functional.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none")
-    each = each.view(targets.shape)
-    counts = (targets != ignore_index).sum(dim=1)
-    worst = each.argmax(dim=1, keepdim=True)
-    best = logs.max(dim=-1)
-    chosen = (targets.gather(1, worst), best.indices.gather(1, worst), best.values.exp().gather(1, worst))
-    return each.sum(dim=1) / counts.clamp(min=1), *(one.squeeze(1) for one in chosen)
+    chosen = (classes.gather(1, worst), best.indices.gather(1, worst), best.values.exp().gather(1, worst))
+    total, count = each.where(counted, 0.0).sum(dim=1), counted.sum(dim=1)
+    return torch.where(count > 0, total / count, -math.inf), *(one.squeeze(1) for one in chosen)

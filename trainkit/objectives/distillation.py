@@ -5,37 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 from torch.nn import functional
 
-from trainkit.errors import ConfigError, Problem
-from trainkit.fields import above, within
+from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.fields import above, maths, within
 from trainkit.objectives.base import Loss, Metric, Model, Objective
 from trainkit.objectives.classification import TopK
 from trainkit.objectives.fields import exact, scores_of, split_batch
 from trainkit.objectives.frozen import FrozenModel
-from trainkit.objectives.metrics import ScoredFields, fresh_metrics
+from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.targets import ScoredClasses, class_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation(ScoredFields, Objective):
-    """Cross entropy of the targets, and of the softened scores of a frozen teacher, summed over samples.
+class Distillation(ScoredClasses, Objective):
+    """Cross entropy of the targets, and of the softened scores of a frozen teacher, summed over the targets that count.
 
     The loss is (1 - share) * labels + share * temperature^2 * teacher, where `teacher` is the Kullback-Leibler
-    divergence of both models' scores over the temperature. Both terms are logged.
+    divergence of both models' scores over the temperature; `temperature_squared` set to false leaves temperature^2 out.
+    Both terms are logged without their factors. Scores and targets are those of `Classification`; a target that is
+    ignored counts in neither term.
 
     Example:
         >>> import torch
         >>> objective = Distillation(teacher=nn.Linear(2, 3), share=0.9)
         >>> loss = objective.loss(nn.Linear(2, 3), (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0])))
         >>> sorted(loss.terms), loss.weight
-        (['labels', 'teacher'], 4.0)
+        (['labels', 'teacher'], tensor(4))
 
     Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531.
     """
 
     draws_nothing: ClassVar[bool] = True
-    log_scores: ClassVar[bool] = True
     term_names: ClassVar[tuple[str, ...]] = ("labels", "teacher")
 
     teacher: Any
@@ -46,6 +49,10 @@ class Distillation(ScoredFields, Objective):
     """Divisor of the scores of both models; a higher value gives unlikely classes more weight."""
     share: Annotated[float, within(0, 1)] = 0.5
     """The share of the teacher in the loss; the rest is the share of the targets."""
+    temperature_squared: Annotated[bool, maths(neutral=True)] = True
+    """Whether the term of the teacher has the factor temperature^2, as in the paper, so that the size of its gradient
+    hardly depends on the temperature; false leaves the factor out.
+    """
     _teacher: FrozenModel = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,23 +62,30 @@ class Distillation(ScoredFields, Objective):
         object.__setattr__(self, "_teacher", FrozenModel(self.teacher, self.teacher_checkpoint))
 
     def loss(self, model: Model, batch: Any) -> Loss:
-        """Run both models on the inputs; (samples, classes) scores, (samples,) int64 targets."""
+        """Run both models on the inputs; (samples, classes, ...) scores, (samples, ...) int64 targets."""
         inputs, targets = split_batch(batch, self.input, self.target)
         given = inputs if isinstance(self.input, list | tuple) else (inputs,)
         outputs = scores_of(model(*given), self.output)
         scores, wanted = exact(outputs), exact(scores_of(self._teacher(*given)))
-        soft = functional.kl_div(
-            functional.log_softmax(scores / self.temperature, dim=-1),
-            functional.log_softmax(wanted / self.temperature, dim=-1),
-            reduction="sum",
-            log_target=True,
-        )
+        if scores.shape != wanted.shape:
+            raise TrainingError(
+                f"the model gives scores {tuple(scores.shape)}, and its teacher {tuple(wanted.shape)}: both need the "
+                "same classes."
+            )
+        labels = class_loss(scores, targets, ignore_index=self.ignore_index)
+        dim = self.class_dim
+        own, theirs = (functional.log_softmax(one / self.temperature, dim) for one in (scores, wanted))
+        if labels.counted is not None:  # zeros where a target is ignored add nothing
+            own, theirs = (torch.where(labels.counted.unsqueeze(dim), one, 0.0) for one in (own, theirs))
+        factor = self.temperature**2 if self.temperature_squared else 1.0
         return Loss.of_terms(
-            {"labels": functional.cross_entropy(scores, targets, reduction="sum"), "teacher": soft},
-            float(targets.shape[0]),
-            factors={"labels": 1 - self.share, "teacher": self.share * self.temperature**2},
+            {"labels": labels.loss_sum, "teacher": functional.kl_div(own, theirs, reduction="sum", log_target=True)},
+            labels.weight,
+            factors={"labels": 1 - self.share, "teacher": self.share * factor},
             outputs=outputs,
-            targets=targets,
+            targets=labels.targets,
+            counted=labels.counted,
+            class_dim=dim,
         )
 
     def metrics(self) -> dict[str, Metric]:

@@ -259,10 +259,10 @@ def _described(outputs: Any) -> str:
     return f"a {type(outputs).__name__}{held}"
 
 
-def parts_of(scores: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def parts_of(scores: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Return scores and their targets in parts along the first dimension, each of `MOST_SCORES` scores at most."""
     size = max(MOST_SCORES // max(scores[0].numel(), 1), 1) if len(scores) else 1
-    return list(zip(torch.split(scores, size), torch.split(targets, size), strict=True))
+    return list(zip(*(torch.split(one, size) for one in (scores, *others)), strict=True))
 
 
 def exact(scores: Tensor) -> Tensor:

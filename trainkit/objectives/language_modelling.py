@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.errors import Problem
+from trainkit.errors import Problem, TrainingError
 from trainkit.fields import speed
 from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
 from trainkit.objectives.details import token_details
@@ -20,6 +20,7 @@ from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
 from trainkit.objectives.from_hidden.liger import liger_cross_entropy, liger_problems, refuse_scores
 from trainkit.objectives.from_hidden.output_layer import OutputLayer
 from trainkit.objectives.metrics import ScoredFields, fresh_metrics
+from trainkit.objectives.targets import IGNORED, counted_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class LanguageModelling(ScoredFields, Supervised):
 
     padding: bool = True
     """Whether training samples may hold padding; false skips counting and divides the loss before backward."""
-    ignore_index: int = -100
+    ignore_index: int = IGNORED
     """The target of a padded place."""
     cross_entropy: Annotated[Literal["auto", "chunked", "plain", "liger"], speed] = "auto"
     """Computation of the loss in training: in the output layer of a model that declares one, `chunked` or by `liger`, a
@@ -51,9 +52,8 @@ class LanguageModelling(ScoredFields, Supervised):
         if sample is None:
             return None
         targets = torch.as_tensor(self.split_batch(sample)[1])
-        if self.padding or bool((targets == self.ignore_index).any()):
-            return None
-        return float(targets.numel())
+        counted = counted_in(targets, self.ignore_index)
+        return None if self.padding or counted is None or not bool(counted.all()) else float(targets.numel())
 
     def planned_weight_per_sample(self, sample: Any) -> float:
         """Return the length of a sample, including padding."""
@@ -64,14 +64,20 @@ class LanguageModelling(ScoredFields, Supervised):
         outputs = scores_of(outputs, self.output)
         if self.cross_entropy == "liger":
             refuse_scores()
+        _refuse_shape(outputs, targets)
         loss_sum = self._loss_sum(outputs.flatten(0, -2), targets.flatten())
-        return Loss(loss_sum, (targets != self.ignore_index).sum(), None, outputs, targets)
+        return self._loss(loss_sum, outputs, targets)
+
+    def _loss(self, loss_sum: Tensor, outputs: Tensor | None, targets: Tensor) -> Loss:
+        counted = counted_in(targets, self.ignore_index)
+        assert counted is not None
+        return Loss(loss_sum, counted.sum(), None, outputs, targets, counted=counted)
 
     def _loss_sum(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Sum the cross entropy of (rows, vocabulary) scores; in an evaluation in parts, since each takes two copies in
         float32.
         """
-        parts = [(rows, targets)] if torch.is_grad_enabled() else parts_of(rows, targets)
+        parts: list[tuple[Tensor, ...]] = [(rows, targets)] if torch.is_grad_enabled() else parts_of(rows, targets)
         first, *others = (
             functional.cross_entropy(exact(scores), wanted, reduction="sum", ignore_index=self.ignore_index)
             for scores, wanted in parts
@@ -86,6 +92,7 @@ class LanguageModelling(ScoredFields, Supervised):
 
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, features) hidden states against (samples, length) tokens."""
+        _refuse_shape(hidden, targets)
         only_eager = self.cross_entropy == "auto"
         compute = partial(linear_cross_entropy, score=output.score, part=output.part, only_eager=only_eager)
         if self.cross_entropy == "liger":
@@ -97,7 +104,7 @@ class LanguageModelling(ScoredFields, Supervised):
             bias=output.layer.bias,
             ignore_index=self.ignore_index,
         )
-        return Loss(loss_sum, (targets != self.ignore_index).sum(), None, None, targets)
+        return self._loss(loss_sum, None, targets)
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
         """Return why the kernel of Liger cannot compute the loss of this model."""
@@ -110,7 +117,15 @@ class LanguageModelling(ScoredFields, Supervised):
 
     def details(self, dataset: Any, *, batch_size: int) -> Details:
         """Return the bits per byte, if the data has the bytes of each token, and the worst windows."""
-        return token_details(dataset, batch_size=batch_size, ignore_index=self.ignore_index)
+        return token_details(dataset, batch_size=batch_size)
+
+
+def _refuse_shape(rows: Tensor, targets: Tensor) -> None:
+    if rows.shape[:-1] != targets.shape:
+        raise TrainingError(
+            f"the model gives {tuple(rows.shape)}, (samples, length, ...), and the targets are {tuple(targets.shape)}: "
+            f"one token for each place, {tuple(rows.shape[:-1])}."
+        )
 
 
 class Perplexity(Metric):

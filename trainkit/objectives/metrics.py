@@ -51,11 +51,21 @@ class TorchMetric(Metric):
         self._metric.set_dtype(torch.float64)
 
     def update(self, loss: Loss, batch: Any) -> None:
-        """Update the metric with the predictions and the targets of one batch."""
+        """Update the metric with the predictions and the targets of one batch, without those that do not count.
+
+        A metric that ignores the same targets by its own `ignore_index` gets all of them, in their shape.
+        """
         del batch
-        outputs = loss.outputs.detach()
+        outputs, targets, counted = loss.outputs.detach(), loss.targets, loss.counted
         self._metric.to(outputs.device)
-        self._metric.update(outputs, loss.targets)
+        own = getattr(self._metric, "ignore_index", None)
+        if counted is not None and not counted.all() and (own is None or not (targets[~counted] == own).all()):
+            if not counted.any():
+                return
+            outputs, targets = outputs.movedim(loss.class_dim, -1)[counted], targets[counted]
+            if counted.dim() > 1:  # one sample with all of them
+                outputs, targets = outputs.unsqueeze(0).movedim(-1, loss.class_dim), targets.unsqueeze(0)
+        self._metric.update(outputs, targets)
 
     def compute(self, collective: Collective) -> Result:
         """Combine the states of all ranks by the metric's own rules, then compute."""

@@ -24,6 +24,7 @@ from trainkit.objectives.from_hidden.output_layer import (
     scored_inside,
 )
 from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.targets import IGNORED, counted_in
 
 _OF_THE_LOSS: Final = frozenset({"num_items_in_batch", "shift_labels", "ignore_index", "weight"})
 """Fields that transformers passes on to its loss function."""
@@ -47,7 +48,7 @@ class ModelComputesLoss(Objective):
 
     labels: str = "labels"
     """The key of the targets in a batch; in a tuple they are its last element."""
-    ignore_index: int = -100
+    ignore_index: int = IGNORED
     """Targets that the model ignores in its mean."""
     shifted: bool = False
     """Whether the model shifts the labels itself, so that the first of a row is not a target (causal models)."""
@@ -77,23 +78,26 @@ class ModelComputesLoss(Objective):
             with scored_inside(offered.layer, lambda hidden: self._shifted_loss(hidden, offered, labels)):
                 return found_loss(model(**{name: value for name, value in batch.items() if name != self.labels}))
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-        labels = self._labels(batch)
-        counted = labels[:, 1:] if self.shifted else labels
-        weight = (counted != self.ignore_index).sum()
+        labels, logits = self._labels(batch), _part(output, "logits", 1)
+        if self.shifted:
+            labels, logits = labels[:, 1:], logits[:, :-1] if isinstance(logits, Tensor) else logits
+        counted = counted_in(labels, self.ignore_index)
         mean = _part(output, "loss", 0)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             raise TrainingError(
                 "the model reports no loss: objective=own_loss needs `loss`, one number, in its output."
             )
-        # The mean over no targets is NaN, which would make the step NaN.
-        loss_sum = torch.where(weight > 0, mean.reshape(()) * weight, 0.0)
-        return Loss(loss_sum, weight, None, _part(output, "logits", 1), labels)
+        weight = float(labels.numel()) if counted is None else counted.sum()
+        loss_sum = mean.reshape(()) * weight
+        if isinstance(weight, Tensor):  # the mean over no targets is NaN, which would make the step NaN
+            loss_sum = torch.where(weight > 0, loss_sum, 0.0)
+        return Loss(loss_sum, weight, None, logits, labels, counted=counted)
 
     def _is_plain(self, model: Model, batch: Any) -> bool:
         """Return whether the loss of the model is the plain cross entropy of each next label."""
         if torch.compiler.is_compiling() or self.cross_entropy == "plain":
             return False
-        if not self.shifted or self.ignore_index != -100:
+        if not self.shifted or self.ignore_index != IGNORED:
             return False
         known = isinstance(batch, Mapping) and self.labels == "labels" and not _OF_THE_LOSS & batch.keys()
         return known and has_plain_loss(model)
@@ -110,7 +114,8 @@ class ModelComputesLoss(Objective):
             part=output.part,
             only_eager=self.cross_entropy == "auto",
         )
-        return Loss(loss_sum, (following != self.ignore_index).sum(), None, None, labels)
+        counted = following != self.ignore_index
+        return Loss(loss_sum, counted.sum(), None, None, following, counted=counted)
 
     def predict(self, model: Model, batch: Any) -> Any:
         """Run the model on a batch without its labels, and return the scores."""

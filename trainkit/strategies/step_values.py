@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,17 @@ class LossWeighting:
     """The weight, if it is the same for all samples and known in advance; None: it is counted."""
     planned: float
     """The approximate weight: if weights are counted, a power of two near the planned total divides the loss."""
+    exact: bool = False
+    """Whether the planned total itself divides the loss: it is the counted weight unless a target is ignored."""
+
+    @classmethod
+    def of(cls, objective: Objective, sample: Any) -> LossWeighting:
+        """Return the weighting of an objective, from one sample that is not collated."""
+        return cls(
+            per_sample=objective.weight_per_sample(sample),
+            planned=objective.planned_weight_per_sample(sample),
+            exact=objective.plans_exactly,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

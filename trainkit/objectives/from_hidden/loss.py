@@ -38,6 +38,16 @@ class Loss:
 
     Gradients come from `loss_sum` alone.
     """
+    counted: Tensor | None = None
+    """Which targets count in the sum and the weight, for metrics: bool, one for each; None: all of them."""
+    class_dim: int = -1
+    """The dim of `outputs` with the classes, if they are scores of classes."""
+
+    @property
+    def classes(self) -> Tensor:
+        """The class of each target, for metrics: of probabilities, the most likely one."""
+        found: Tensor = self.targets
+        return found.argmax(self.class_dim) if found.is_floating_point() else found
 
     @classmethod
     def of_terms(
@@ -48,6 +58,8 @@ class Loss:
         factors: Mapping[str, float] | None = None,
         outputs: Any = None,
         targets: Any = None,
+        counted: Tensor | None = None,
+        class_dim: int = -1,
     ) -> Loss:
         """Return the loss that adds up several terms, each logged without its factor.
 
@@ -57,6 +69,8 @@ class Loss:
             factors: name -> factor of the term in the loss; 1 if not given.
             outputs: as in `Loss`.
             targets: as in `Loss`.
+            counted: as in `Loss`.
+            class_dim: as in `Loss`.
 
         Raises:
             TrainingError: a factor is given for an unknown term.
@@ -77,4 +91,4 @@ class Loss:
             total = part if total is None else total + part
         if total is None:
             raise TrainingError("a loss without terms was given.")
-        return cls(total, weight, None, outputs, targets, terms)
+        return cls(total, weight, None, outputs, targets, terms, counted, class_dim)

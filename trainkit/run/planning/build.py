@@ -106,16 +106,18 @@ class Components:
         """Normalisation of the loss, derived from one sample."""
         if self.hooks.collate is not None:
             return self._weighing_collated()
-        per_sample = self.objective.weight_per_sample(self.sample)
-        return LossWeighting(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(self.sample))
+        return LossWeighting.of(self.objective, self.sample)
 
     def _weighing_collated(self) -> LossWeighting:
         """Return the normalisation of the loss if a collate may pad: by a constant weight, else by counting."""
-        per_sample = None
+        objective, per_sample = self.objective, None
         with suppress(Exception):  # an objective that reads the sample cannot know its weight in a batch
-            per_sample = self.objective.weight_per_sample(None)
-        planned = per_sample or self.objective.planned_weight_per_sample(self.example) / 2
-        return LossWeighting(per_sample=per_sample, planned=planned)
+            per_sample = objective.weight_per_sample(None)
+        if objective.plans_exactly:  # this reads what it can of a sample before it is collated
+            planned = per_sample or objective.planned_weight_per_sample(self.sample)
+        else:
+            planned = per_sample or objective.planned_weight_per_sample(self.example) / 2
+        return LossWeighting(per_sample=per_sample, planned=planned, exact=objective.plans_exactly)
 
 
 def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Components:

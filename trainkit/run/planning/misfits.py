@@ -285,8 +285,11 @@ class _Trial:
     def _of_objective(self, error: Exception) -> TrainkitError | None:
         if found := _TARGET.search(text_of(error)):
             return self._class_out_of_range(int(found[1]), error)
-        odd = self._odd_targets()
-        return None if odd is None else DataError(with_frames(f"{odd} {self._seen(error)}", error))
+        texts = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, str)]
+        if not texts:
+            return None
+        odd = f"a field of the samples is text ({texts[0]!r}). Make it a number in the dataset."
+        return DataError(with_frames(f"{odd} {self._seen(error)}", error))
 
     def _width(self, given: int, wanted: int, error: Exception) -> ConfigError:
         key = self._key_of(wanted)
@@ -297,12 +300,14 @@ class _Trial:
 
     def _class_out_of_range(self, target: int, error: Exception) -> TrainkitError:
         classes = next((leaf.shape[1] for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)), 0)
+        ignored = f", or leave it out of the loss by objective.ignore_index={target}"
+        ignored = ignored if "ignore_index" in self.plan.cfg.objective else ""
         if target < 0:
             return DataError(
                 f"a target among the samples {_listed(self.places)} is {target}, and classes are counted from 0. "
-                "Correct the targets of the dataset."
+                f"Correct the targets of the dataset{ignored}."
             )
-        rule = f"the model gives {classes} classes, and a target is {target}. Give it {target + 1} or more."
+        rule = f"the model gives {classes} classes, and a target is {target}. Give it {target + 1} or more{ignored}."
         return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(classes), value=classes)
 
     def _input_dtype(self, error: Exception) -> TrainkitError:
@@ -314,23 +319,6 @@ class _Trial:
                 error,
             )
         )
-
-    def _odd_targets(self) -> str | None:
-        """Return the problem of targets that are text, or have a dtype that the loss does not accept."""
-        leaves = tree_leaves(self.batch)
-        texts = [leaf for leaf in leaves if isinstance(leaf, str)]
-        if texts:
-            return f"a field of the samples is text ({texts[0]!r}). Make it a number in the dataset."
-        outputs = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
-        targets = leaves[-1] if isinstance(leaves[-1], Tensor) else None
-        if targets is None or not outputs or "lassification" not in str(self.plan.cfg.objective.get("_target_")):
-            return None
-        if targets.is_floating_point() or targets.dtype is torch.bool:
-            return (
-                f"the targets are {_name(targets.dtype)}, and classes are whole numbers (int64). Convert them in the "
-                "dataset, int(y), or use objective=regression."
-            )
-        return None
 
     def _key_of(self, size: int) -> str:
         """Return the only key of the model that has this size; the group if there is none."""

@@ -35,6 +35,16 @@ def cloned_batch(batch: Batch) -> Batch:
     return cloned
 
 
+def added(total: Tensor | float, weight: Tensor | float) -> Tensor | float:
+    """Return the sum of weights. The first one stays as it is: no kernel runs, and counts remain whole numbers.
+
+    Example:
+        >>> added(added(0.0, torch.tensor(3)), torch.tensor(2))
+        tensor(5)
+    """
+    return total + weight if isinstance(total, Tensor) or total else weight
+
+
 def weight_on(weight: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (1,) a weight on a device; a number is written by a kernel, without synchronisation.
 
@@ -55,9 +65,9 @@ class LossDivisor:
     """
 
     value: float
-    """The total weight of the step if known, else a power of two near it."""
+    """The total weight of the step if known or planned exactly, else a power of two near it."""
     counted: bool
-    """Whether gradients must be multiplied by `value`, a power of two, divided by the summed counted weight."""
+    """Whether gradients must be multiplied by `value` divided by the summed counted weight: by 1 if they are equal."""
 
     @classmethod
     def of(cls, weighing: LossWeighting, batch_size: int) -> LossDivisor:
@@ -69,7 +79,15 @@ class LossDivisor:
         """
         if weighing.per_sample is not None:
             return cls(weighing.per_sample * batch_size, counted=False)
-        return cls(2.0 ** round(math.log2(max(weighing.planned * batch_size, 1.0))), counted=True)
+        planned = weighing.planned * batch_size
+        return cls(planned if weighing.exact else 2.0 ** round(math.log2(max(planned, 1.0))), counted=True)
+
+    def factor(self, weight: Tensor) -> Tensor:
+        """Return the factor of gradients for a counted weight, of its shape: 0 without a target.
+
+        A number over a tensor would be a product with its reciprocal in torch, and not exactly 1 if both are equal.
+        """
+        return torch.nan_to_num(torch.full_like(weight, self.value) / weight, posinf=0.0)
 
 
 GraphedUpdate = Callable[[Sequence[Tensor | None], UpdateParams], Tensor | None]
@@ -124,8 +142,8 @@ class ShardStep:
     def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
         weight: Tensor | float = 0.0
         for shard, batch in shards:
-            weight = weight + self._shard(shard, batch)
-        self.weight = self.weight + weight
+            weight = added(weight, self._shard(shard, batch))
+        self.weight = added(self.weight, weight)
         if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")
         return self._take_grads(weight)

@@ -248,7 +248,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         replica, divisor = self._replica, work.divisor
         factor: Tensor | float = 1.0 / replica.loss_scale.scale
         if divisor.counted and (counted := sums[-1]) is not None:
-            factor = torch.where(counted > 0, divisor.value / counted, 0.0) * factor
+            factor = divisor.factor(counted) * factor
         factors = {grad.device: _on(factor, grad.device) for grad in sums if grad is not None}
         named = zip(replica.params, sums, strict=False)
         return {name: grad * factors[grad.device] for name, grad in named if grad is not None}

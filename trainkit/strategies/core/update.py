@@ -58,7 +58,9 @@ def apply_update(
         grads, present = with_values(grads)
     norms_of = partial(_norms, replica, grads, present)
     if divisor.counted:
-        _normalise(present, sums[-1], divisor.value)
+        counted = sums[-1]
+        assert counted is not None
+        _scale(present, divisor.factor(counted).squeeze(0))
     scale, moves = replica.loss_scale, replica.loss_scale.moves
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
@@ -140,13 +142,6 @@ def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor) -
     if not gradients and not beyond:
         return Status.applied
     return Status.retry if replica.loss_scale.may_retry and not beyond else Status.skipped
-
-
-def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> None:
-    """Divide by the counted weight instead of the planned power of two; a weight of zero gives zeros."""
-    assert weight is not None
-    factor = torch.where(weight > 0, divisor / weight, 0.0).squeeze(0)
-    _scale(grads, factor)
 
 
 def _clip(grads: list[Tensor], norms: Tensor, max_norm: float) -> Tensor:

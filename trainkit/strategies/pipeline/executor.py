@@ -20,7 +20,7 @@ from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
-from trainkit.strategies.core.step import ShardStep, weight_on
+from trainkit.strategies.core.step import ShardStep, added, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
@@ -248,7 +248,7 @@ class PipelineWork(ShardStep):
             seen = loss.loss_sum.detach()
             self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
             add_terms(self.terms, objective, loss)
-            self.weight = self.weight + (loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
+            self.weight = added(self.weight, loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
             # Backward begins with this factor: the same bits as dividing the loss, without that kernel.
             return total * (replica.loss_scale.scale / self.divisor.value)
 

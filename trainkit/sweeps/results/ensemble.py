@@ -108,7 +108,8 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
         for entry, model in zip(entries, models, strict=True)
     )
     averages = "probabilities" if objective.log_scores else "outputs"
-    joined = Ensemble(members=models, combine=cast("Literal['probabilities', 'outputs']", averages))
+    combine = cast("Literal['probabilities', 'outputs']", averages)
+    joined = Ensemble(members=models, combine=combine, class_dim=objective.class_dim)
     return Combined(
         members=members,
         ensemble=Candidate(name=f"ensemble of {len(models)}", model=joined.eval(), settings=f"mean of {averages}"),
@@ -222,6 +223,7 @@ def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> lis
     node = {
         TARGET: f"{Ensemble.__module__}.{Ensemble.__qualname__}",
         "combine": joined.combine,
+        "class_dim": joined.class_dim,
         "members": [dict(one) for one in combined.nodes],
     }
     write_model(folder, joined, node, about=about)

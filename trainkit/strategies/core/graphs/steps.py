@@ -37,7 +37,7 @@ from trainkit.strategies.core.graphs.update import OptimizerTensors, Updates
 from trainkit.strategies.core.graphs.whole import UntraceableError, WholeGraph, refuse_draws
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.step import ShardStep, divisor_of
+from trainkit.strategies.core.step import ShardStep, added, divisor_of
 
 
 class StepGraphs:
@@ -146,11 +146,11 @@ class StepGraphs:
             else:
                 replica.begin_update(ticket.step)
                 sums = self._sums if len(batches) > 1 else None
-                added = (found.weight,) if divisor.counted and isinstance(found.weight, Tensor) else ()
-                earlier = None if not divisor.counted else 0.0 if added else found.weight
+                before = (found.weight,) if divisor.counted and isinstance(found.weight, Tensor) else ()
+                earlier = None if not divisor.counted else 0.0 if before else found.weight
                 clips = update.max_norm is not None
                 fixed = (earlier, sums, updates.tensors, clips)
-                *one, norm = self._run(self._finish, (batch, values, added), fixed, unchanged=self._unchanged)
+                *one, norm = self._run(self._finish, (batch, values, before), fixed, unchanged=self._unchanged)
                 found.add(*one)
             if several:
                 replica.buffers.end_forward(training.plan.shard_size(ticket.step, shard) / batch_size)
@@ -226,7 +226,7 @@ class StepGraphs:
         def finish(  # noqa: PLR0917 - a call of a compiled function by position is faster
             batch: Batch,
             values: Tensor,
-            added: tuple[Tensor, ...],
+            before: tuple[Tensor, ...],
             earlier: float | None,
             sums: list[Tensor | None] | None,
             tensors: OptimizerTensors,
@@ -237,7 +237,7 @@ class StepGraphs:
                 if sums is not None:
                     grads = [_sum(total, grad) for total, grad in zip(sums, grads, strict=True)]
                 if earlier is not None:
-                    counted = torch.as_tensor((added[0] if added else earlier) + weight)
+                    counted = torch.as_tensor(added(before[0] if before else earlier, weight))
                     factor = torch.where(counted > 0, values[1] / counted, 0.0)
                     grads = [None if grad is None else grad * factor for grad in grads]
                 norm = updates.apply(grads, values, tensors, clips=clips)
@@ -294,7 +294,7 @@ class _Sums:
     def add(self, loss_sum: Tensor, weight: Tensor | float, terms: Sequence[Tensor]) -> None:
         """Add a shard."""
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
-        self.weight = self.weight + weight
+        self.weight = added(self.weight, weight)
         for name, term in zip(self._names, terms, strict=True):
             self.terms[name] = self.terms[name] + term if name in self.terms else term
 

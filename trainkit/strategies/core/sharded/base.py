@@ -29,7 +29,7 @@ from trainkit.strategies.core.sharded.replica import (
     sharded_pieces,
 )
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.step import ShardStep, cloned_batch, weight_on
+from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
 from trainkit.strategies.groups.process_group import RankGroup, all_gather_object
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, make_dense
@@ -110,7 +110,7 @@ class ShardedWork(ShardStep):
         turns = list(zip(self.ticket.shards, self.batches, strict=True))
         for turn, (shard, batch) in enumerate(turns, start=1):
             self._expect(is_last=turn == len(turns) and again is None)
-            self.weight = self.weight + self._shard(shard, batch)
+            self.weight = added(self.weight, self._shard(shard, batch))
         if again is not None:
             self._expect(is_last=True)
             self._repeat(again)

@@ -364,7 +364,7 @@ class UpdateDispatcher:
         if divisor.counted:
             (total,) = lane_sum([[torch.tensor([weight], dtype=self._dtype)] for weight in weights], self.lanes)
             assert total is not None
-            return float(torch.where(total > 0, divisor.value / total, 0.0)), size / samples
+            return float(divisor.factor(total)), size / samples
         return (None if size == samples else size / samples), size / samples
 
     @property

@@ -1,0 +1,236 @@
+"""Which targets count: for the loss, its weight and every metric, as torch's cross entropy has it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.contract.running import run, weights
+from tests.objectives.ranks import Alone
+from tests.support import zoo
+from trainkit.data.collates import PadImages
+from trainkit.errors import DataError, TrainingError, ZeroWeightError
+from trainkit.inference.outputs import Outputs
+from trainkit.models.ensemble import Ensemble
+from trainkit.objectives.base import Loss, Metric
+from trainkit.objectives.classification import Classification
+from trainkit.objectives.details import class_details
+from trainkit.objectives.distillation import Distillation
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.own_loss import ModelComputesLoss
+
+GENERATOR = torch.Generator().manual_seed(3)
+SCORES: dict[tuple[int, ...], Tensor] = {
+    shape: torch.randn(4, 3, *shape, generator=GENERATOR, dtype=torch.float64) for shape in ((), (3,), (3, 4))
+}
+WEIGHTS = [1.0, 2.0, 0.5]
+
+
+def targets_of(shape: tuple[int, ...], kind: str) -> Tensor:
+    """Classes, of which the first sample has none and another place is ignored; or probabilities."""
+    if kind == "soft":
+        return torch.rand(4, 3, *shape, generator=GENERATOR, dtype=torch.float64).softmax(1)
+    targets = torch.randint(3, (4, *shape), generator=GENERATOR)
+    targets[0], targets.flatten()[-1] = -100, -100
+    return targets
+
+
+def value(metric: Metric, loss: Loss) -> Any:
+    metric.update(loss, None)
+    return metric.compute(Alone())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("shape", list(SCORES))
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_shards_add_up_to_the_mean_of_torch_over_the_batch(
+    shape: tuple[int, ...], kind: str, weights: list[float] | None, deterministic: bool
+) -> None:
+    scores, targets = SCORES[shape], targets_of(shape, kind)
+    as_tensor = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    expected = functional.cross_entropy(scores, targets, weight=as_tensor, label_smoothing=0.1)
+
+    torch.use_deterministic_algorithms(deterministic)
+    objective = Classification(class_weights=weights, label_smoothing=0.1)
+    parts = [objective.score(scores[part], targets[part]) for part in (slice(0, 1), slice(1, 4))]
+    torch.use_deterministic_algorithms(mode=False)
+
+    found = sum(one.loss_sum for one in parts) / sum(one.weight for one in parts)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_another_class_may_be_ignored_or_none() -> None:
+    scores, targets = SCORES[()], torch.tensor([0, 1, 2, 0], dtype=torch.uint8)
+    without = Classification(ignore_index=0).score(scores, targets)
+    assert (float(without.weight), Classification(ignore_index=None).score(scores, targets).weight) == (2, 4)
+    torch.testing.assert_close(without.loss_sum, functional.cross_entropy(scores[1:3], targets[1:3], reduction="sum"))
+    with pytest.raises(IndexError, match="Target -100 is out of bounds"):
+        Classification(ignore_index=None).score(scores, torch.tensor([0, 1, 2, -100]))
+    with pytest.raises(DataError, match=r"the targets are probabilities, .* objective\.ignore_index=null\."):
+        Classification(ignore_index=0).score(scores, scores.softmax(1))
+
+
+@pytest.mark.parametrize(
+    ("scores", "targets", "said"),
+    [
+        ((4, 3), torch.zeros(4, 1, dtype=torch.int64), r"\(4, 3\) for targets \(4, 1\).*of \(4, 3\) are \(4,\)\.$"),
+        ((4, 5, 3), torch.zeros(4, 5, dtype=torch.int64), r"the classes of \(4, 5, 3\) are \(4, 3\)\.$"),
+        ((4,), torch.zeros(4, dtype=torch.int64), r"there is no dim of classes\.$"),
+        ((4, 3), torch.zeros(4), "the targets are float32, and classes are whole numbers"),
+        ((4, 3, 2), torch.zeros(4, 2, 3), "probabilities of the shape of the scores"),
+        ((4, 3), torch.zeros(4, dtype=torch.bool), "the targets are bool"),
+    ],
+)
+def test_targets_that_are_not_those_of_the_scores_are_refused(
+    scores: tuple[int, ...], targets: Tensor, said: str
+) -> None:
+    with pytest.raises((DataError, TrainingError), match=said):
+        Classification().score(torch.zeros(scores), targets)
+
+
+def test_tokens_in_another_order_than_the_scores_are_refused() -> None:
+    with pytest.raises(TrainingError, match=r"the model gives \(2, 3, 5\).*targets are \(3, 2\).*place, \(2, 3\)\.$"):
+        LanguageModelling().score(torch.zeros(2, 3, 5), torch.zeros(3, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("shape", list(SCORES))
+def test_hits_are_counted_over_the_targets_that_count(shape: tuple[int, ...]) -> None:
+    scores, targets = SCORES[shape], targets_of(shape, "hard")
+    loss = Classification().score(scores, targets)
+    counted = targets != -100
+    hits, two = scores.argmax(1) == targets, (scores.topk(2, dim=1).indices == targets.unsqueeze(1)).any(1)
+
+    found = {name: value(metric, loss) for name, metric in Classification(top_k=[2]).metrics().items()}
+    assert found == {"accuracy": hits[counted].double().mean(), "top2": two[counted].double().mean()}
+
+    details = class_details(None, batch_size=4).metrics
+    confusion, classes, worst = (value(details[name], loss) for name in ("confusion", "classes", "worst"))
+    assert sum(sum(row[1:]) for row in confusion.rows) == sum(row[-1] for row in classes.rows) == counted.sum()
+    means = [functional.cross_entropy(one[None], wanted[None]) for one, wanted in zip(scores, targets, strict=True)]
+    assert {row[0]: row[1] for row in worst.rows} == pytest.approx(
+        {place: float(mean) for place, mean in enumerate(means) if counted[place].any()}
+    )
+
+
+def test_the_class_of_probabilities_is_the_most_likely_one() -> None:
+    scores = torch.eye(3)  # as many samples as classes
+    soft = torch.tensor([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0], [0.0, 0.0, 1.0]])
+    loss = Classification().score(scores, soft)
+    assert value(Classification().metrics()["accuracy"], loss) == 2 / 3
+    details = class_details(None, batch_size=3).metrics
+    assert value(details["confusion"], loss).rows[0] == ("0", 1.0, 1.0, 0.0)
+    each = functional.cross_entropy(scores, soft, reduction="none").tolist()
+    assert [(row[0], row[1]) for row in value(details["worst"], loss).rows] == [
+        (place, pytest.approx(each[place])) for place in (1, 0, 2)
+    ]
+
+
+@pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
+@pytest.mark.parametrize("ignore_index", [None, -100])
+@pytest.mark.parametrize("shape", list(SCORES))
+def test_a_torchmetrics_class_gets_the_targets_that_count(shape: tuple[int, ...], ignore_index: int | None) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    scores, targets = SCORES[shape], targets_of(shape, "hard")
+    metric = MulticlassAccuracy(3, average="micro", ignore_index=ignore_index)
+    objective = Classification(extra_metrics={"it": metric})
+    loss = objective.score(scores, targets)
+    assert value(objective.metrics()["it"], loss) == pytest.approx(value(objective.metrics()["accuracy"], loss))
+    nothing = objective.metrics()["it"]
+    nothing.update(objective.score(scores[:1], targets[:1]), None)  # a shard without a target
+    assert value(nothing, loss) == value(objective.metrics()["it"], loss)
+
+
+@pytest.mark.parametrize("shape", list(SCORES))
+@pytest.mark.parametrize("squared", [True, False])
+def test_a_teacher_teaches_where_a_target_counts(shape: tuple[int, ...], squared: bool) -> None:
+    scores, targets = SCORES[shape], targets_of(shape, "hard")
+    objective = Distillation(teacher=nn.Tanh(), temperature=3.0, share=0.7, temperature_squared=squared)
+    loss = objective.loss(nn.Identity(), (scores, targets))
+
+    rows, labels = scores.movedim(1, -1).reshape(-1, 3), targets.flatten()
+    rows, labels = rows[labels != -100], labels[labels != -100]
+    wanted = (torch.tanh(rows) / 3).softmax(1)
+    teacher = functional.kl_div((rows / 3).log_softmax(1), wanted, reduction="batchmean")
+    expected = 0.3 * functional.cross_entropy(rows, labels) + 0.7 * (9 if squared else 1) * teacher
+    torch.testing.assert_close(loss.loss_sum / loss.weight, expected, rtol=1e-13, atol=0)
+    assert value(objective.metrics()["accuracy"], loss) == (rows.argmax(1) == labels).double().mean()
+
+
+def test_a_teacher_of_other_classes_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"scores \(4, 3\), and its teacher \(4, 2\): both need the same classes"):
+        Distillation(teacher=nn.Linear(3, 2).double()).loss(nn.Identity(), (SCORES[()], torch.zeros(4).long()))
+
+
+def test_the_metrics_of_a_causal_model_compare_each_score_with_the_next_label() -> None:
+    scores, labels = torch.zeros(2, 3, 5), torch.tensor([[1, 2, 3], [4, 2, -100]])
+    loss = ModelComputesLoss(shifted=True).loss(lambda x, labels: (x.mean(), x), {"x": scores, "labels": labels})
+    assert (loss.outputs.shape, loss.targets.tolist()) == ((2, 2, 5), [[2, 3], [2, -100]])
+    assert loss.counted is not None
+    assert (int(loss.weight), loss.counted.tolist()) == (3, [[True, True], [True, False]])
+
+
+def test_an_ensemble_of_masks_averages_the_probabilities_of_each_pixel() -> None:
+    members = [nn.Identity(), nn.Tanh()]
+    found = Ensemble(members=members, class_dim=1)(SCORES[3, 4])
+    expected = (SCORES[3, 4].softmax(1) + torch.tanh(SCORES[3, 4]).softmax(1)) / 2
+    torch.testing.assert_close(found.exp(), expected)
+
+
+@pytest.mark.parametrize("shape", list(SCORES))
+def test_a_prediction_takes_the_classes_from_the_dim_of_the_objective(shape: tuple[int, ...]) -> None:
+    scores, found = SCORES[shape], {}
+    for kind in ("classes", "probabilities"):
+        with Outputs(kind=kind).of(nn.Identity(), Classification()) as function:
+            found[kind] = function((scores,), num_rows=4)
+    assert torch.equal(found["classes"], scores.argmax(1))
+    torch.testing.assert_close(found["probabilities"], scores.softmax(1))
+
+
+UNLABELLED = ("model=net", "data._target_=tests.support.zoo.PartlyLabelled", "optimizer=sgd", "batch.global_size=16")
+
+
+def test_a_step_without_a_target_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ZeroWeightError, match=r"^step 0: no sample of the global batch has a target"):
+        run(tmp_path / "run", *UNLABELLED, "data.every=1", "steps=1")
+
+
+def test_without_weights_the_weights_of_one_and_counting_give_the_same_training(tmp_path: Path) -> None:
+    runs = {
+        name: run(tmp_path / name, *UNLABELLED, "epochs=2", "batch.micro_size=3", *keys)
+        for name, keys in {"plain": (), "weighted": ("objective.class_weights=[1,1,1]",)}.items()
+    }
+    assert runs["weighted"]["metrics"] == pytest.approx(runs["plain"]["metrics"], rel=1e-12)
+    points = zoo.PartlyLabelled("val")
+    model = zoo.Net().double().requires_grad_(requires_grad=False)
+    model.load_state_dict(weights(runs["plain"]))
+    scores = model(points.inputs.double())
+    known = points.targets != -100
+    assert runs["plain"]["metrics"] == pytest.approx({
+        "val/loss": float(functional.cross_entropy(scores, points.targets)),
+        "val/accuracy": float((scores.argmax(1) == points.targets)[known].double().mean()),
+    }, rel=1e-12)  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [(), ("eval.batch_size=3", "batch.micro_size=2")])
+def test_padded_masks_are_evaluated_pixel_by_pixel(keys: tuple[str, ...], tmp_path: Path) -> None:
+    result = run(
+        tmp_path / "run", "model._target_=tests.support.zoo.pixels", "data._target_=tests.support.zoo.SeveralSizes",
+        "data.collate=trainkit.data.collates.PadImages", "optimizer=sgd", "batch.global_size=4", "steps=6", *keys,
+    )  # fmt: skip
+    model = zoo.pixels().double().requires_grad_(requires_grad=False)
+    model.load_state_dict(weights(result))
+    images, masks = PadImages()([zoo.SeveralSizes("val")[place] for place in range(10)])
+    scores = model(images.double())
+    known = masks != -100
+    assert result["metrics"] == pytest.approx({
+        "val/loss": float(functional.cross_entropy(scores, masks)),
+        "val/accuracy": float((scores.argmax(1) == masks)[known].double().mean()),
+    }, rel=1e-12)  # fmt: skip
