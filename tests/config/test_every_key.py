@@ -32,6 +32,7 @@ CANDIDATES = (
     "stop",
     "none",
     "contiguous",
+    ["new_schedule"],
 )
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
-from trainkit.config.identity import other_training
+from trainkit.config.identity import difference, other_training
 from trainkit.config.resume import compose_resumed
 from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError
@@ -36,12 +36,12 @@ def test_another_placement_is_taken(earlier: Path) -> None:
     assert composed.values["strategy"]["replicas"] == 3
     assert "device" not in composed.values["strategy"]
     assert composed.values["stop_at_step"] is None
-    assert other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier) == []
+    assert other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier) == []
 
 
 def test_another_training_is_refused_by_name(earlier: Path) -> None:
     composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
-    problems = other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier)
+    problems = other_training(difference(load_resolved(earlier / "resolved.yaml"), composed.cfg), run=earlier)
     assert [str(problem) for problem in composed.with_origins(ConfigError(problems)).problems] == [
         f"seed=1: the run to resume, {earlier}, has 0. Give it the same value. (command line)",
         f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3. Give it the same value. (command line)",

@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.vault import Vault
 from tests.support.present import present
 from trainkit.config.compose import compose
-from trainkit.config.identity import fingerprint, other_training
+from trainkit.config.identity import difference, fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import (
     given_arguments,
@@ -152,7 +152,7 @@ def test_a_secret_is_no_part_of_a_fingerprint_or_of_what_makes_another_training(
     assert fingerprint(one) == fingerprint(other)
     assert identity(one) == identity(other)
     assert config_digest(RunConfig(data={"token": "k7"})) == config_digest(other)
-    assert other_training(one, other, run=Path("a")) == []
+    assert other_training(difference(one, other), run=Path("a")) == []
 
 
 def test_a_reference_with_a_default_is_a_secret_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:

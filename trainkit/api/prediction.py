@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
 from trainkit.cluster.host import use_device
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.schema import load_resolved
+from trainkit.config.identity import run_config
 from trainkit.config.secrets import redacted, with_own_secrets
 from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import allow_packages
@@ -311,7 +311,7 @@ def _loaded(
     if not (path / "resolved.yaml").is_file():
         return loaded, _AnyInputs(outputs), Precision()
     with allow_packages(packages):
-        cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), ("objective", "precision"))
+        cfg = with_own_secrets(run_config(path), ("objective", "precision"))
         precision: Precision = build(cfg.precision, "precision")
         return precision.adapt(loaded), build_objective(cfg), precision
 

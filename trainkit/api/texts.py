@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainkit.cluster.host import use_device
-from trainkit.config.schema import load_resolved
+from trainkit.config.identity import run_config
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.splits import build_split
@@ -44,7 +44,7 @@ class Writer:
         if not (run / "resolved.yaml").is_file():
             rule = "is not a run folder: it has no resolved.yaml. The vocabulary comes from the data of the run."
             raise ConfigError([Problem(key=str(run), rule=rule)])
-        cfg = with_own_secrets(load_resolved(run / "resolved.yaml"), ("model", "data"))
+        cfg = with_own_secrets(run_config(run), ("model", "data"))
         with allow_packages(packages):
             model = load_model(run, checkpoint=checkpoint, packages=packages)
             data = build_split(cfg.data, "train")

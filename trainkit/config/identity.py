@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -20,16 +20,19 @@ from trainkit.config.composition import (
     lookup,
 )
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, load_resolved
 from trainkit.config.secrets import is_below, redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import plain
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tags_of
+from trainkit.files import read_map
 from trainkit.moved import with_original_targets
 from trainkit.redaction import REDACTED, variable_of
 
+_MAX_BYTES: Final = 1 << 30
+"""Size limit of the files that hold a config; the states of callbacks in a checkpoint can be large."""
 _PLACES: Final = ("strategy", "cluster")
 """Groups whose choice is placement (where a training runs), unless the class declares otherwise."""
 
@@ -211,7 +214,8 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
             if one != other:
                 found.append(Difference(key=dotted(path), left=one, right=other, tag=Tag.cosmetic))
             continue
-        if _canonical(one) == _canonical(other) and type(one) is type(other):
+        one_value, other_value = _canonical(one), _canonical(other)
+        if one_value == other_value and type(one_value) is type(other_value):  # True == 1
             continue
         # A key that only one of the two runs has: mirrored's compression, for example, compared with one device.
         sides = [
@@ -228,18 +232,72 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
     return sorted(found, key=lambda item: not item.matters)
 
 
-def other_training(earlier: RunConfig, cfg: RunConfig, *, run: Path) -> list[Problem]:
-    """Return a problem for each key that makes a config a different training from the run to resume.
+def run_config(run: Path) -> RunConfig:
+    """Return the config of a run, whose `resolved.yaml` must describe the training that was done.
+
+    The values are compared with those in `environment.json`, of the command that began or continued the run; without
+    that file, with those in the newest checkpoint. Comments, order and formats may change, and keys that cannot change
+    the result.
+
+    Raises:
+        ConfigError: the file is not the config of a run, or a key that decides the result was changed by hand.
+        UnreadableError: the file cannot be read.
+    """
+    cfg = load_resolved(run / "resolved.yaml")
+    newest_first = sorted(run.glob("checkpoints/step_*/meta.json"), reverse=True)
+    for file in (run / "environment.json", *newest_first):
+        try:
+            begun = RunConfig.from_dict(read_map(file, {"config": dict}, limit=_MAX_BYTES)["config"])
+        except (UnreadableError, ConfigError):  # absent, damaged, or of a run that did not store it
+            continue
+        if begun.to_dict() == redacted(cfg.to_dict())[0]:
+            return cfg
+        origin = str(run / "resolved.yaml")
+        rule = f"Set it back in the file. For another training from these weights, start a new run: init_from={run}."
+        problems = [
+            Problem(
+                key=one.key,
+                value=one.right,
+                rule=f"was changed by hand after the run began with {one.left}. {rule}",
+                origin=origin,
+            )
+            for one in difference(begun, cfg)
+            if one.matters
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return cfg
+    return cfg
+
+
+def other_training(
+    differences: Iterable[Difference], *, run: Path, remedy: str = "Give it the same value."
+) -> list[Problem]:
+    """Return a problem for each difference that makes a config another training than that of the run to resume.
+
+    A length or warmup that is replaced by another key of its kind is not a problem of its own: nobody gave it.
 
     Example:
-        >>> [str(problem) for problem in other_training(RunConfig(seed=1), RunConfig(name="b"), run=Path("outputs/a"))]
-        ['seed=0: the run to resume, outputs/a, has 1. Give it the same value.']
+        >>> found = difference(RunConfig(steps=3), RunConfig(name="b", epochs=2.0))
+        >>> [str(problem) for problem in other_training(found, run=Path("outputs/a"))]
+        ['epochs=2.0: the run to resume, outputs/a, has steps=3. Give it the same value.']
     """
+    mattering = {one.key: one for one in differences if one.matters}
+    for pair in EXCLUSIVE:
+        both = [one for name in pair if (one := mattering.get(name)) is not None]
+        if len(both) == 2 and sum(one.right is None for one in both) == 1:
+            lost, won = sorted(both, key=lambda one: one.right is not None)
+            del mattering[lost.key]
+            if won.left is None:
+                mattering[won.key] = replace(won, left=f"{lost.key}={lost.left}")
     return [
-        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. Give it the same value.")
-        for one in difference(earlier, cfg)
-        if one.matters
+        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. {remedy}")
+        for one in mattering.values()
     ]
+
+
+EXCLUSIVE: Final = (("epochs", "steps"), ("warmup.epochs", "warmup.steps"), ("batch.micro_size", "batch.accumulation"))
+"""Pairs of keys of which a config has one."""
 
 
 def _least_consequential(tags: list[Tagged]) -> Tag:

@@ -12,6 +12,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.compose.layers import resolve_exclusive
 from trainkit.config.composition import Composition, Level, Origin, TrackedTree, lookup
 from trainkit.config.grammar import key_of, replacing
+from trainkit.config.identity import run_config
 from trainkit.config.schema import GROUPS, NO_RUN, RunConfig, load_resolved
 from trainkit.config.sections import CvConfig, SweepConfig
 from trainkit.config.yaml_files import read_document
@@ -35,7 +36,7 @@ def compose_resumed(
         raise ConfigError([Problem(key="resume", value=str(run), rule=NO_RUN, origin="command line")])
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     # The key that ended the run early does not end the resumed run.
-    tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
+    tree = _beneath(changes, replace(run_config(run), stop_at_step=None), file, overrides)
     notes, problems = resolve_exclusive(tree)
     tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
     return replace(_with(changes, tree, overrides, notes, problems), run_dir=run, run_dir_given=True)
@@ -55,7 +56,7 @@ def compose_anew(
     found = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
     if not found:
         raise ConfigError([Problem(key=str(run), rule=NO_RUN, origin="command line")])
-    earlier = load_resolved(found[0])
+    earlier = load_resolved(found[0]) if found[0].parent != run else run_config(run)
     whole = replace(earlier, stop_at_step=None, resume=None, cv=CvConfig(), sweep=SweepConfig())
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     tree = _beneath(changes, whole, found[0], overrides)

@@ -118,6 +118,10 @@ class RunConfig:
     """Print nothing while training: no summary, live line, sample or closing lines."""
     resume: Annotated[str | None, placement] = None
     """auto, or the folder of a run or checkpoint to continue."""
+    resume_allows: Annotated[list[Literal["new_schedule", "not_reproducible"]], placement] = field(default_factory=list)
+    """What a resume may change: the learning rates of the steps done, or the guarantee of numerics.reproducible."""
+    changes: Annotated[list[str], maths(neutral=[])] = field(default_factory=list)
+    """Changes of this training that resumes were allowed to make, each with its step; trainkit writes them."""
     init_from: Annotated[str | None, maths] = None
     """A checkpoint whose weights the training starts from."""
     recipe: Annotated[str | None, cosmetic] = None

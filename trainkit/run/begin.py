@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,24 +19,29 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.cluster.host import num_cores
-from trainkit.config.identity import fingerprint, other_training
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.identity import Difference, difference, fingerprint, other_training, run_config
+from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
+from trainkit.config.targets.build import build
+from trainkit.data.splits import size_of
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.schedules import LearningRate
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.folder.continued import bring_earlier_steps
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.starting_weights import refuse_absent_weights
 from trainkit.run.folder.status import read_status
-from trainkit.run.planning.build import average_of
+from trainkit.run.planning.build import average_of, build_components
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
+from trainkit.run.planning.optimizers import num_steps_of, rates_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.record import first_command
 from trainkit.run.session.checkpointer import retention_of
 from trainkit.run.session.outcome import refuse_own_losses
 from trainkit.storage import Free, lacking, num_bytes, storage_error
-from trainkit.trainer.manifest import list_complete
+from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
 
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
 _ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"
@@ -109,16 +115,18 @@ def begin_folder(
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Write the initial files of a run folder; the caller holds its lock.
 
+    The files that describe the run are written last, so that a folder that has them can be resumed.
+
     Returns:
         The config to run, and the secrets, which are not written to any file.
     """
     folder.begin()
-    if start.checkpoints is not None:  # before resolved.yaml: a folder that has it can be resumed
+    if start.checkpoints is not None:
         note = bring_earlier_steps(folder, start.checkpoints, retention_of(plan.cfg))
         start = replace(start, note=note)
     resolved = resumed_from(plan.cfg, start.checkpoints)
     secrets = write_resolved(folder, resolved)
-    shown = [*notes, *([start.note] if start.note else [])]
+    shown = [*notes, *([start.note] if start.note else []), *start.changes]
     write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
     return resolved, secrets
 
@@ -144,6 +152,8 @@ class ResumePoint:
     """The `checkpoints` folder of another run, or one checkpoint in it, to start from."""
     note: str | None = None
     """One line that describes what is continued."""
+    changes: tuple[str, ...] = ()
+    """Lines about keys of the training that this start changes."""
     relaunched: bool = False
     """Whether an external launcher has restarted all processes."""
 
@@ -174,6 +184,9 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
         CheckpointError: `init_from` names no weights.
     """
     if cfg.resume is None:
+        if cfg.resume_allows:
+            rule = "has no effect: no run is resumed."
+            raise ConfigError([Problem(key="resume_allows", value=cfg.resume_allows, rule=rule)])
         if cfg.init_from is not None:
             refuse_absent_weights(cfg)
         return ResumePoint(cfg=cfg)
@@ -186,26 +199,27 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     if not (run / "resolved.yaml").is_file() or not (list_complete(checkpoints) or (path / "manifest.json").is_file()):
         rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
         raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
-    adopted = _same_training(cfg, run)
-    return ResumePoint(cfg=adopted, checkpoints=checkpoints)
+    adopted, changes = continued(cfg, run, checkpoints)
+    return ResumePoint(cfg=adopted, checkpoints=checkpoints, changes=changes)
 
 
 def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     if run_dir is not None and list_complete(run_dir / "checkpoints"):
-        adopted = _same_training(cfg, run_dir)
-        return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=_continues(RunFolder(run_dir)))
-    if run_dir is not None and (run_dir / "resolved.yaml").is_file():
-        earlier = load_resolved(run_dir / "resolved.yaml")
-        adopted = adopt(cfg, earlier)
-        if fingerprint(adopted) == fingerprint(earlier):  # it ended before its first checkpoint
-            return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: a new run in {run_dir}")
+        adopted, changes = continued(cfg, run_dir, run_dir / "checkpoints")
+        note = _continues(RunFolder(run_dir))
+        return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=note, changes=changes)
+    if run_dir is not None and (run_dir / "resolved.yaml").is_file():  # it ended before its first checkpoint
+        with suppress(ConfigError):  # another training
+            adopted, changes = continued(cfg, run_dir, run_dir / "checkpoints")
+            note = f"resume=auto: a new run in {run_dir}"
+            return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=note, changes=changes)
     root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
     unread: list[str] = []
     for file in sorted(root.glob("*/resolved.yaml"), key=lambda file: file.lstat().st_mtime, reverse=True):
         folder = RunFolder(file.parent)
         try:
-            earlier = load_resolved(file)
-            adopted = adopt(cfg, earlier)
+            earlier = run_config(file.parent)
+            adopted = replace(adopt(cfg, earlier), changes=cfg.changes)
             if not _unfinished(folder) or fingerprint(adopted) != fingerprint(earlier):
                 continue
         except (
@@ -257,16 +271,80 @@ def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
     loader = cfg.loader
     if loader.num_workers == "auto":
         loader = replace(loader, num_workers=earlier.loader.num_workers)
-    return replace(cfg, batch=batch, loader=loader)
+    return replace(cfg, batch=batch, loader=loader, changes=cfg.changes or earlier.changes, resume_allows=[])
 
 
-def _same_training(cfg: RunConfig, run: Path) -> RunConfig:
-    earlier = load_resolved(run / "resolved.yaml")
-    adopted = adopt(cfg, earlier)
-    problems = other_training(earlier, adopted, run=run)
+def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the config with which a run is continued, and lines about what it changes; refuse another training.
+
+    The length may change while the learning rates of the steps that the run has done stay what they are: then the
+    training is that of the new length from its start. Other changes are allowed by `resume_allows`, and are recorded in
+    `changes`: they begin a training with a fingerprint of its own.
+
+    Args:
+        cfg: the config to continue with.
+        run: the folder of the run.
+        checkpoints: its `checkpoints` folder, or the checkpoint to continue from.
+
+    Raises:
+        ConfigError: names every key that makes it another training, or that was changed in `resolved.yaml` by hand.
+    """
+    earlier, allowed = run_config(run), cfg.resume_allows
+    cfg = adopt(cfg, earlier)
+    if (checkpoints / MANIFEST).is_file():
+        step = read_manifest(checkpoints).step
+    else:
+        step = max((one.step for one in list_complete(checkpoints)), default=0)
+    schedule: list[Difference] = []
+    others: list[Difference] = []
+    for one in difference(earlier, cfg):
+        if one.matters:
+            of_schedule = one.key in ("epochs", "steps") or one.key.partition(".")[0] in ("schedule", "warmup")
+            (schedule if of_schedule else others).append(one)
+    changes = [one for one in others if one.key == "numerics.reproducible" and one.left is True]
+    problems = other_training([one for one in others if one not in changes], run=run)
+    if changes and "not_reproducible" not in allowed:
+        rule = f"the run to resume, {run}, is reproducible to the bit. To give this up: --give-up-reproducible"
+        problems.append(Problem(key=changes[0].key, value=False, rule=f"{rule} ({_IN_PYTHON}not_reproducible])."))
+    lines = ["from here on the run is not reproducible to the bit"] * bool(changes)
+    if schedule and not problems:
+        batch = BatchPlan(
+            num_samples=size_of(build_components(cfg).datasets["train"]),
+            global_size=cfg.batch.global_size or 1,
+            micro_size=cfg.batch.micro_size or 1,
+            drop_last=cfg.batch.drop_last,
+        )
+        key, value = ("steps", cfg.steps) if cfg.steps else ("epochs", cfg.epochs)
+        if (num_steps := num_steps_of(cfg, batch)) < step:
+            rule = f"gives {num_steps:,} steps, and {checkpoints} has {step:,} already. Give a larger one."
+            raise ConfigError([Problem(key=key, value=value, rule=rule)])
+        before, after = (_rates(one, batch) for one in (earlier, cfg))
+        same = all(old(done) == new(done) for done in range(step) for old, new in zip(before, after, strict=True))
+        if same and all(one.key in ("epochs", "steps") for one in schedule):
+            lines.append(f"{key}={value}: the learning rates of the {step:,} steps done are the same with this length")
+        elif "new_schedule" in allowed:
+            changes += schedule
+            rates = f"the learning rate goes from {before[0](max(step - 1, 0)):g} to {after[0](step):g}"
+            lines.append(f"from step {step:,} on this is another training, with a new schedule: {rates}")
+        else:
+            rule = (
+                f"With it, the learning rates of the {step:,} steps done would have been others. To continue with a "
+                f"new schedule, as another training that keeps the optimizer and the step: --new-schedule ({_IN_PYTHON}"
+                "new_schedule])."
+            )
+            problems += other_training(schedule, run=run, remedy=rule)
     if problems:
         raise ConfigError(problems)
-    return adopted
+    recorded = [f"after step {step}: {one.key}={one.left} became {one.right}" for one in changes]
+    return replace(cfg, changes=[*cfg.changes, *recorded]), tuple(lines)
+
+
+_IN_PYTHON: Final = "in a config: resume_allows=["
+
+
+def _rates(cfg: RunConfig, batch: BatchPlan) -> list[LearningRate]:
+    rate, optimizers = rates_of(cfg, batch, build(cfg.schedule, "schedule"))
+    return [one.rate for one in optimizers] or [rate]
 
 
 _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
@@ -310,6 +388,7 @@ def write_environment(
             "devices": _devices(),
             "seed": cfg.seed,
             "fingerprint": fingerprint,
+            "config": redacted(cfg.to_dict())[0],
             "notes": [mask(note) for note in notes],
             **first_command(folder.environment),
         },

@@ -294,6 +294,8 @@ _ADDED: Final[Mapping[str, object]] = {
     "memory_format": "auto",
     "compile.memory_budget": None,
     "compile.cuda_graphs": False,
+    "resume_allows": [],
+    "changes": [],
 }
 """Key that earlier versions do not have -> its value that does not count."""
 

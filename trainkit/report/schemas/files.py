@@ -28,6 +28,8 @@ class Result(TypedDict):
     """The last value of each metric; null for one that is not finite."""
     fingerprint: NotRequired[str]
     """Hash of the keys that decide the result."""
+    changes: NotRequired[list[str]]
+    """Changes of the training that resumes were allowed to make; absent without any."""
     weights_sha256: NotRequired[str | None]
     """Hash of the final weights."""
     best: NotRequired[str | None]
@@ -119,6 +121,8 @@ class Environment(TypedDict):
     """The seed of the run."""
     fingerprint: str
     """Hash of the keys that decide the result."""
+    config: NotRequired[dict[str, Any]]
+    """The config of the command: a resume compares `resolved.yaml` with it."""
     notes: list[str]
     """Notes of the summary."""
     begun: NotRequired[BegunBy]

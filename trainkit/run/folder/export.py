@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import refusal
-from trainkit.config.identity import fingerprint
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.identity import fingerprint, run_config
+from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import with_own_secrets
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.exporting.checked_file import CheckedFile
@@ -110,7 +110,7 @@ def trained_run(path: Path, groups: Sequence[str]) -> tuple[RunFolder, RunConfig
     """
     if not (path / "resolved.yaml").is_file():
         raise ConfigError([Problem(key=str(path), rule="is not a run folder: it has no resolved.yaml.")])
-    cfg = with_own_secrets(load_resolved(path / "resolved.yaml"), groups)
+    cfg = with_own_secrets(run_config(path), groups)
     refuse_foreign(cfg.model)
     return RunFolder(path), cfg
 

@@ -15,7 +15,8 @@ import yaml
 from torch import nn
 
 from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.identity import run_config
+from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
 from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import build
@@ -75,7 +76,7 @@ def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
 
 
 def _load_trained(folder: Path, weights: Loaded) -> nn.Module:
-    cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
+    cfg = with_own_secrets(run_config(folder), ("model",))
     refuse_foreign(cfg.model)
     model = converted_floats(build_model(cfg), precision_of(cfg).master_dtype)
     load_weights(model, weights.tensors)

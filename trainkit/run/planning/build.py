@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from trainkit.adapters.average import Average
 from trainkit.adapters.float8 import Float8
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.identity import run_config
+from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.build import build
 from trainkit.data.hooks import DataHooks
@@ -352,7 +353,7 @@ def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
 
 def config_of_run(folder: str) -> RunConfig:
     """Return the config of a run, with the secrets that its model needs."""
-    return with_own_secrets(load_resolved(_run_folder(folder) / "resolved.yaml"), ("model",))
+    return with_own_secrets(run_config(_run_folder(folder)), ("model",))
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,22 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
     start = base if cfg.warmup.start == "base" else 0.0
     return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
+
+
+def num_steps_of(cfg: RunConfig, batch: BatchPlan) -> int:
+    """Return the updates of the whole training."""
+    return cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
+
+
+def rates_of(cfg: RunConfig, batch: BatchPlan, schedule: Schedule) -> tuple[LearningRate, tuple[PlannedOptimizer, ...]]:
+    """Return the learning rate of every step (of the first of several optimizers), and the several optimizers.
+
+    Raises:
+        ConfigError: a schedule cannot be built.
+    """
+    rate_of = partial(learning_rate_of, cfg, batch, num_steps_of(cfg, batch))
+    optimizers = planned_optimizers(cfg, schedule, rate_of) if cfg.optimizers else ()
+    return optimizers[0].rate if optimizers else rate_of(float(cfg.optimizer["lr"]), schedule), optimizers
 
 
 def planned_optimizers(

@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 from torch import device, nn
@@ -32,9 +31,9 @@ from trainkit.run.planning.adapters import average_problems
 from trainkit.run.planning.build import Components, average_of, build_components, conversion_of, model_transforms_of
 from trainkit.run.planning.optimizers import (
     PlannedOptimizer,
-    learning_rate_of,
+    num_steps_of,
     phase_problems,
-    planned_optimizers,
+    rates_of,
     strategy_problems,
 )
 from trainkit.run.planning.tasks import task_problems, with_evaluator
@@ -236,9 +235,8 @@ def make_plan(
         lambda: _refuse(callback_problems(parts.planned(cfg))),
         then=lambda: _cut(cfg, parts, facts, backend, launch),
     )
-    num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
-    rate_of = partial(learning_rate_of, cfg, batch, num_steps)
-    optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
+    num_steps = num_steps_of(cfg, batch)
+    rate, optimizers = rates_of(cfg, batch, parts.schedule)
     tasks = parts.strategy.tasks(facts)
     found = phase_problems(optimizers, parts.objective) if optimizers or parts.objective.phases else []
     found += average_problems(facts.average, parts.datasets, num_steps) if facts.average else []
@@ -257,7 +255,7 @@ def make_plan(
         num_replicas=replicas,
         batch=batch,
         num_steps=num_steps,
-        rate=optimizers[0].rate if optimizers else rate_of(float(cfg.optimizer["lr"]), parts.schedule),
+        rate=rate,
         optimizers=optimizers,
         given=cfg.batch,
     )
@@ -340,8 +338,6 @@ def plan_to_environ(plan: RunPlan) -> dict[str, str]:
         "num_gpus": plan.facts.num_gpus,
         "num_replicas": plan.num_replicas,
         "num_samples": plan.batch.num_samples,
-        "num_steps": plan.num_steps,
-        "rate": {name: getattr(plan.rate, name) for name in ("base", "peak", "start", "warmup_steps", "num_steps")},
         "given": asdict(plan.given),
     }
     return {VARIABLE: json.dumps(values)}
@@ -384,10 +380,7 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         micro_size=cfg.batch.micro_size,
         drop_last=cfg.batch.drop_last,
     )
-    num_steps: int = values["num_steps"]
-    rate_of = partial(learning_rate_of, cfg, plan, num_steps)
-    optimizers = planned_optimizers(cfg, parts.schedule, rate_of) if cfg.optimizers else ()
-    rate = LearningRate(**{**values["rate"], "schedule": parts.schedule})
+    rate, optimizers = rates_of(cfg, plan, parts.schedule)
     return RunPlan(
         cfg=cfg,
         components=parts,
@@ -395,8 +388,8 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
         facts=replace(facts, micro_size=cfg.batch.micro_size),
         num_replicas=values["num_replicas"],
         batch=plan,
-        num_steps=num_steps,
+        num_steps=num_steps_of(cfg, plan),
         optimizers=optimizers,
-        rate=optimizers[0].rate if optimizers else rate,
+        rate=rate,
         given=BatchConfig(**values["given"]),
     )

@@ -281,6 +281,7 @@ def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
         return {
             "batch": [batch.global_size, batch.micro_size, batch.accumulation],
             "num_workers": start.cfg.loader.num_workers,
+            "changes": start.cfg.changes,
             **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
         }
 
@@ -291,7 +292,7 @@ def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
     batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
     loader = replace(cfg.loader, num_workers=shared["num_workers"])
     return ResumePoint(
-        cfg=replace(cfg, batch=batch, loader=loader),
+        cfg=replace(cfg, batch=batch, loader=loader, changes=shared["changes"], resume_allows=[]),
         folder=RunFolder(Path(shared["folder"])) if shared["folder"] else None,
         checkpoints=Path(shared["checkpoints"]) if shared["checkpoints"] else None,
     )

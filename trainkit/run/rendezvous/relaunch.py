@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from trainkit.bounded import Kind, expect_maps, parse_json
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.identity import fingerprint
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.identity import fingerprint, run_config
+from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
 from trainkit.run.backends.attempt import failure_in
@@ -67,7 +67,7 @@ def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
     if not folder.resolved.is_file() or (result is not None and result.get("status") in ENDED):
         return None
     try:
-        earlier = load_resolved(folder.resolved)
+        earlier = run_config(path)
     except (ConfigError, UnreadableError):
         return None
     adopted = adopt(cfg, earlier)

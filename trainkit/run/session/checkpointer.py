@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import MonitoredMetric, RunConfig
+from trainkit.config.secrets import redacted
 from trainkit.errors import DataError, LinkError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.callback_state import PREFIX, by_kind, copied, joined, refuse_unlike, separated
@@ -60,7 +61,7 @@ class Checkpointer:
     ) -> None:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
-        self._settings = plan.cfg.checkpoint
+        self._settings, self._config = plan.cfg.checkpoint, redacted(plan.cfg.to_dict())[0]
         self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
         self._finite: set[str] = set()
         """The buffers that were finite at the start."""
@@ -206,6 +207,7 @@ class Checkpointer:
         meta = {
             "position": {"step": state.step, "tickets": []},
             "fingerprint": self._fingerprint,
+            "config": self._config,
             "state": state.to_json(),
             "loss_scale": self._executor.local.loss_scale.state(),
             "callbacks": plain,

@@ -401,4 +401,5 @@ class TaskSession:
         """Return the progress of the run, as recorded in result.json."""
         failed = {"callback_errors": found} if (found := self.callbacks.failures) else {}
         kept = {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
-        return {**kept, **self._account.result()}
+        changes = {"changes": self.cfg.changes} if self.cfg.changes else {}
+        return {**kept, **changes, **self._account.result()}

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from trainkit.config.grammar import refusal
-from trainkit.config.identity import difference, fingerprint
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.identity import difference, fingerprint, run_config
+from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
@@ -98,7 +98,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
         CheckpointError: weights are damaged or missing.
     """
     needed = ("model", "data", "objective")
-    cfgs = [with_own_secrets(load_resolved(entry.folder / "resolved.yaml"), needed) for entry in entries]
+    cfgs = [with_own_secrets(run_config(entry.folder), needed) for entry in entries]
     if problems := _mismatches(entries, cfgs):
         raise ConfigError(problems)
     objective = _objective(cfgs[0])

@@ -1,36 +1,76 @@
-"""`trainkit resume RUN [placement overrides]`: continue a run in its own folder, from its last complete checkpoint."""
+"""`trainkit resume RUN [overrides]`: continue a run in its own folder, from its last complete checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.running.train import exit_code
 from trainkit.verbs.support.call import Call, Flag
 
-USAGE: Final = "RUN [strategy=... stop_at_step=... and other placement]"
-FLAGS: Final[Mapping[str, Flag]] = {}
+USAGE: Final = "RUN [strategy=... stop_at_step=... and other placement; epochs=... to train longer]"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "new-schedule": Flag(
+        help="continue with other epochs, steps, schedule or warmup as another training, from the same weights, "
+        "optimizer and step"
+    ),
+    "give-up-reproducible": Flag(
+        help="continue a run with numerics.reproducible=true without that guarantee, on any strategy"
+    ),
+}
 
 
 def run(call: Call) -> int:
     """Resume a run; return the exit code."""
     from trainkit.api import choose_workers  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.check import check_names, checked  # noqa: PLC0415
-    from trainkit.config.identity import other_training  # noqa: PLC0415
     from trainkit.config.resume import compose_resumed  # noqa: PLC0415
-    from trainkit.config.schema import load_resolved  # noqa: PLC0415
+    from trainkit.run.begin import continued  # noqa: PLC0415
     from trainkit.run.runner import train_composition  # noqa: PLC0415
 
     call.check_arity(arguments=1)
     folder = Path(call.arguments[0]).expanduser()
-    composition = compose_resumed(folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    overrides, allowed = list(call.overrides), []
+    if "give-up-reproducible" in call.flags:
+        allowed.append("not_reproducible")
+        if "numerics.reproducible=false" not in overrides:
+            overrides.append("numerics.reproducible=false")
+    if "new-schedule" in call.flags:
+        allowed.append("new_schedule")
+    if allowed:
+        overrides.append(f"resume_allows=[{','.join(allowed)}]")
+    composition = compose_resumed(folder, overrides, config_dirs=call.config_dirs, packages=call.packages)
     problems = check_names(composition)
     if problems:
         raise ConfigError(problems)
-    # Check this here too: without a checkpoint, a different training would start from scratch in the run.
-    problems = other_training(load_resolved(folder / "resolved.yaml"), composition.cfg, run=folder)
-    if problems:
-        raise composition.with_origins(ConfigError(problems))
-    return exit_code(train_composition(checked(composition), choose_workers=choose_workers))
+    try:
+        composition = checked(composition)
+        # Check this here too: without a checkpoint, a different training would start from scratch in the run.
+        continued(composition.cfg, folder, folder / "checkpoints")
+        return exit_code(train_composition(composition, choose_workers=choose_workers))
+    except ConfigError as error:
+        if type(error) is not ConfigError:
+            raise
+        raise composition.with_origins(ConfigError(_about_given(error.problems, composition.given))) from None
+
+
+def _about_given(problems: Sequence[Problem], given: Collection[str]) -> Iterator[Problem]:
+    """Yield the problems about keys that the person has given: a choice of a group stands for the keys that it sets.
+
+    A strategy that cannot keep the guarantee of a reproducible run is told how it is given up.
+    """
+    groups = {key for key in given if "." not in key}
+    by_choice: dict[str, list[Problem]] = {}
+    for one in problems:
+        group = one.key.partition(".")[0]
+        if one.key not in given and group in groups and "the run to resume" in one.rule:
+            by_choice.setdefault(group, []).append(one)
+        elif "numerics.reproducible=true" in f"{one.key}={str(one.value).lower()} {one.rule}":
+            yield replace(one, rule=f"{one.rule} To continue the run without that guarantee: --give-up-reproducible.")
+        else:
+            yield one
+    for group, (first, *_) in by_choice.items():
+        yield Problem(key=group, rule=f"sets {first.key}={first.value}: {first.rule}")
