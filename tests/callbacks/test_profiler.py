@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.callbacks.run_double import run_double
 from trainkit.callbacks import profiler as profiling
 from trainkit.callbacks.profiler import Profiler
 from trainkit.strategies.base import Status, StepOutcome
+from trainkit.trainer import phase_clock
 from trainkit.trainer.phase_clock import PhaseClock
 
 
@@ -61,3 +63,24 @@ def test_on_a_gpu_the_steps_are_timed_together_and_a_step_takes_their_mean(
     found = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
     assert found == {"steps": [2.0], "inputs": [pytest.approx(0.1)], "exchanges": [pytest.approx(0.2)]}
     assert waits == [run.device] * 2
+
+
+def test_the_parts_of_two_threads_add_up_to_the_time_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread computes; the other makes the update of another worker's gradient meanwhile."""
+    times = iter(range(100))
+    monkeypatch.setattr(phase_clock, "perf_counter", lambda: float(next(times)))
+    clock = PhaseClock()
+    clock.begin(torch.device("cpu"))
+
+    def update() -> None:
+        clock("update", 0)
+        clock.end_step()
+
+    updated = Thread(target=update)
+    clock("forward", 0)
+    updated.start()
+    updated.join()
+    clock("backward", 0)
+    clock("reduce", 0)
+    clock.end_step()
+    assert clock.lap() == {"input": 0.0, "forward": 2.0, "backward": 1.0, "exchange": 1.0, "update": 1.0}

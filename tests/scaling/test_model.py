@@ -5,7 +5,10 @@ import pytest
 from tests.scaling.exchanges import ring, servers
 from trainkit.scaling.answers import Remediable, binding, knee, knee_of, remedies, servers_needed
 from trainkit.scaling.distributions import StepTimes
-from trainkit.scaling.model import Link, Workload, predict
+from trainkit.scaling.fit import Check, Fit
+from trainkit.scaling.inputs import KnownInputs, LinkInputs
+from trainkit.scaling.model import Interval, Link, Workload, predict
+from trainkit.scaling.result import ScalingSubject, scaling_json, scaling_lines, scaling_of
 from trainkit.scaling.simulation import Scene, simulate
 
 WORK = Workload(share_s={1: 0.4}, samples=64, grows=True, per_host=1, between=Link(bandwidth=1.25e9, latency_s=1e-4))
@@ -53,3 +56,15 @@ def test_the_link_of_one_server_is_the_limit_and_more_servers_raise_it() -> None
 @pytest.mark.parametrize(("rates", "last"), [([(1, 10.0), (2, 14.9)], 1), ([(1, 10.0), (2, 15.1), (4, 30.0)], 4)])
 def test_the_knee_is_the_last_replica_that_adds_half_of_the_first(rates: list[tuple[int, float]], last: int) -> None:
     assert knee(rates) == last
+
+
+@pytest.mark.parametrize(("measured_s", "verdict"), [(1.0, True), (3.0, False)])
+def test_a_failed_check_leaves_no_verdict(measured_s: float, verdict: bool) -> None:
+    check = Check(replicas=2, predicted_s=Interval(low=0.9, middle=1.0, high=1.1), measured_s=measured_s)
+    fit = Fit(work=WORK, others=(WORK,), weights=(1.0,), computing=0.03, checks=(check,))
+    known = KnownInputs(values=LinkInputs())
+    subject = ScalingSubject(title="", known=known, shares=(), keys=Remediable(), on_cpu=True, notes=())
+    found = scaling_of(fit, [1, 2, 4], subject, seed=0)
+    document = scaling_json(found, target=4, seed=0)
+    assert [document[key] is not None for key in ("knee", "use_one_device", "binds")] == [verdict] * 3
+    assert any(line.startswith("no verdict") for line in scaling_lines(found)) is not verdict

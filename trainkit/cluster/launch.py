@@ -63,7 +63,7 @@ class LaunchEnvironment:
     def from_json(cls, values: Mapping[str, Any]) -> LaunchEnvironment:
         """Return the launch whose fields, by `dataclasses.asdict`, were written as JSON."""
         host, port = values["store"]
-        tasks = tuple(Task(**task) for task in values["tasks"])
+        tasks = tuple(Task.from_json(task) for task in values["tasks"])
         return cls(**{**values, "tasks": tasks, "store": (host, port), "addresses": tuple(values["addresses"])})
 
     @property

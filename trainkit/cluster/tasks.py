@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
@@ -27,6 +27,13 @@ class Task:
     """The number among all tasks, from 0; rank 0 owns the run folder."""
     device: str = "cpu"
     """The device of its replica: `cpu`, `cuda:0`."""
+    computes_on: tuple[str, ...] = ()
+    """The devices on which it computes, if they are not just that one."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Task:
+        """Return the task whose fields, by `dataclasses.asdict`, were written as JSON."""
+        return cls(**{**values, "computes_on": tuple(values["computes_on"])})
 
     @property
     def is_evaluator(self) -> bool:

@@ -92,11 +92,13 @@ class ScaleDocument(TypedDict):
     """Measured numbers of replicas; empty if this machine can measure only one."""
     predictions: list[PredictedPoint]
     """By replicas, up to the target."""
-    knee: Interval
-    """The last number of replicas up to which each further one adds at least half of the speed of the first."""
-    use_one_device: bool
+    knee: Interval | None
+    """The last number of replicas up to which each further one adds at least half of the speed of the first. It and the
+    other answers are null if a check lies outside its interval.
+    """
+    use_one_device: bool | None
     """Whether not even the second replica adds that much."""
-    binds: Binding
+    binds: Binding | None
     """The bottleneck at twice the knee."""
     remedies: list[Remedy]
     """Changes that help there, the best first."""

@@ -51,11 +51,12 @@ def _draw_speedup(axes: Axes, found: Scaling) -> None:
 def _draw_line(axes: Axes, found: Scaling, values: list[float], label: str) -> None:
     counts = [one.replicas for one in found.predictions]
     axes.plot(counts, values, color=BLUE, linewidth=2, marker=".", markersize=5)
-    axes.axvline(found.knee.middle, color=ORANGE, linewidth=1.2, linestyle=(0, (2, 2)))
-    axes.annotate(
-        "knee", (found.knee.middle, 1), (4, -12), xycoords=("data", "axes fraction"), textcoords="offset points",
-        fontsize=8.5, color=ORANGE,
-    )  # fmt: skip
+    if found.has_verdict:
+        axes.axvline(found.knee.middle, color=ORANGE, linewidth=1.2, linestyle=(0, (2, 2)))
+        axes.annotate(
+            "knee", (found.knee.middle, 1), (4, -12), xycoords=("data", "axes fraction"), textcoords="offset points",
+            fontsize=8.5, color=ORANGE,
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
     axes.set_xlabel("replicas")

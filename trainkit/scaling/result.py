@@ -51,6 +51,11 @@ class Scaling:
     notes: tuple[str, ...]
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether the model predicted what this machine measured; otherwise nothing is concluded from it."""
+        return all(check.is_inside for check in self.checks)
+
+    @property
     def use_one_device(self) -> bool:
         """Whether not even the second replica pays."""
         return self.knee.middle < 2
@@ -177,6 +182,9 @@ def _prediction_lines(found: Scaling) -> Iterator[str]:
 
 
 def _answer_lines(found: Scaling) -> Iterator[str]:
+    if not found.has_verdict:
+        yield "no verdict: the model did not predict what was measured here. Repeat it on an idle machine."
+        return
     target = found.predictions[-1].replicas
     knee = found.knee
     around = f" ({knee.low:,.0f} to {knee.high:,.0f})" if knee.high > knee.low else ""
@@ -231,12 +239,20 @@ def scaling_json(found: Scaling, *, target: int, seed: int) -> dict[str, object]
             }
             for one in found.predictions
         ],
+        **_verdict_json(found),
+        "notes": list(found.notes),
+    }
+
+
+def _verdict_json(found: Scaling) -> dict[str, object]:
+    if not found.has_verdict:
+        return {"knee": None, "use_one_device": None, "binds": None, "remedies": [], "servers_needed": None}
+    return {
         "knee": asdict(found.knee),
         "use_one_device": found.use_one_device,
         "binds": {"at_replicas": found.bound_at, "what": found.binds, "share": found.binds_share},
         "remedies": [asdict(one) for one in found.remedies],
         "servers_needed": found.servers and found.servers[1],
-        "notes": list(found.notes),
     }
 
 

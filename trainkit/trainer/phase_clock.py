@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from threading import get_ident
 from time import perf_counter
 from typing import Final
 
@@ -25,8 +26,10 @@ _MOST_EVENTS: Final = 4096
 class PhaseClock:
     """Measures the time of each part of a step; it is the listener of a rank's phases.
 
-    A part begins where its phase begins, and ends where the next phase begins. `backward` contains the part of the
-    exchange that runs during backward, and `exchange` the rest of it, including the time that a rank waits for others.
+    A part begins where its phase begins, and ends where the next phase begins. The parts add up to the time of the
+    rank: where one thread updates while another computes (the chief of a parameter server), the time of an update is
+    taken from the part of the other thread, which continues after it. `backward` contains the part of the exchange that
+    runs during backward, and `exchange` the rest of it, including the time that a rank waits for others.
 
     On the CPU a part is measured on the host's clock. On a CUDA device it is measured between events of the current
     stream, without waiting for the device: time in which the host is ahead of the device does not count.
@@ -48,13 +51,15 @@ class PhaseClock:
         self._events: list[tuple[str | None, torch.cuda.Event]] | None = None
         self._seconds: dict[str | None, float] = {}
         self._part: str | None = None
+        self._parts: dict[int, str | None] = {}
+        """The part of each thread that is within a step."""
         self._since = perf_counter()
 
     def begin(self, device: torch.device) -> None:
         """Discard all measurements, and measure on a device from now on."""
         self._is_running, self._device = True, device
         self._events = [] if device.type == "cuda" else None
-        self._seconds, self._part, self._since = {}, None, perf_counter()
+        self._seconds, self._part, self._parts, self._since = {}, None, {}, perf_counter()
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -64,12 +69,14 @@ class PhaseClock:
         """Receive a phase that begins."""
         del step
         if self._is_running:
-            self._mark(_PART_OF.get(phase))
+            part = self._parts[get_ident()] = _PART_OF.get(phase)
+            self._mark(part)
 
     def end_step(self) -> None:
         """End the last part of a step: the time until the next phase does not belong to it."""
         if self._is_running:
-            self._mark(None)
+            self._parts.pop(get_ident(), None)
+            self._mark(next(iter(self._parts.values()), None))
 
     def _mark(self, part: str | None) -> None:
         if self._events is not None:

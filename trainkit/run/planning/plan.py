@@ -158,7 +158,10 @@ class RunPlan:
         if self.rate.peak != self.rate.base:
             scaling = cfg.lr_scaling
             peak += f" ({self.rate.base:g} at {scaling.reference_batch}, {scaling.rule} rule)"
-        devices = sorted({task.device.partition(":")[0] for task in self.tasks if not task.is_evaluator})
+        computing = [
+            device for task in self.tasks if not task.is_evaluator for device in task.computes_on or (task.device,)
+        ]
+        devices = sorted({device.partition(":")[0] for device in computing})
         warmup = f"{self.rate.warmup_steps} steps from {self.rate.start:g}" if self.rate.warmup_steps else "none"
         rows = {
             "recipe": cfg.recipe,
@@ -384,7 +387,7 @@ def _planned(cfg: RunConfig, parts: Components, values: Mapping[str, Any]) -> Ru
     return RunPlan(
         cfg=cfg,
         components=parts,
-        tasks=tuple(Task(**task) for task in values["tasks"]),
+        tasks=tuple(Task.from_json(task) for task in values["tasks"]),
         facts=replace(facts, micro_size=cfg.batch.micro_size),
         num_replicas=values["num_replicas"],
         batch=plan,

@@ -56,7 +56,9 @@ def _tasks_text(plan: RunPlan) -> str:
         return ", ".join(_folded(tasks, by_type=launch is not None)) + hosts
     devices: dict[str, list[str]] = {}
     for task in tasks:
-        devices.setdefault(task.device, []).append(str(task))
+        others = [device for device in task.computes_on if device != task.device]
+        place = f"{task.device}, computes on {', '.join(task.computes_on)}" if others else task.device
+        devices.setdefault(place, []).append(str(task))
     placed = ", ".join(f"{' '.join(names)} on {device}" for device, names in devices.items())
     return f"{placed}{hosts}" if len(tasks) > 1 else f"{placed}, in this process"
 

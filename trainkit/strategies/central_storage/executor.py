@@ -209,6 +209,7 @@ class AsyncCentralExecutor(CentralExecutor):
             self._send(_InFlightStep(ticket=ticket, copy=self._free.pop()), batches)
             if self._free:
                 return StepOutcome(ticket.step, Status.handed_out, None, 0.0)
+        self._variables.on_phase("reduce", ticket.step)  # the time in which the copies compute
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         first = next(future for future in self._running if future in done)
         sent = self._running.pop(first)

@@ -15,7 +15,6 @@ from trainkit.fields import maths, placement
 from trainkit.strategies.base import (
     LocalModel,
     LoopCall,
-    Numerics,
     PlanContext,
     SetupRequest,
     Strategy,
@@ -119,23 +118,25 @@ class CentralStorage(Strategy):
         return launch_problems(launch, named="central_storage", called="central storage")
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
-        """Return one task, on the parameter device."""
-        return (Task(role="worker", index=0, rank=0, device=self._home(context.num_gpus)),)
+        """Return one task, on the parameter device; it computes on the devices of the copies."""
+        computing = tuple(dict.fromkeys(self._computing(context.num_gpus)))
+        return (Task(role="worker", index=0, rank=0, device=self._home(context.num_gpus), computes_on=computing),)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return a whole replica, the gradients of the other copies and their sum."""
-        copies = self._gradient_copies(context.numerics, self.num_replicas(context))
+        copies = self._gradient_copies(context)
         return ModelMemory.whole(model, gradient_copies=copies)
 
-    def _gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+    def _gradient_copies(self, context: PlanContext) -> int:
         """Return the copies of all gradients: with lanes, those of each lane and of the tree; in `async` also copies of
         parameters.
         """
         if self.mode == "async":
-            return 2 * len(self._computing(torch.cuda.device_count()))
-        if numerics.reproducible:
-            return numerics.lanes + numerics.lanes.bit_length()
-        return 0 if num_replicas == 1 else num_replicas
+            return 2 * len(self._computing(context.num_gpus))
+        if context.numerics.reproducible:
+            return context.numerics.lanes + context.numerics.lanes.bit_length()
+        count = self.num_replicas(context)
+        return 0 if count == 1 else count
 
     def setup(self, request: SetupRequest) -> CentralExecutor:
         """Put the variables on the parameter device, and a copy on each compute device."""

@@ -116,7 +116,8 @@ class DeviceMap(Strategy):
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return one task; its device is the first GPU of the map, else the CPU."""
         found = self._used(context.num_gpus)
-        return (Task(role="worker", index=0, rank=0, device=min(found, key=lambda device: device == "cpu")),)
+        first = min(found, key=lambda device: device == "cpu")
+        return (Task(role="worker", index=0, rank=0, device=first, computes_on=tuple(found)),)
 
     def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
         """Return one."""
