@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import inspect
 import math
+import stat
 import typing
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 __all__ = [
     "Limit",
     "OnlyWith",
+    "Reads",
     "Tag",
     "Tagged",
     "Unit",
+    "a_file",
+    "a_folder",
     "above",
     "at_least",
     "at_most",
@@ -112,6 +117,54 @@ def unit(name: str) -> Unit:
 
 secret: Final = _Secret()
 """Marks a field whose value is neither written nor printed, in addition to its tag."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reads:
+    """A mark of an annotation whose value names a file or folder that exists before the run: it is only read.
+
+    The check of a config reports a value that breaks it (exit code 2), except for `plan` without `--open-data`.
+
+    Example:
+        >>> a_file.rule("."), a_folder.rule(".")
+        ('is a folder, and a file is needed.', None)
+    """
+
+    kind: Literal["file", "folder", "either"] = "either"
+    """What the value names."""
+    words: tuple[str, ...] = ()
+    """Values that name nothing, such as auto."""
+    unless: str = ""
+    """A key of the same class; if it is true, the run creates what is missing."""
+
+    def rule(self, path: str | Path) -> str | None:
+        """Return what is wrong with a path, as messages show it; None if it can be used."""
+        noun = "file or folder" if self.kind == "either" else self.kind
+        if not str(path):
+            return f"is empty. Name a {noun}."
+        try:
+            mode = (found := Path(path).expanduser()).stat().st_mode
+        except FileNotFoundError:
+            where = "" if found.is_absolute() else f" below {Path.cwd()}"
+            return "is a link to nothing." if found.is_symlink() else f"there is no such {noun}{where}."
+        except (OSError, ValueError, RuntimeError) as error:  # no permission; a null character; no home folder
+            return f"cannot be read: {getattr(error, 'strerror', None) or error}."
+        if stat.S_ISDIR(mode):
+            return f"is a folder, and a {noun} is needed." if self.kind == "file" else None
+        if not stat.S_ISREG(mode):
+            return f"is neither a regular file nor a folder, and a {noun} is needed."
+        return f"is a file, and a {noun} is needed." if self.kind == "folder" else None
+
+
+a_file: Final = Reads(kind="file")
+"""Marks a field whose value names a file that a run reads."""
+a_folder: Final = Reads(kind="folder")
+"""Marks a field whose value names a folder that a run reads."""
+
+
+def reads_in(hint: Any) -> Reads | None:
+    """Return the mark of an annotation whose value names a file or folder; None without one."""
+    return next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Reads)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

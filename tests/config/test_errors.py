@@ -283,7 +283,7 @@ def test_a_bad_argument_is_refused_in_these_words(
             ["optimizer.dampening=0.5: has no effect without optimizer.momentum. (command line)"],
         ),
         (
-            ("resume=runs/1", "init_from=x"),
+            ("resume=.", "init_from=x"),
             ["init_from=x: has no effect with resume: the weights are those of the checkpoint. (command line)"],
         ),
         (

@@ -20,6 +20,7 @@ from trainkit.cli import parse
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError
+from trainkit.fields import Reads
 from trainkit.verbs.running.train import expand_folds
 from trainkit.verbs.support.points import sweep_points
 
@@ -88,7 +89,8 @@ def _problem_of_trainkit(words: Sequence[str]) -> str | None:
         call, _ = parse(words)
         if call.verb not in COMPOSING or "simulate" in call.flags:
             return None
-        with allow_packages(call.packages), with_config_dirs(call.config_dirs):
+        absent = patch.object(Reads, "rule", return_value=None)  # files that a page only names
+        with absent, allow_packages(call.packages), with_config_dirs(call.config_dirs):
             if call.verb == "train" and (call.multirun or "cv.folds" in " ".join(call.overrides)):
                 sweep_points(expand_folds(call).overrides, call.config_dirs, call.packages)
             elif call.verb == "plan" and "," not in " ".join(call.overrides):

@@ -73,6 +73,8 @@ class Composition:
     """Problems found while composing."""
     variables: Mapping[KeyPath, Any] = field(default_factory=dict)
     """Keys whose values come from environment variables, as they were written: `${oc.env:X}`."""
+    reads_files: bool = True
+    """Whether this process reads the files that keys name; a plan and an emitted script do not."""
     run_dir: Path | None = None
     """`hydra.run.dir` with its date filled in."""
     run_dir_given: bool = False

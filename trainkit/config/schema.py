@@ -32,7 +32,7 @@ from trainkit.config.sections import (
 )
 from trainkit.config.values import misfit, plain
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import above, at_least, at_most, below, cosmetic, limits_in, maths, placement, speed
+from trainkit.fields import Reads, above, at_least, at_most, below, cosmetic, limits_in, maths, placement, speed
 from trainkit.files import read_text
 from trainkit.moved import with_current_targets
 
@@ -116,13 +116,13 @@ class RunConfig:
     """For an error in a callback that only observes: continue without that callback, or end the run."""
     quiet: Annotated[bool, cosmetic] = False
     """Print nothing while training: no summary, live line, sample or closing lines."""
-    resume: Annotated[str | None, placement] = None
+    resume: Annotated[str | None, placement, Reads(words=("auto",))] = None
     """auto, or the folder of a run or checkpoint to continue."""
     resume_allows: Annotated[list[Literal["new_schedule", "not_reproducible"]], placement] = field(default_factory=list)
     """What a resume may change: the learning rates of the steps done, or the guarantee of numerics.reproducible."""
     changes: Annotated[list[str], maths(neutral=[])] = field(default_factory=list)
     """Changes of this training that resumes were allowed to make, each with its step; trainkit writes them."""
-    init_from: Annotated[str | None, maths] = None
+    init_from: Annotated[str | None, maths, Reads()] = None
     """A checkpoint whose weights the training starts from."""
     recipe: Annotated[str | None, cosmetic] = None
     """The recipe from which this run was composed."""

@@ -21,7 +21,7 @@ from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
-from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
+from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
 from trainkit.config.values import closest, expanded, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
@@ -128,6 +128,10 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
         for path, node in _nodes(composition):
             if is_suspect(*path):
                 found += target_problems(composition, path, node, alternatives)
+        for name, hint in hints_of(RunConfig).items():
+            # a run that is resumed has the weights that it began with in its checkpoints
+            if name != "init_from" or composition.values["resume"] is None:
+                found += absent_files(composition, (name,), composition.values.get(name), hint)
         if composition.values["optimizers"] and is_suspect("optimizers"):
             found += named_optimizer_targets(composition, alternatives)
         if is_suspect("eval", "metric") and is_sound("eval", "objective"):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted
+from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, lookup
 from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
@@ -15,7 +15,7 @@ from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_b
 from trainkit.config.values import closest, misfit, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import limits_in
+from trainkit.fields import limits_in, reads_in
 
 _CHEAP: Final = (
     "schedule", "strategy", "precision", "average", "convert", "cluster", "hardware", "objective", "callbacks",
@@ -130,6 +130,18 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
     rule = misfit(used, key.hint)
     rules = [rule] if rule else [limit.rule for limit in limits_in(key.hint) if limit.broken_by(used)]
     yield from (composition.problem(path, rule, value=value) for rule in rules)
+    if not rules:
+        yield from absent_files(composition, path, used, key.hint)
+
+
+def absent_files(composition: Composition, path: KeyPath, value: Any, hint: Any) -> Iterator[Problem]:
+    """Yield the problems of a key that names files or folders that a run reads, by the mark of its annotation."""
+    mark = reads_in(hint)
+    if mark is None or not composition.reads_files or lookup(composition.values, (*path[:-1], mark.unless)):
+        return
+    for name in value if isinstance(value, list) else [value]:
+        if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name)):
+            yield composition.problem(path, rule, value=value)
 
 
 def _section_problems(

@@ -68,7 +68,7 @@ def run(call: Call) -> int:
     problems = list(_flag_problems(call, engine))
     if problems:
         raise ConfigError(problems)
-    composition = call.compose()
+    composition = call.compose(reads_files=False)  # they are on the engine's hosts
     job = _job(call, composition, engine)
     _refuse_what_cannot_run(composition, engine, job)
     sys.stdout.write(_with_remark(engine.write(job), call.overrides))

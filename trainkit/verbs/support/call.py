@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -104,11 +104,12 @@ class Call:
 
         return printed_command(verb, words, config_dirs=self.config_dirs, packages=self.packages)
 
-    def compose(self, *, may_lack: str | None = None) -> Composition:
+    def compose(self, *, may_lack: str | None = None, reads_files: bool = True) -> Composition:
         """Compose and check, both phases.
 
         Args:
-            may_lack: a group whose required keys may be unset; each is then a note.
+            may_lack: a group whose required keys may be unset, because nothing is read; each is then a note.
+            reads_files: whether the files that keys name must exist here.
 
         Raises:
             ConfigError: the problems of both phases.
@@ -118,6 +119,7 @@ class Call:
         from trainkit.config.compose import compose  # noqa: PLC0415
 
         composition = compose(self.overrides, config_dirs=self.config_dirs, packages=self.packages)
+        composition = replace(composition, reads_files=reads_files and may_lack is None)
         return checked(composition) if may_lack is None else checked_without(composition, may_lack)
 
     def compose_points(self) -> list[Composition]:
