@@ -184,7 +184,7 @@ def test_json_lines_reads_local_files_by_pattern(tmp_path: Path) -> None:
     assert source.sizes == (2, 1)
     samples = list(source)
     assert [sample["y"] for sample in samples] == [0, 1, 1]
-    assert [sample["x"].dtype.name for sample in samples] == ["float32", "float32", "int64"]
+    assert [sample["x"].dtype.name for sample in samples] == ["float32", "float32", "float32"]
 
 
 def test_json_lines_reads_the_memory_of_fsspec() -> None:

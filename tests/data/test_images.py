@@ -65,7 +65,7 @@ def test_a_damaged_or_absent_idx_file_is_named(idx: Path) -> None:
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz cannot be unpacked: Not a gzipped file"):
         FashionMnist(path=idx, split="test")
     labels.unlink()
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz: there is no such file or folder"):
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz: there is no such file\."):
         FashionMnist(path=idx, split="test")
 
 
@@ -150,7 +150,7 @@ def test_a_folder_that_does_not_do_is_refused(folder: Path) -> None:
         ImageFolder(path=folder, split="train", image_size=300)
     (folder / "val" / "dog").mkdir()
     (folder / "empty" / "train").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"val has classes that train does not have: dog\.$"):
+    with pytest.raises(DataError, match=r"val has classes that train does not have: 'dog'\.$"):
         ImageFolder(path=folder, split="val")
     with pytest.raises(DataError, match=r"holds no class folders: images are expected as"):
         ImageFolder(path=folder / "empty", split="train")
@@ -162,3 +162,78 @@ def test_an_image_that_is_none_is_named(folder: Path) -> None:
 
     with pytest.raises(DataError, match=r"^sample 1 cannot be read: .*1.png: cannot identify image file"):
         data[1]
+
+
+def test_a_ramp_of_16_bits_is_the_ramp_of_8(folder: Path) -> None:
+    ramp = np.arange(256, dtype=np.uint16).repeat(256).reshape(256, 256)
+    names = ["8.PNG", "16.png", "16.tif", "16.pgm"]
+    for number, name in enumerate(names):
+        content = ramp.astype(np.uint8) if number == 0 else ramp * 257
+        image.fromarray(content).save(folder / "val" / "bird" / name)
+    data = ImageFolder(path=folder, split="val", image_size=256, augment=False)
+    places = [place for place, (file, _) in enumerate(data._files) if Path(file).name in names]
+    assert len(places) == 4
+    assert all(torch.equal(data[place][0], data[places[0]][0]) for place in places)
+    assert data.notes[-1] == "PATH/val: 3 of 10 images have 16 bits per pixel, of which the higher 8 are read".replace(
+        "PATH", folder.name
+    )
+
+
+def test_an_image_without_a_range_is_refused_by_its_name(folder: Path) -> None:
+    for number, kind in enumerate((np.float32, np.int32)):
+        image.fromarray(np.ones((40, 60), dtype=kind)).save(folder / "val" / "bird" / f"{number}.tif")
+    data = ImageFolder(path=folder, split="val")
+    with pytest.raises(DataError, match=r"^sample 1 cannot be read: .*0\.tif: its pixels are 32-bit numbers without a"):
+        data[1]
+    with pytest.raises(DataError, match=r"^2 of 8 images cannot be read: .*0\.tif: .*mode F.*1\.tif: .*mode I"):
+        _ = data.notes
+
+
+def test_a_turned_picture_is_read_upright_unless_exif_is_ignored(folder: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    exif = image.Exif()
+    exif[0x0112] = 6  # turn it by 90 degrees, clockwise
+    image.fromarray(np.rot90(pixels)).save(folder / "val" / "bird" / "9.png", exif=exif)
+    image.fromarray(pixels).save(folder / "val" / "bird" / "8.png")
+    keys: dict[str, Any] = {"path": folder, "split": "val", "image_size": 40, "resize": 40}
+    turned, stored = ImageFolder(**keys), ImageFolder(**keys, exif="ignore")
+    assert torch.equal(turned[4][0], turned[3][0])
+    assert torch.equal(stored[4][0], torch.rot90(stored[3][0], dims=(1, 2)))
+    assert "1 of 8 images are turned upright (data.exif=apply): their EXIF orientation says how" in turned.notes[-1]
+    assert "1 of 8 images are not turned upright (data.exif=ignore)" in stored.notes[-1]
+
+
+def test_what_is_left_out_of_a_folder_is_counted(folder: Path) -> None:
+    train = folder / "train"
+    for place in (".ipynb_checkpoints", "bird/more/deep", "bird/.thumbs", "empty", "cat "):
+        (train / place).mkdir(parents=True)
+        image.new("RGB", (40, 60)).save(train / place / ".hidden.png")
+        if place not in ("empty", "cat "):
+            image.new("RGB", (40, 60)).save(train / place / "x.jfif", format="jpeg")
+    (train / "list.csv").touch()
+    data = ImageFolder(path=folder, split="train")
+    assert data.classes == ("bird", "cat", "cat ", "empty")
+    assert [Path(file).name for file, label in data._files if label == 0] == ["0.png", "1.png", "2.png", "x.jfif"]
+    assert [note.partition(": ")[2] for note in data.notes] == [
+        "left out beside the class folders: .ipynb_checkpoints, list.csv",
+        "7 files are left out (.txt: 2, hidden: 5)",
+        "classes differ in case or blanks only: 'cat', 'cat '",
+        "there is no image of the classes 'cat ', 'empty'",
+    ]
+
+
+def test_transparent_and_animated_images_are_counted(folder: Path) -> None:
+    frames = [image.new("RGBA", (40, 60), colour) for colour in ("red", "blue")]
+    frames[0].save(folder / "val" / "bird" / "a.png")
+    frames[0].save(folder / "val" / "bird" / "b.gif", save_all=True, append_images=frames[1:])
+    notes = ImageFolder(path=folder, split="val").notes
+    assert [note.partition(": ")[2] for note in notes[1:]] == [
+        "1 of 8 images are partly transparent, which is left out",
+        "1 of 8 images have several frames or pages, of which the first is read",
+    ]
+
+
+def test_a_link_to_a_folder_above_is_refused(folder: Path) -> None:
+    (folder / "val" / "bird" / "loop").symlink_to(folder / "val" / "bird")
+    with pytest.raises(DataError, match=r"bird/loop is a link to a folder above, whose images would be read again\."):
+        ImageFolder(path=folder, split="val")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from trainkit.data.batch_transforms import CropAndFlip
 from trainkit.data.sets import cifar10
 from trainkit.data.sets.cifar10 import Cifar10
 from trainkit.data.sets.tables import CsvTable, Friedman
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError
 
 
 def written(path: Path, rows: list[str]) -> Path:
@@ -63,8 +64,30 @@ def test_classes_are_numbered_in_the_order_of_their_texts(tmp_path: Path) -> Non
     [
         ([], {}, "there are no rows below the header"),
         (["1,red"], {}, "has 3 columns: line 2 has 2 cells"),
-        (["1,red,2", ",red,2"], {}, "line 3 has an empty cell"),
-        (["1,red,nan", "2,red,1"], {}, "data.target=price: 'nan' is not a finite number. Use data.target_kind=class"),
+        (["1,red,2", ",red,2"], {}, "line 3, column size: is missing (size: 1). Correct it, or give data.on_missing="),
+        (["1,red,nan", "2,red,1"], {}, "line 2, column price: 'nan' is not a finite number, and 1 of 2 cells are, as"),
+        (["1,red,2", "NA,red,2"], {}, """line 3, column size: 'NA' is not a finite number, and 1 of 2 cells are."""),
+        (["1,red,2", "inf,red,2"], {}, """'data.categories=["size"]' or 'data.missing=["inf"]'."""),
+        (['"1,000",red,2', '"2,5",red,2'], {}, """line 2, column size: '1,000' is not a finite number, and 0 of 2"""),
+        (['"1,5",red,2'], {}, """or 'data.decimal=","'."""),
+        (["1,red,2", "1_0,red,2", "3,red,2"], {}, "line 3, column size: '1_0' is not a finite number"),
+        (["1,red,2", "2,nan,2"], {}, "line 3, column colour: 'nan' is not a finite number"),
+        (
+            ["1,red,2", "2,red ,2"],
+            {},
+            "line 3, column colour: 'red', 'red ' differ in blanks only. Correct it, or give",
+        ),
+        (["1,red,2", "2,r\0d,2"], {}, "line 3 holds a null character. Correct it, or give data.encoding=utf-16."),
+        (["1,red,2", '2,"red"d,2'], {}, "line 3 cannot be read as CSV: ',' expected after '\"'."),
+        (["1,red,2", '2,"red,2'], {}, "line 3 cannot be read as CSV: unexpected end of data."),
+        (["1,red,2", "2,blue,2,"], {}, "has 3 columns: line 3 has 4 cells"),
+        (["1,red,1e300"], {}, "line 2, column price: is beyond the range of float32. Scale it."),
+        (
+            ["1,red,2"],
+            {"delimiter": ";"},
+            """has no column price. Its columns are size,colour,price. Give the character""",
+        ),
+        (["1,red,2"], {"encoding": "klingon"}, "data.encoding=klingon: Python knows no such encoding."),
         (ROWS, {"target": "weight"}, "has no column weight. Its columns are size, colour, price."),
         (ROWS, {"columns": ["depth", "size"]}, "has no column depth. Its columns are"),
     ],
@@ -73,9 +96,81 @@ def test_a_bad_table_is_refused_with_its_line_or_column(
     rows: list[str], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"target": "price", "val_share": 0.0, **settings}
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError if "data.encoding=klingon" not in message else ConfigError) as caught:
         CsvTable(split="train", path=written(tmp_path / "t.csv", rows), **given)
     assert message in str(caught.value)
+
+
+def table(path: Path, text: str, **settings: Any) -> CsvTable:
+    path.write_bytes(text.encode(settings.get("encoding", "utf-8")))
+    return CsvTable(**{"split": "train", "path": path, "target": "y", "val_share": 0.0, **settings})
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("x,x,y", "two columns have the name 'x'"),
+        (",x,y", "column 1 has no name. Name it, or list the features in data.columns."),
+        ("1,2,3", "its first line holds numbers, and the names of the columns are needed there"),
+        ("x, y,z", "has no column y. Its columns are x,  y, z. Names have blanks at their ends: give data.strip=true."),
+    ],
+)
+def test_a_header_that_does_not_do_is_refused(header: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        table(tmp_path / "t.csv", f"{header}\n1,2,3\n")
+
+
+def test_bytes_of_another_encoding_are_refused_by_their_line(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes("x,y\n1,2\nü,2\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"line 3 holds the byte 0xfc, which is not utf-8\. Give its encoding, such as"):
+        CsvTable(split="train", path=tmp_path / "t.csv", target="y")
+
+
+def test_a_file_of_another_program_is_read_as_its_keys_declare(tmp_path: Path) -> None:
+    text = 'x; kind;y\n"1,5"; é ;1\n"2,5";o;"2,25"\n'
+    keys: dict[str, Any] = {"encoding": "latin-1", "delimiter": ";", "decimal": ",", "strip": True}
+    features, targets = table(tmp_path / "t.csv", text, **keys).tensors()
+    assert features.tolist() == [[-1, 0, 1], [1, 1, 0]]
+    assert targets.tolist() == [1, 2.25]
+    tabs = table(tmp_path / "u.csv", "\ufeffx\ty\n1\t2\n3\t4\n", delimiter="tab", encoding="utf-16-le")
+    assert tabs.tensors()[0].tolist() == [[-1], [1]]
+
+
+def test_missing_cells_are_left_out_or_filled_where_asked_and_counted(tmp_path: Path) -> None:
+    text = "x,kind,y\n1,a,1\nNA,b,2\n\n3,,3\n5,a,4\n"
+    keys: dict[str, Any] = {"missing": ["NA", ""]}
+    dropped = table(tmp_path / "t.csv", text, **keys, on_missing="drop")
+    filled = table(tmp_path / "t.csv", text, **keys, on_missing="fill")
+    assert dropped.tensors()[1].tolist() == [1, 4]
+    assert filled.tensors()[0][:, 1:].tolist() == [[1, 0], [0, 1], [0, 0], [1, 0]]
+    assert filled.tensors()[0][1, 0] == 0
+    assert dropped.notes[1:] == (
+        "t.csv (train): 1 blank lines are left out",
+        "t.csv (train): 2 of 4 rows are left out, since a cell is missing (x: 1, kind: 1)",
+    )
+    assert filled.notes[2] == "t.csv (train): missing cells are filled (x: 1, kind: 1)"
+    with pytest.raises(DataError, match=r"line 2, column y: is missing \(y: 1\)\. A target is not filled: give"):
+        table(tmp_path / "t.csv", "x,y\n1,\n", on_missing="fill")
+
+
+def test_a_table_says_which_columns_are_numbers_and_which_texts(tmp_path: Path) -> None:
+    text = "day,zip,kind,x,y\n2024-01-01,01,a,1,1\n2024-01-02,02,A,2,2\n"
+    found = table(tmp_path / "t.csv", text, categories=["zip"])
+    assert found.tensors()[0].shape == (2, 7)
+    assert found.notes == (
+        "t.csv (train): numbers in x; one feature per text in day (2), zip (2), kind (2)",
+        "t.csv (train): texts of kind differ in case only: 'A', 'a'",
+    )
+
+
+def test_texts_that_no_training_row_has_are_counted(tmp_path: Path) -> None:
+    rows = "".join(f"{place},t{place},1\n" for place in range(10))
+    val = table(tmp_path / "t.csv", f"x,kind,y\n{rows}", split="val", val_share=0.2)
+    assert val.tensors()[0][:, 1:].sum() == 0
+    assert val.notes == ("t.csv (val): 2 cells of kind hold a text of no training row: all zeros (line 6: 't4')",)
+    keys: dict[str, Any] = {"target": "kind", "target_kind": "class", "split": "val", "val_share": 0.2}
+    with pytest.raises(DataError, match=r"line 6, column kind: no training row has the class 't4'\. Use another"):
+        table(tmp_path / "t.csv", f"x,kind,y\n{rows}", **keys)
 
 
 def test_the_made_table_has_the_noise_that_it_names() -> None:

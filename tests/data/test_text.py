@@ -30,6 +30,17 @@ def test_a_text_is_numbered_by_its_sorted_characters(text: Path) -> None:
     assert data.decode(data.encode("fade!")) == "fade"
 
 
+def test_a_text_is_read_as_its_encoding_and_ends_of_lines_are(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes("\ufeffaé\r\n".encode() * 9)
+    assert TextFile(path=tmp_path / "t.txt", split="train", context=4).characters == "\n\raé\ufeff"
+    (tmp_path / "t.txt").write_bytes(b"\xef\xbb\xbfab\r\n" * 1 + b"ab" * 9)
+    assert TextFile(path=tmp_path / "t.txt", split="train", context=4).characters == "\n\rab"
+    (tmp_path / "t.txt").write_bytes(("aé" * 9).encode("latin-1"))
+    assert TextFile(path=tmp_path / "t.txt", split="train", context=4, encoding="latin-1").characters == "aé"
+    with pytest.raises(DataError, match=r"line 1 holds the byte 0xe9, which is not utf-8\. Give its encoding, such as"):
+        TextFile(path=tmp_path / "t.txt", split="train", context=4)
+
+
 def test_windows_of_stride_one_start_at_every_character(text: Path) -> None:
     data = TextFile(path=text, split="train", context=4, stride=1)
 
@@ -101,7 +112,8 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": Path("gone.txt")}, r"^data.path=gone.txt: there is no such file or folder\.$"),
+        ({"path": Path("gone.txt")}, r"^data.path=gone.txt: there is no such file below /.*\.$"),
+        ({"path": Path()}, r"^data.path=\.: is a folder, and a file is needed\.$"),
         ({"vocab_size": 5}, r"^the text has 10 different characters, more than data.vocab_size=5\. Use 10 for it"),
         ({"context": 60}, r"^the train part has 45 tokens, fewer than a sample needs \(data.context=60 and one more\)"),
     ],
@@ -151,3 +163,32 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"^sample 2 holds token 12, but data.vocab_size=10\.$"):
         data[2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (
+            np.arange(500, dtype=np.uint32),
+            r"every second uint16 is at most 0, as of tokens of twice the bytes\. Use data\.d",
+        ),
+        (
+            np.arange(0, 128_000, 256, dtype=np.uint32),
+            r"every second uint16 is at most 1, .* Use data\.dtype=uint32\.$",
+        ),
+        (np.frombuffer(b"\x93NUMPY" + b"ab" * 99, dtype=np.uint8), r"was written by numpy\.save, with a header"),
+        (np.array([20240520] + 255 * [1], dtype=np.uint32), r"begins with the 1,024 bytes of the header of llm\.c"),
+    ],
+)
+def test_a_token_file_of_another_format_is_refused(tokens: Any, message: str, tmp_path: Path) -> None:
+    tokens.tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=message):
+        TokenMemmap(path=tmp_path, split="train", context=4)
+
+
+def test_tokens_of_64_bits_are_refused_as_32_and_small_tokens_of_16_are_read(tmp_path: Path) -> None:
+    np.arange(500, dtype=np.int64).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=r"every second uint32 is at most 0, .* Use uint32 for the tokens\.$"):
+        TokenMemmap(path=tmp_path, split="train", context=4, dtype="uint32")
+    (np.arange(500) % 3).astype(np.uint16).tofile(tmp_path / "train.bin")
+    assert len(TokenMemmap(path=tmp_path, split="train", context=4)) == 124

@@ -49,6 +49,23 @@ def test_lines_have_the_tokens_of_the_text_that_the_model_knows(tmp_path: Path) 
     assert TextLines(path=tmp_path / "new.txt", context=4)[0].tolist() == [*b"fed", 0]
 
 
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    (tmp_path / "new.txt").write_bytes("\ufeffa\u2028b\r\n\n\x0cc".encode())
+    lines = TextLines(path=tmp_path / "new.txt", context=8)
+    rows = [bytes(lines[place].tolist()).rstrip(b"\0").decode() for place in range(len(lines))]
+    assert rows == ["a\u2028b", "", "\x0cc"]
+
+
+def test_hidden_images_and_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("a/b.png", ".thumbs/a.png", "a/._b.png", "a/list.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        image.new("RGB", (9, 9)).save(tmp_path / name, format="png")
+    found = ImageFiles(path=tmp_path, image_size=4, resize=6)
+    assert found.ids == ("a/b.png",)
+    assert found.notes == (f"{tmp_path.name}: 3 files are left out (.csv: 1, hidden: 2)",)
+
+
 def test_a_line_that_is_too_long_or_has_an_unknown_character_is_refused_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_text("fed\nz\n")
     (tmp_path / "known.txt").write_text("abcdef")

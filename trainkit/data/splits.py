@@ -108,7 +108,8 @@ def build_split(node: Mapping[str, Any], split: str) -> Any:
     with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
         built = _by_position(_made(part, split, {"split": split} if takes_split else {}))
     if size_of(built) == 0:
-        raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
+        more = "".join(f" {note}." for note in getattr(built, "notes", ()))
+        raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.{more}")
     return built
 
 

@@ -7,12 +7,13 @@ import hashlib
 import os
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.fields import Reads, a_file
 from trainkit.storage import Free, naming, storage_error
 
 _TIMEOUT_S: Final = 60
@@ -20,16 +21,62 @@ _CHUNK: Final = 1 << 20
 _REMEDY: Final = "Free space there, or download the file yourself and give its path as data.path."
 
 
-def existing(path: Path, *, key: str = "data.path", remedy: str = "") -> Path:
-    """Return the path with `~` expanded, if it exists.
+def existing(path: Path, wanted: Reads = a_file, *, key: str = "data.path", remedy: str = "") -> Path:
+    """Return the path with `~` expanded, if it is what is wanted.
 
     Raises:
-        DataError: it does not exist; names the key and the remedy.
+        DataError: it is not; names the key and the remedy.
     """
-    found = path.expanduser()
-    if not found.exists():
-        raise DataError(f"{key}={path}: there is no such file or folder.{' ' if remedy else ''}{remedy}")
-    return found
+    if rule := wanted.rule(path):
+        raise DataError(f"{key}={path}: {rule}{' ' if remedy else ''}{remedy}")
+    return path.expanduser()
+
+
+def text_of(path: Path, encoding: str = "utf-8", *, key: str = "data.path") -> str:
+    """Return the text of a file, with its line ends as they are and without a byte order mark.
+
+    Raises:
+        DataError: it does not exist, or its bytes are not of this encoding; names the line and the remedy.
+    """
+    content = existing(path, key=key).read_bytes()
+    try:
+        return content.decode(encoding).removeprefix("\ufeff")
+    except LookupError:
+        raise ConfigError(
+            [Problem(key="data.encoding", value=encoding, rule="Python knows no such encoding.")]
+        ) from None
+    except UnicodeError as error:
+        start = getattr(error, "start", 0)
+        line, byte = content.count(b"\n", 0, start) + 1, f"0x{content[start]:02x}" if content else "no byte"
+        remedy = "Give its encoding, such as data.encoding=latin-1 or utf-16, or convert the file to UTF-8."
+        raise DataError(
+            f"{key}={path}: line {line} holds the byte {byte}, which is not {encoding}. {remedy}"
+        ) from error
+
+
+def alike(texts: Iterable[str]) -> list[list[str]]:
+    """Return the texts that differ from others only in case, or in blanks at their ends, sorted.
+
+    Example:
+        >>> alike(["cat", "dog", "Cat", "cat "])
+        [['Cat', 'cat', 'cat ']]
+    """
+    groups = dict[str, set[str]]()
+    for text in texts:
+        groups.setdefault(text.strip().casefold(), set()).add(text)
+    return [sorted(group) for group in groups.values() if len(group) > 1]
+
+
+def listed(texts: Iterable[object], most: int = 5) -> str:
+    """Return texts for a message: the first few, and the number of the others.
+
+    Example:
+        >>> listed("abcd", 2)
+        'a, b and 2 more'
+    """
+    found = [str(text) for text in texts]
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{', '.join(found[:most])}{more}"
 
 
 def digest_of(path: Path) -> str:

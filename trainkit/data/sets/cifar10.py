@@ -14,7 +14,7 @@ from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
 from trainkit.data.stored import ImagesInMemory, Normalisation
 from trainkit.errors import DataError
-from trainkit.fields import below, placement
+from trainkit.fields import a_folder, below, placement
 
 _TRAIN: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _RECORD: Final = 1 + 3 * 32 * 32
@@ -38,7 +38,7 @@ class Cifar10(ImagesInMemory):
 
     split: Literal["train", "val", "test"]
     """Part of the dataset to use."""
-    path: Annotated[Path | None, placement] = None
+    path: Annotated[Path | None, placement, a_folder] = None
     """Folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin."""
     val_size: Annotated[int, below(0, 50_000)] = 5000
     """Training images held out; with 0, train on all and do not validate."""
@@ -62,7 +62,7 @@ class Cifar10(ImagesInMemory):
     def __post_init__(self) -> None:
         if self.path is None:
             raise DataError(f"data.path is not set. {_REMEDY}")
-        folder = existing(self.path, remedy=_REMEDY)
+        folder = existing(self.path, a_folder, remedy=_REMEDY)
         names = ("test_batch.bin",) if self.split == "test" else _TRAIN
         records = np.concatenate([_records(folder / name) for name in names])
         border = len(records) - self.val_size

@@ -17,7 +17,7 @@ from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing, fetch
 from trainkit.data.stored import ImagesInMemory, Normalisation
 from trainkit.errors import DataError
-from trainkit.fields import below, placement
+from trainkit.fields import Reads, a_folder, below, placement
 from trainkit.files import cache_folder
 
 _URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -43,7 +43,7 @@ class FashionMnist(ImagesInMemory):
 
     split: Literal["train", "val", "test"]
     """Part of the dataset to use."""
-    path: Annotated[Path | None, placement] = None
+    path: Annotated[Path | None, placement, Reads(kind="folder", unless="download")] = None
     """Folder with the four files; null: the Debian package dataset-fashion-mnist, else the download cache."""
     download: Annotated[bool, placement] = False
     """Download the files (31 MB) into `path`, or the cache folder, if they are missing; false downloads nothing."""
@@ -80,7 +80,7 @@ class FashionMnist(ImagesInMemory):
 
     def _folder(self) -> Path:
         if self.path is not None:
-            return self.path.expanduser() if self.download else existing(self.path)
+            return self.path.expanduser() if self.download else existing(self.path, a_folder)
         if _DEBIAN.is_dir() and not self.download:
             return _DEBIAN
         cached = cache_folder() / "fashion_mnist"

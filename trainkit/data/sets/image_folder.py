@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -15,17 +17,24 @@ import torch
 from torch import Tensor
 
 from trainkit.data.declaration import Declared, image, label
-from trainkit.data.reading.files import existing
+from trainkit.data.reading.files import alike, existing, listed
 from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
-from trainkit.fields import Limit, above, at_least
+from trainkit.fields import Limit, a_folder, above, at_least, maths
 
-SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+SUFFIXES: Final = frozenset({
+    ".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff",
+    ".webp",
+})  # fmt: skip
 _CROP_ATTEMPTS: Final = 10
 _LEFT_RIGHT: Final = 0
 """PIL.Image.Transpose.FLIP_LEFT_RIGHT."""
 _BILINEAR: Final = 2
 """PIL.Image.Resampling.BILINEAR."""
+_ORIENTATION: Final = 0x0112
+"""Number of the EXIF tag of the orientation; 1 is upright."""
+_LOOKED_AT: Final = 2000
+"""Files whose heads are read before a run."""
 
 _Box = tuple[int, int, int, int]
 
@@ -34,11 +43,13 @@ _Box = tuple[int, int, int, int]
 class Images:
     """Files of images, read by Pillow."""
 
-    decode: Any
-    """`PIL.Image.open`."""
+    pil: Any
+    """The module `PIL.Image`."""
+    exif: Literal["apply", "ignore"]
+    """Whether an image is turned as its EXIF orientation says."""
 
     @classmethod
-    def of(cls, *, image_size: int, resize: int) -> Images:
+    def of(cls, *, image_size: int, resize: int, exif: Literal["apply", "ignore"]) -> Images:
         """Load Pillow; the arguments are the keys of the dataset.
 
         Raises:
@@ -48,24 +59,116 @@ class Images:
         if image_size > resize:
             rule = f"larger than data.resize={resize}, from which it is cropped."
             raise ConfigError([Problem(key="data.image_size", value=image_size, rule=rule)])
-        return cls(decode=pillow().open)
+        return cls(pil=pillow(), exif=exif)
 
     def read(self, file: Path | str, index: int) -> Any:
-        """Return the image of a file in RGB.
+        """Return the first frame of a file in RGB, without transparency; of 16 bits of a pixel, the higher 8.
 
         Raises:
-            DataError: the file is not an image, or is damaged; the message names the sample.
+            DataError: the file is not an image, is damaged, or has numbers without a range; the message names the
+                sample.
         """
         try:
-            with self.decode(file) as opened:
-                return opened.convert("RGB")
+            with self.pil.open(file) as opened:
+                deep, turned = _kinds_of(opened)[:2]
+                image = (
+                    importlib.import_module("PIL.ImageOps").exif_transpose(opened)
+                    if turned and self.exif == "apply"
+                    else opened
+                )
+                if deep:  # Pillow would set every pixel above 255 to white
+                    image = self.pil.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                return image.convert("RGB")
         except Exception as error:  # a damaged file raises OSError, SyntaxError, ValueError, DecompressionBombError
             raise DataError(f"sample {index} cannot be read: {file}: {error}") from error
+
+    def notes(self, files: Sequence[str]) -> list[str]:
+        """Return notes about images that are not read as they are stored; opens the heads of at most 2,000 files.
+
+        Raises:
+            DataError: some cannot be read.
+        """
+        wrong, counts, shown = list[str](), Counter[int](), files[:: -(-len(files) // _LOOKED_AT) or 1]
+        for file in shown:
+            try:
+                with self.pil.open(file) as opened:
+                    counts.update(place for place, holds in enumerate(_kinds_of(opened)) if holds)
+            except Exception as error:  # noqa: BLE001 - as in `read`
+                wrong.append(f"{file}: {error}")
+        if wrong:
+            raise DataError(f"{len(wrong)} of {len(shown)} images cannot be read: {listed(wrong, 3)}")
+        of = f"of {len(files)} images" if shown == files else f"of {len(shown)} images that were looked at"
+        turned = "are turned upright" if self.exif == "apply" else "are not turned upright"
+        texts = (
+            "have 16 bits per pixel, of which the higher 8 are read",
+            f"{turned} (data.exif={self.exif}): their EXIF orientation says how",
+            "are partly transparent, which is left out",
+            "have several frames or pages, of which the first is read",
+        )
+        return [f"{counts[place]} {of} {text}" for place, text in enumerate(texts) if counts[place]]
+
+
+def _kinds_of(opened: Any) -> tuple[bool, bool, bool, bool]:
+    """Return whether an opened image has 16 bits per pixel, a turned picture, transparency, and several frames.
+
+    Raises:
+        ValueError: its numbers have no range.
+    """
+    # Pillow opens 16-bit files as I;16, some formats as I with the range of 16 bits
+    deep = opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM"))
+    if opened.mode in ("I", "F") and not deep:
+        raise ValueError(
+            f"its pixels are 32-bit numbers without a range (mode {opened.mode}). Convert it to 8 or 16 bits"
+        )
+    clear = opened.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in opened.info
+    return deep, opened.getexif().get(_ORIENTATION, 1) > 1, clear, getattr(opened, "is_animated", False)
+
+
+def images_below(folder: Path) -> tuple[list[str], Counter[str]]:
+    """Return the images in a folder and the folders below it, sorted by folder and name, and the files left out.
+
+    Files without a suffix of images are left out, and files whose own name or folder is hidden (it begins with a dot).
+
+    Returns:
+        The paths, and the number of files left out by suffix.
+
+    Raises:
+        DataError: a folder cannot be read, or is a link to a folder above.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    files, left_out, walked = list[str](), Counter[str](), []
+    for inner, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        for link in filter(os.path.islink, (os.path.join(inner, name) for name in folders)):  # noqa: PTH118
+            if f"{os.path.realpath(inner)}/".startswith(f"{os.path.realpath(link)}/"):
+                raise DataError(f"{link} is a link to a folder above, whose images would be read again. Remove it.")
+        walked.append((inner, names))
+    for inner, names in sorted(walked):
+        is_hidden = any(part.startswith(".") for part in Path(inner).relative_to(folder).parts)
+        for name in sorted(names):
+            suffix = Path(name).suffix.lower()
+            if is_hidden or name.startswith("."):
+                left_out["hidden"] += 1
+            elif suffix in SUFFIXES:
+                files.append(os.path.join(inner, name))  # noqa: PTH118 - a million Path objects take half a gigabyte
+            else:
+                left_out[suffix or "without suffix"] += 1
+    return files, left_out
+
+
+def note_of_left_out(left_out: Mapping[str, int]) -> list[str]:
+    """Return the note about files that are no images."""
+    kinds = listed(f"{kind}: {count}" for kind, count in sorted(left_out.items()))
+    return [f"{sum(left_out.values())} files are left out ({kinds})"] if left_out else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder:
     """`PATH/train/CLASS/image.jpg` and `PATH/val/CLASS/image.jpg`; classes are numbered in sorted order.
+
+    Images in folders below CLASS belong to it; hidden folders and files are left out.
 
     Training images are cropped at random (area and aspect ratio as in Szegedy et al. 2014, arXiv:1409.4842) and
     mirrored with probability one half, each keyed by seed, epoch and sample. For validation, the shorter side is
@@ -76,7 +179,7 @@ class ImageFolder:
 
     split: Literal["train", "val"]
     """Folder to read."""
-    path: Path
+    path: Annotated[Path, a_folder]
     """The folder that holds `train` and `val`."""
     image_size: Annotated[int, at_least(1)] = 224
     """Side length in pixels of the model's input."""
@@ -90,8 +193,11 @@ class ImageFolder:
     """Mean per colour channel, subtracted."""
     deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     """Standard deviation per colour channel, divided by."""
+    exif: Annotated[Literal["apply", "ignore"], maths(neutral="apply")] = "apply"
+    """Turn each image as its EXIF orientation says, or read it as it is stored."""
     classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _files: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
+    _left_out: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _images: Images = field(init=False, repr=False, compare=False)
 
     @classmethod
@@ -102,15 +208,34 @@ class ImageFolder:
         return Declared(draw=lambda g: (image(g, 3, size, size), label(g)), stored_bytes=3 * size * size + 4)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_images", Images.of(image_size=self.image_size, resize=self.resize))
-        root = existing(self.path)
-        classes = _classes(existing(root / "train"))
+        images = Images.of(image_size=self.image_size, resize=self.resize, exif=self.exif)
+        object.__setattr__(self, "_images", images)
+        root = existing(self.path, a_folder)
+        classes = _classes(existing(root / "train", a_folder))
         object.__setattr__(self, "classes", classes)
-        folder = existing(root / self.split)
+        folder = existing(root / self.split, a_folder)
         unknown = sorted(set(_classes(folder)) - set(classes))
         if unknown:
-            raise DataError(f"{folder} has classes that train does not have: {', '.join(unknown[:5])}.")
-        object.__setattr__(self, "_files", tuple(_listed(folder, classes)))
+            raise DataError(f"{folder} has classes that train does not have: {listed(map(repr, unknown))}.")
+        files, empty, left_out = list[tuple[str, int]](), list[str](), Counter[str]()
+        for number, name in enumerate(classes):
+            found, others = images_below(folder / name) if (folder / name).is_dir() else ([], Counter[str]())
+            files += [(file, number) for file in found]
+            left_out += others
+            empty += [] if found else [name]
+        beside = sorted(entry.name for entry in folder.iterdir() if entry.name not in classes)
+        notes = [f"left out beside the class folders: {listed(beside)}"] if beside else []
+        notes += note_of_left_out(left_out)
+        notes += [f"classes differ in case or blanks only: {listed(map(repr, same))}" for same in alike(classes)]
+        notes += [f"there is no image of the classes {listed(map(repr, empty))}"] if empty else []
+        object.__setattr__(self, "_files", tuple(files))
+        object.__setattr__(self, "_left_out", tuple(notes))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks about files that are left out, and about images that are not read as they are stored."""
+        of_images = self._images.notes([file for file, _ in self._files])
+        return tuple(f"{self.path.name}/{self.split}: {note}" for note in (*self._left_out, *of_images))
 
     def __len__(self) -> int:
         """Return the number of images in this folder."""
@@ -198,18 +323,7 @@ def pillow() -> Any:
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    found = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-    if not found:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
         raise DataError(f"{folder} holds no class folders: images are expected as {folder / 'CLASS' / 'image.jpg'}.")
-    return found
-
-
-def _listed(folder: Path, classes: tuple[str, ...]) -> list[tuple[str, int]]:
-    # use plain strings: a million Path objects take half a gigabyte
-    return [
-        (str(file), label)
-        for label, name in enumerate(classes)
-        if (folder / name).is_dir()
-        for file in sorted((folder / name).iterdir())
-        if file.suffix.lower() in SUFFIXES
-    ]
+    return tuple(names)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,9 @@ _MOST_FILES: Final = 1_000_000
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
     r"""Samples from files of JSON lines. An object's numbers and lists of numbers become arrays, a sample is a dict.
+
+    A field whose numbers are whole in the first line of all files is int64, and must be whole in every line; any other
+    field of numbers is float32, whether a line writes 1 or 1.0.
 
     A file is a path, or a URL of any file system that fsspec knows (`s3://`, `gs://`, `https://`, `memory://`). Names
     with `*`, `?` or `[` are patterns; the files that match are sorted.
@@ -83,37 +87,80 @@ class JsonLines:
         Raises:
             DataError: a line is no JSON object, or the file cannot be read.
         """
-        for number, line in enumerate(_lines(file), start=1):
-            try:
-                content = parse_json(line)
-            except ValueError as error:
-                raise DataError(f"line {number} of {file} is not JSON: {error}.") from None
-            if not isinstance(content, dict):
-                raise DataError(f"line {number} of {file} is not a JSON object.")
-            yield {name: _array(value) for name, value in content.items()}
+        for number, content in _objects(file):
+            for name, value in content.items():
+                try:
+                    content[name] = _array(value, self._kinds.get(name))
+                except ValueError as error:
+                    raise DataError(f"line {number} of {file}: {name} holds {error}.") from None
+            yield content
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, str]:
+        """Name of each field -> the kind of its numbers in the first line, as NumPy names it."""
+        first: dict[str, Any] = next((content for file in self.files for _, content in _objects(file)), {})
+        with suppress(ValueError):  # `read` reports its line
+            return {name: np.asarray(value).dtype.kind for name, value in first.items() if value != []}
+        return {}
 
 
-def _array(value: Any) -> Any:
-    """Return a list of numbers as an array of 32-bit floats or 64-bit whole numbers; anything else as it is."""
+def _array(value: Any, first: str | None) -> Any:
+    """Return a list of numbers as an array of 32-bit floats or 64-bit whole numbers; anything else as it is.
+
+    Args:
+        value: the value of a field.
+        first: the kind of the first value of this field.
+
+    Raises:
+        ValueError: lists in it differ in length, or it has decimal places and the first value has none.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ValueError("lists of several lengths") from None
+    kind = array.dtype.kind if array.size else first
+    if (kind, first) == ("f", "i"):
+        raise ValueError(
+            "decimal places, and the first line of all files has whole numbers there. Write 1.0 there, not 1"
+        )
+    kind = "f" if (kind, first) == ("i", "f") else kind
     if not isinstance(value, list):
-        return value
-    array = np.asarray(value)
-    kinds = {"f": np.float32, "i": np.int64, "b": np.bool_}
-    return array.astype(kinds[array.dtype.kind]) if array.dtype.kind in kinds else value
+        return float(value) if kind == "f" else value
+    dtypes = {"f": np.float32, "i": np.int64, "b": np.bool_}
+    return array.astype(dtypes[kind]) if kind in dtypes else value
 
 
-def _lines(file: str) -> Iterator[bytes]:
-    """Yield the lines of a file that are not empty."""
+def _objects(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and content of the lines of a file.
+
+    Raises:
+        DataError: a line is no JSON object, or the file cannot be read.
+    """
+    for number, line in _lines(file):
+        try:
+            content = parse_json(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+        except ValueError as error:
+            raise DataError(f"line {number} of {file} is not JSON: {error}.") from None
+        if not isinstance(content, dict):
+            raise DataError(f"line {number} of {file} is not a JSON object.")
+        yield number, content
+
+
+def _lines(file: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not empty, with their numbers from 1."""
+    return ((number, line) for number, line in enumerate(_all_lines(file), start=1) if line.strip())
+
+
+def _all_lines(file: str) -> Iterator[bytes]:
     try:
         with closing(_opened(file)) as stream:
             rest = b""
             while chunk := stream.read(_CHUNK):  # the files of fsspec have no readline with a limit
                 *lines, rest = (rest + chunk).split(b"\n")
-                yield from filter(bytes.strip, lines)
+                yield from lines
                 if len(rest) > _LONGEST:
                     raise DataError(f"a line of {file} is longer than {_LONGEST:,} bytes.")
-            if rest.strip():
-                yield rest
+            yield rest
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
 

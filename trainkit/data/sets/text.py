@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.data.declaration import Declared, window
-from trainkit.data.reading.files import digest_of, download, existing
+from trainkit.data.reading.files import digest_of, download, existing, text_of
 from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
-from trainkit.fields import above, at_least, below, placement
+from trainkit.fields import a_file, above, at_least, below, maths, placement
 from trainkit.files import cache_folder
 
 SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -89,8 +89,10 @@ class TextFile(_Tokens):
     every character is predicted once.
     """
 
-    path: Path | None = None
-    """The file, UTF-8; null: the downloaded one."""
+    path: Annotated[Path | None, a_file] = None
+    """The file; null: the downloaded one."""
+    encoding: Annotated[str, maths(neutral="utf-8")] = "utf-8"
+    """Encoding of the file, as Python names it; a byte order mark at its beginning is no character of the text."""
     download: Annotated[bool, placement] = False
     """Download the text of `url` into the cache folder if it is missing; otherwise nothing is downloaded."""
     url: Annotated[str, placement] = SHAKESPEARE_URL
@@ -104,10 +106,7 @@ class TextFile(_Tokens):
     characters: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            text = self._found().read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"data.path={self.path}: not a UTF-8 text: {error}.") from error
+        text = text_of(self._found(), self.encoding)
         code_points, tokens = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
         if self.vocab_size is not None and len(code_points) > self.vocab_size:
             raise DataError(

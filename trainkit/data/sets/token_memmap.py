@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.data.declaration import Declared, window
@@ -15,7 +16,7 @@ from trainkit.data.reading.files import existing
 from trainkit.data.reading.windows import Windows, tile
 from trainkit.data.stored import Samples, Stored
 from trainkit.errors import DataError
-from trainkit.fields import at_least
+from trainkit.fields import a_folder, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class TokenMemmap:
 
     split: Literal["train", "val"]
     """File to read."""
-    path: Path
+    path: Annotated[Path, a_folder]
     """The folder."""
     context: Annotated[int, at_least(1)] = 1024
     """Number of tokens of a sample."""
@@ -49,10 +50,11 @@ class TokenMemmap:
         return Declared(draw=lambda g: window(g, context, keys.get("vocab_size")), stored_bytes=(context + 1) * width)
 
     def __post_init__(self) -> None:
-        file = existing(existing(self.path) / f"{self.split}.bin")
+        file = existing(existing(self.path, a_folder) / f"{self.split}.bin")
         if file.stat().st_size % np.dtype(self.dtype).itemsize or not file.stat().st_size:
             raise DataError(f"{file}: its {file.stat().st_size} bytes are not a whole number of {self.dtype} tokens.")
         tokens: Any = np.memmap(file, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
+        _refuse_other_format(file, tokens, self.dtype)
         if len(tokens) <= self.context:
             raise DataError(f"{file} has {len(tokens)} tokens, fewer than a sample of {self.context} and one more.")
         if self.split == "val":
@@ -78,3 +80,31 @@ class TokenMemmap:
         if self.vocab_size is not None and (largest := int(found[0].numpy().max())) >= self.vocab_size:
             raise DataError(f"sample {index} holds token {largest}, but data.vocab_size={self.vocab_size}.")
         return found
+
+
+_LLM_C: Final = (20240520, 20240801)
+"""First number of the token files of llm.c and its relatives."""
+_LOOKED_AT: Final = 1 << 16
+"""Tokens whose halves are compared."""
+_FEW: Final = 32
+
+
+def _refuse_other_format(file: Path, tokens: NDArray[Any], dtype: str) -> None:
+    """Refuse a file that begins with a header, or holds wider tokens: their upper halves look like small tokens.
+
+    Raises:
+        DataError: it is such a file; names the remedy.
+    """
+    head = tokens[: 8 // tokens.itemsize].tobytes()
+    if head.startswith(b"\x93NUMPY"):
+        raise DataError(f"{file} was written by numpy.save, with a header. Write its array by array.tofile(FILE).")
+    if int.from_bytes(head[:4], "little") in _LLM_C:
+        raise DataError(f"{file} begins with the 1,024 bytes of the header of llm.c. Write it without them.")
+    halves = np.asarray(tokens[: min(len(tokens), _LOOKED_AT) // 2 * 2]).reshape(-1, 2)
+    low, high = (int(column.max()) for column in halves.T) if len(halves) >= _FEW else (0, 0)
+    # the upper halves are 0 below 65,536 tokens, and at most 3 in any vocabulary of today
+    if high == 0 < low or (high <= 3 and low > 255):
+        remedy = "data.dtype=uint32" if dtype == "uint16" else "uint32 for the tokens"
+        raise DataError(
+            f"{file}: every second {dtype} is at most {high}, as of tokens of twice the bytes. Use {remedy}."
+        )

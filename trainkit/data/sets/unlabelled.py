@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.data.reading.files import existing
-from trainkit.data.sets.image_folder import SUFFIXES, Images, centre_crop, pixels_of
+from trainkit.data.reading.files import existing, text_of
+from trainkit.data.sets.image_folder import Images, centre_crop, images_below, note_of_left_out, pixels_of
 from trainkit.data.stored import Normalisation, Samples, Stored
 from trainkit.errors import DataError
-from trainkit.fields import at_least, placement
+from trainkit.fields import a_file, a_folder, at_least, maths, placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ImageFiles:
 
     splits: ClassVar[tuple[str, ...]] = ("all",)
 
-    path: Annotated[Path, placement]
+    path: Annotated[Path, placement, a_folder]
     """The folder."""
     image_size: Annotated[int, at_least(1)] = 224
     """Side length in pixels of the model's input."""
@@ -36,14 +36,25 @@ class ImageFiles:
     """Mean per colour channel, subtracted."""
     deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     """Standard deviation per colour channel, divided by."""
+    exif: Annotated[Literal["apply", "ignore"], maths(neutral="apply")] = "apply"
+    """Turn each image as its EXIF orientation says, or read it as it is stored."""
     ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _images: Images = field(init=False, repr=False, compare=False)
+    _left_out: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_images", Images.of(image_size=self.image_size, resize=self.resize))
-        root = existing(self.path)
-        files = (file for file in root.rglob("*") if file.suffix.lower() in SUFFIXES)
-        object.__setattr__(self, "ids", tuple(sorted(file.relative_to(root).as_posix() for file in files)))
+        images = Images.of(image_size=self.image_size, resize=self.resize, exif=self.exif)
+        object.__setattr__(self, "_images", images)
+        root = existing(self.path, a_folder)
+        files, left_out = images_below(root)
+        object.__setattr__(self, "ids", tuple(sorted(Path(file).relative_to(root).as_posix() for file in files)))
+        object.__setattr__(self, "_left_out", tuple(note_of_left_out(left_out)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks about files that are left out, and about images that are not read as they are stored."""
+        of_images = self._images.notes([str(self.path.expanduser() / name) for name in self.ids])
+        return tuple(f"{self.path.name}: {note}" for note in (*self._left_out, *of_images))
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -73,17 +84,20 @@ class TextLines:
 
     splits: ClassVar[tuple[str, ...]] = ("all",)
 
-    path: Annotated[Path, placement]
-    """The file, UTF-8."""
+    path: Annotated[Path, placement, a_file]
+    """The file; a line ends with a line feed, or with a carriage return and a line feed."""
     context: Annotated[int, at_least(1)] = 64
     """Tokens of a sample; a longer line is refused."""
-    reference: Annotated[Path | None, placement] = None
+    encoding: Annotated[str, maths(neutral="utf-8")] = "utf-8"
+    """Encoding of the files, as Python names it."""
+    reference: Annotated[Path | None, placement, a_file] = None
     """The text that a model of `text_file` was trained on: its characters are the tokens. null: its bytes are."""
     ids: range = field(init=False, repr=False, compare=False)
     _rows: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lines = _text_of(self.path, "data.path").splitlines()
+        text = text_of(self.path, self.encoding).removesuffix("\n")
+        lines = [line.removesuffix("\r") for line in text.split("\n")] if text else []
         numbers = self._numbers()
         rows = np.zeros((len(lines), self.context), dtype=np.uint8 if numbers is None else np.int32)
         for place, line in enumerate(lines):
@@ -102,7 +116,7 @@ class TextLines:
     def _numbers(self) -> dict[str, int] | None:
         if self.reference is None:
             return None
-        known = sorted(set(_text_of(self.reference, "data.reference")))
+        known = sorted(set(text_of(self.reference, self.encoding, key="data.reference")))
         return {character: number for number, character in enumerate(known)}
 
     def __len__(self) -> int:
@@ -122,10 +136,3 @@ class TextLines:
         rows = self._rows
         samples = Samples(len(rows), rows.__getitem__, gather=rows.__getitem__)
         return Stored(samples=samples, widened=lambda batch: batch.to(torch.int64))
-
-
-def _text_of(path: Path, key: str) -> str:
-    try:
-        return existing(path, key=key).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{key}={path}: not a UTF-8 text: {error}.") from error
