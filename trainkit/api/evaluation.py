@@ -18,6 +18,7 @@ from torch import Tensor
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
 from trainkit.callbacks.figures.sample_pictures import images_of, inputs_at
 from trainkit.callbacks.tensorboard import grid, png_bytes
+from trainkit.data.remarks import remarks
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.objectives.details import WORST
@@ -132,7 +133,7 @@ def _content(trained: Trained, job: Job, result: Mapping[str, Any]) -> dict[str,
         "precision": job.parts.precision.value,
         "metrics": result["metrics"],
         "tables": result["tables"],
-        "notes": [*result["notes"], *_nonfinite_losses(result["metrics"])],
+        "notes": [*remarks([job.dataset], job.parts.hooks), *result["notes"], *_nonfinite_losses(result["metrics"])],
     }
 
 

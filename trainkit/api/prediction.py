@@ -26,6 +26,7 @@ from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.hooks import Reading
+from trainkit.data.remarks import remarks
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.files import open_regular, read_bytes, read_map, write_json_atomically
@@ -105,6 +106,8 @@ def predict_to_file(
     folder = out.with_name(f"{out.name}.parts")
     wanted = split_of(cfg, split)
     job = prepare(cfg, JobRequest(verb="predict", split=wanted, source=trained.source, parts=str(folder.absolute())))
+    for note in remarks([job.dataset], job.parts.hooks):
+        log(f"note: {note}")
     chunks = Chunks(num_rows=size_of(job.dataset), batch_size=cfg.predict.batch_size)
     nonfinite = 0
     with reporting(out.parent), _parts_folder(folder, _identity(trained, job), overwrite=overwrite):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.remarks import remarks
 from trainkit.data.splits import size_of, test_splits, validation_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import named_first_line
@@ -97,6 +98,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
     of_data = [
         *_fields_left_out(plan.components),
         *_splits_left_out(plan.components.datasets),
+        *remarks(plan.components.datasets.values(), plan.components.hooks),
         *plan.components.objective.notes(model, plan.components.sample),
     ]
     of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
