@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,10 @@ from tests.contract.running import run
 from tests.exporting import plain
 from tests.support.zoo import Points
 from trainkit import cli
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ConfigError
 from trainkit.exporting import whole_file
 from trainkit.exporting.trained import TrainedModel
+from trainkit.exporting.whole_file import FileWeights
 from trainkit.trainer.checkpoint import load, newest_valid
 from trainkit.verbs.running.train import exit_code
 
@@ -203,6 +205,50 @@ def test_a_file_that_is_not_of_the_model_starts_no_training(tmp_path: Path) -> N
         run(tmp_path / "a", *PLAIN, f"init_from={tmp_path}/other.safetensors")
     with pytest.raises(CheckpointError, match=r"text\.safetensors is not a complete safetensors file\."):
         run(tmp_path / "b", *PLAIN, f"init_from={tmp_path}/text.safetensors")
+
+
+def test_a_pickle_is_named_with_the_command_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = plain.Plain().state_dict()
+    torch.save({"state_dict": state}, "it's.pt")
+    assert cli.main(["recipe=null", 'init_from="it\'s.pt"']) == 2
+    told = capsys.readouterr().err
+    assert "init_from=it's.pt: is a zip archive, as torch.save writes pickles, and a safetensors file is needed" in told
+    command = shlex.split(told.partition("Convert it: python ")[2].rpartition(" (command line)")[0])
+    subprocess.run([sys.executable, *command], check=True)
+    assert load_file("it's.pt.safetensors").keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"\x80\x02}q\x00.", "a pickle, as torch.save wrote it before torch 1.6"),
+        (b"\x89HDF\r\n", "an HDF5 file"),
+        (b"version https://git-lfs.github.com/spec/v1", "the pointer of Git LFS to a file that was not fetched"),
+    ],
+)
+def test_a_file_of_another_format_is_named(content: bytes, what: str, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"weights: is {what}"):
+        run(tmp_path / "run", *PLAIN, f"init_from={tmp_path}/weights")
+    with pytest.raises(
+        ConfigError, match=r"holds neither a checkpoint nor model\.safetensors\. Name a run, a checkpoint"
+    ):
+        run(tmp_path / "run", *PLAIN, f"init_from={tmp_path}", "resume=auto")
+
+
+def test_a_file_with_two_values_for_a_tied_tensor_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    save_file({"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}, tmp_path / "same.safetensors")
+    assert torch.equal(FileWeights.of(tmp_path / "same.safetensors", model)["param/0.weight"], torch.ones(2, 2))
+    save_file({"0.weight": torch.ones(2, 2), "1.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"holds other values for 0\.weight than for 1\.weight, which are one tensor"
+    ):
+        FileWeights.of(tmp_path / "other.safetensors", model)
 
 
 def test_a_changed_file_is_not_loaded(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trainkit.errors import CheckpointError
 from trainkit.exporting.trained import NotExportableError, TrainedModel, Written, checkpoint_keys
 from trainkit.storage import bytes_needed, refuse_full
 from trainkit.strategies.tensors.lazy_state import LazyStateDict, dtype_of, shape_of
-from trainkit.trainer.checkpoint.tensor_file import Kinds, TensorFile, write_stream
+from trainkit.trainer.checkpoint.tensor_file import Kinds, TensorFile, bytes_of, write_stream
 
 WEIGHTS: Final = "model.safetensors"
 LOADING: Final = """\
@@ -76,14 +76,23 @@ class FileWeights(LazyStateDict):
         An unknown name is treated as a parameter; loading the weights then reports it.
 
         Raises:
-            CheckpointError: it is no safetensors file, or the `state_dict` of the model is made by a hook.
+            CheckpointError: it is no safetensors file, the `state_dict` of the model is made by a hook, or the file has
+                several values for one tensor of the model.
         """
         names = checkpoint_keys(model)
         if names is None:
             rule = "holds a state_dict, and hooks of the model change its state_dict: give a checkpoint"
             raise CheckpointError(f"{path} {rule}.")
         file = TensorFile.opened(path)
-        return cls(file, {names.get(name, f"param/{name}"): name for name in file})
+        keys = dict[str, str]()
+        for name in file:
+            tied = keys.setdefault(names.get(name, f"param/{name}"), name)
+            if tied != name and bytes_of(file.read(tied)) != bytes_of(file.read(name)):
+                rule = f"holds other values for {tied} than for {name}, which are one tensor in the model"
+                raise CheckpointError(
+                    f"{path} {rule}. Leave the wrong one out of the file, or untie them in the model."
+                )
+        return cls(file, keys)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file.read(self._keys[name])

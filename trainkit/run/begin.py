@@ -181,17 +181,17 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     Raises:
         ConfigError: there is nothing to resume at the given path, or the run there is another training; the error names
             every maths key that differs.
-        CheckpointError: `init_from` names no weights.
+        CheckpointError: the file of `init_from` is damaged.
     """
-    if cfg.resume is None:
-        if cfg.resume_allows:
+    if cfg.resume in (None, "auto"):
+        if cfg.resume is None and cfg.resume_allows:
             rule = "has no effect: no run is resumed."
             raise ConfigError([Problem(key="resume_allows", value=cfg.resume_allows, rule=rule)])
-        if cfg.init_from is not None:
+        start = ResumePoint(cfg=cfg) if cfg.resume is None else _auto(cfg, run_dir)
+        continues = start.folder is not None and list_complete(start.folder.checkpoints)
+        if cfg.init_from is not None and not continues:
             refuse_absent_weights(cfg)
-        return ResumePoint(cfg=cfg)
-    if cfg.resume == "auto":
-        return _auto(cfg, run_dir)
+        return start
     path = Path(cfg.resume).expanduser()
     run, checkpoints = (
         (path, path / "checkpoints") if (path / "resolved.yaml").is_file() else (path.parent.parent, path)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.exporting.whole_file import WEIGHTS, FileWeights
+from trainkit.fields import Reads
+from trainkit.files import open_regular
 from trainkit.run.planning.memory import model_without_data
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import Loaded, load, newest_valid
@@ -36,16 +40,57 @@ def starting_weights(cfg: RunConfig, *, report: Callable[[str], None]) -> Mappin
 
 
 def refuse_absent_weights(cfg: RunConfig) -> None:
-    """Refuse a path of `init_from` without weights, before anything starts; reads no weights.
+    """Refuse a path of `init_from` without weights, before anything starts; loads no weights.
 
     Raises:
-        CheckpointError: there are no weights, or the file is no safetensors file.
+        ConfigError: it names something else than a checkpoint or a safetensors file.
+        CheckpointError: the safetensors file is damaged, or has two tensors for one of the model.
     """
     path = _named(cfg)
-    if (file := _file_of(path)).is_file():
+    is_file = (file := _file_of(path)).is_file()
+    if is_file:
+        rule = _other_format(file)
+    elif (path / MANIFEST).is_file() or list_complete(_root_of(path)):
+        rule = None
+    else:
+        rule = (
+            Reads().rule(path)
+            or f"holds neither a checkpoint nor {WEIGHTS}. Name a run, a checkpoint, or a safetensors file."
+        )
+    if rule is not None:
+        raise ConfigError([Problem(key="init_from", value=cfg.init_from, rule=rule)])
+    if is_file:
         FileWeights.of(file, model_without_data(cfg))
-    elif not (path / MANIFEST).is_file() and not list_complete(_root_of(path)):
-        raise CheckpointError(f"{path} holds no checkpoint.")
+
+
+_BEGINNINGS: Final = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes pickles",
+    b"\x80": "a pickle, as torch.save wrote it before torch 1.6",
+    b"\x89HDF": "an HDF5 file, as Keras writes it",
+    b"GGUF": "a GGUF file",
+    b"{": "a JSON file, such as the index of a model in several files",
+    b"version https://git-lfs": "the pointer of Git LFS to a file that was not fetched: git lfs pull fetches it",
+}
+"""First bytes of files that are often taken for weights -> what they are."""
+
+
+def _other_format(file: Path) -> str | None:
+    """Return what a file is by its first bytes, and how to convert it; None for what may be a safetensors file."""
+    with open_regular(file) as opened:
+        begin = opened.read(24)
+    if begin[8:9] == b"{":  # the header of a safetensors file, after its length
+        return None
+    what = next((text for first, text in _BEGINNINGS.items() if begin.startswith(first)), None)
+    if what is None:
+        return None
+    code = (
+        f"import torch; from safetensors.torch import save_file; "
+        f"found = torch.load({str(file)!r}, map_location='cpu', weights_only=True); "
+        f"found = found.get('state_dict', found); "
+        f"save_file({{name: tensor.clone() for name, tensor in found.items()}}, {f'{file}.safetensors'!r})"
+    )
+    convert = f" Convert it: python -c {shlex.quote(code)}" if "torch.save" in what else ""
+    return f"is {what}, and a safetensors file is needed: trainkit unpickles nothing.{convert}"
 
 
 def _file_of(path: Path) -> Path:
