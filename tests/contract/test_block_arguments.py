@@ -69,7 +69,7 @@ def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: P
     case = Untidy(named="DictBetweenBlocks", shaping=ModelTransforms(recompute=["Noting"]))
     said = (
         "the block of the class Noting changes the dict among its arguments, and activation_checkpointing computes the "
-        "block twice. Return what it adds, or use strategy=mirrored."
+        "block twice. Return what it adds, or set activation_checkpointing=none."
     )
     with pytest.raises(Exception, match="changes the dict") as caught:
         train(pool, case)

@@ -194,6 +194,20 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+MEMORY_SHARE: Final = "TRAINKIT_MEMORY_SHARE"
+"""Environment variable of a job that shares its GPUs with other jobs: the share of their memory that it may take."""
+
+
+def memory_share(environ: Mapping[str, str]) -> float:
+    """Return the share of the memory of a GPU that the processes of a job may take together.
+
+    Example:
+        >>> memory_share({}), memory_share({"TRAINKIT_MEMORY_SHARE": "0.25"})
+        (1.0, 0.25)
+    """
+    return float(environ.get(MEMORY_SHARE) or 1.0)
+
+
 def keep_freed_memory() -> bool:
     """Make this process use freed memory again without asking the system for new pages; return whether it will.
 

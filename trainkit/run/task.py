@@ -7,13 +7,14 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from trainkit.cluster.host import memory_share
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.commands import printed_command
 from trainkit.config.schema import RunConfig
@@ -44,6 +45,17 @@ from trainkit.trainer.ownership import uncontested
 
 _RESERVE: Final = 64 * 2**20
 """Bytes of unused address space that are freed for the report of an error, in case of a memory limit."""
+
+
+def limit_memory(task: Task, tasks: Sequence[Task], share: float) -> None:
+    """Limit what this process takes of its GPUs, which it shares with other jobs: its part of the job's share.
+
+    Without a limit the first job to grow takes the memory of the others, whose steps then fail.
+    """
+    for device in {task.device, *task.computes_on} if share < 1 else ():
+        if device.startswith("cuda"):
+            ranks = sum(device in (one.device, *one.computes_on) for one in tasks)
+            torch.cuda.set_per_process_memory_fraction(share / max(ranks, 1), device)
 
 
 @dataclass(kw_only=True)
@@ -132,6 +144,7 @@ class TaskRun:
         try:
             heartbeat = self.beats or beats_of(self.identity, self.folder)
             plan = self.plan or make_plan(self.cfg)
+            limit_memory(self.identity.task, plan.tasks, memory_share(os.environ))
             if self.identity.task.rank in plan.auxiliary_ranks:
                 self._run_auxiliary(plan, heartbeat)
                 return heartbeat, plan, None

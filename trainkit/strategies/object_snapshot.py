@@ -162,8 +162,16 @@ def _is_same(one: object, other: object) -> bool:
     return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - two NaN are the same
 
 
-def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
+def refuse_changes(
+    given: ObjectSnapshot, block: str, because: str, *, otherwise: str = "use strategy=mirrored"
+) -> None:
     """Raise an error if a block has changed a container or an object among its arguments.
+
+    Args:
+        given: the arguments before the call.
+        block: name of the block for the user.
+        because: why this is refused.
+        otherwise: the remedy for a block that cannot be changed.
 
     Raises:
         TrainingError: it has changed one.
@@ -171,8 +179,7 @@ def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
     kind = given.changed_class()
     if kind is not None:
         raise TrainingError(
-            f"the block {block} changes the {kind} among its arguments, {because}. Return what it adds, or use "
-            "strategy=mirrored."
+            f"the block {block} changes the {kind} among its arguments, {because}. Return what it adds, or {otherwise}."
         )
 
 

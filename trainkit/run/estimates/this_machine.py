@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import torch
+from torch import nn
 
 from trainkit.cluster.host import num_cores
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
 from trainkit.fields import at_least, cosmetic
 from trainkit.files import cache_folder, read_json
 from trainkit.run.estimates.hardware import Band, Hardware, HardwareChoice, Link, recognised
+from trainkit.run.estimates.memory import DeviceMemory
+from trainkit.run.estimates.verdict import HostMemory, verdict_of
+from trainkit.run.planning.memory import memory_of
+from trainkit.run.planning.plan import RunPlan
+from trainkit.storage import num_bytes
 
 VERSION: Final = 1
 """The version of a calibration's file."""
@@ -234,3 +240,37 @@ def _cpu_fact(name: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def crowding_problems(
+    plan: RunPlan, model: nn.Module, *, jobs: int, jobs_per_device: int, host_bytes: int
+) -> list[Problem]:
+    """Return the problem of jobs of a sweep that run at once and need more memory than they share.
+
+    Counted are parameters, gradients, the optimizer and the processes, without activations: what is refused cannot fit.
+
+    Args:
+        plan: the plan of each job.
+        model: its model, with or without data.
+        jobs: number of jobs that share the memory of this host, on the CPU.
+        jobs_per_device: number of jobs that share a GPU.
+        host_bytes: the memory of this host that they may take.
+    """
+    on_cpu = all(task.device == "cpu" for task in plan.tasks)
+    has = host_bytes if on_cpu else min(map(_gpu_bytes, {task.device for task in plan.tasks} - {"cpu"}))
+    memory = HostMemory(memory_bytes=has, whole_host=on_cpu)
+    needs = verdict_of(plan, DeviceMemory(held=memory_of(plan, model)), memory).needs
+    count, key = (jobs, "sweep.slots") if on_cpu else (jobs_per_device, "sweep.jobs_per_device")
+    if needs * count <= has:
+        return []
+    name = "this host has" if on_cpu else "the GPU has"
+    most = int(has // needs)
+    rule = f"{count} jobs at once need at least {num_bytes(needs * count)}, without activations, and {name} "
+    rule += f"{num_bytes(has)}. " + (
+        f"Use {most} or less." if most else "Not even one fits: trainkit plan shows its memory."
+    )
+    return [Problem(key=key, value=count, rule=rule)]
+
+
+def _gpu_bytes(device: str) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)

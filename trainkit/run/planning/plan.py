@@ -7,6 +7,7 @@ user starts receives no plan, and makes its own.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any, Final
 from torch import device, nn
 
 from trainkit.bounded import parse_json
-from trainkit.cluster.host import count_gpus
+from trainkit.cluster.host import count_gpus, memory_share
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.optimizers import optimizer_node
@@ -161,6 +162,7 @@ class RunPlan:
         computing = [
             device for task in self.tasks if not task.is_evaluator for device in task.computes_on or (task.device,)
         ]
+        share = memory_share(os.environ) if "cuda" in "".join(computing) else 1.0
         devices = sorted({device.partition(":")[0] for device in computing})
         warmup = f"{self.rate.warmup_steps} steps from {self.rate.start:g}" if self.rate.warmup_steps else "none"
         rows = {
@@ -182,6 +184,7 @@ class RunPlan:
             "reduce": sum_of_gradients(self.components.strategy, self.facts) if self.num_replicas > 1 else None,
             "recomputed": model_transforms_of(cfg).recomputed,
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
+            "memory": f"at most {share:.0%} of each GPU, which jobs of a sweep share" if share < 1 else None,
             "not finite": _skips_text(cfg.numerics),
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }

@@ -50,7 +50,8 @@ class Recomputed:
         )
         if given is not None:
             because = "and activation_checkpointing computes the block twice"
-            refuse_changes(given, f"of the class {type(self.module).__name__}", because)
+            block, otherwise = f"of the class {type(self.module).__name__}", "set activation_checkpointing=none"
+            refuse_changes(given, block, because, otherwise=otherwise)
             self._counts = bool(attributes[0].changed())
             if not self._counts:
                 attributes.clear()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from trainkit.cluster.host import VISIBLE, mig_instances
+from trainkit.cluster.host import MEMORY_SHARE, VISIBLE, mig_instances
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 
@@ -103,7 +103,10 @@ class Slots:
         for place in places:
             self._room[place] -= 1
         names = ",".join(self._gpus[place] for place in places) if self._gpus else None
-        return SlotLease(places=places, environ={**self.threads, **({} if names is None else {VISIBLE: names})})
+        shared = {MEMORY_SHARE: str(1 / self.jobs_per_device)} if names is not None and self.jobs_per_device > 1 else {}
+        return SlotLease(
+            places=places, environ={**self.threads, **({} if names is None else {VISIBLE: names}), **shared}
+        )
 
     def give_back(self, grant: SlotLease) -> None:
         """Take the slots of an ended job back."""

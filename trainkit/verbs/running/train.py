@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,10 @@ from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trainkit.config.composition import Composition
+    from trainkit.run.planning.plan import RunPlan
 
 USAGE: Final = "[-m] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {}
@@ -89,7 +92,7 @@ def _sweep(call: Call) -> int:
         refuse_open_folds(points)
         from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
 
-        plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]))
+        plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]), check=_crowding(points))
         sys.stdout.writelines(f"note: {note}\n" for note in dict.fromkeys(n for point in points for n in point.notes))
     with lasting_output():
         outcome = multirun(
@@ -100,6 +103,22 @@ def _sweep(call: Call) -> int:
             check=_check_point,
         )
     return _exit_code(outcome)
+
+
+def _crowding(points: Sequence[Composition]) -> Callable[[RunPlan, nn.Module], Sequence[Problem]]:
+    """Return the check of the memory that jobs of this host share; jobs elsewhere have their own."""
+    if points[0].launcher != "slots":
+        return lambda *_: ()
+    from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
+    from trainkit.run.estimates.this_machine import available_bytes, crowding_problems  # noqa: PLC0415 - imports torch
+    from trainkit.sweeps.loop.slots import Slots  # noqa: PLC0415 - for sweeps only
+
+    settings = points[0].cfg.sweep
+    slots = Slots.of(settings, num_gpus=count_gpus(), num_cores=num_cores(), environ=os.environ)
+    jobs = min(slots.total, settings.trials or len(points))
+    return functools.partial(
+        crowding_problems, jobs=jobs, jobs_per_device=slots.jobs_per_device, host_bytes=available_bytes()
+    )
 
 
 def _gpus_elsewhere(point: Composition) -> int | None:
