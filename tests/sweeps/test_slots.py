@@ -42,32 +42,6 @@ def refused(**settings: Any) -> list[str]:
         ({"num_gpus": 4, "jobs_per_device": 2}, 4, "1"),
     ],
 )
-def test_jobs_that_share_a_gpu_get_their_share_of_its_memory() -> None:
-    slots = Slots(count=1, gpus=["3"], jobs_per_device=4)
-    assert slots.take(1).environ == {"CUDA_VISIBLE_DEVICES": "3", "TRAINKIT_MEMORY_SHARE": "0.25"}
-    assert "TRAINKIT_MEMORY_SHARE" not in Slots(count=1, gpus=["3"]).take(1).environ
-
-
-def test_a_process_takes_its_part_of_the_share_of_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[tuple[float, str]] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
-    both = [Task(role="worker", index=rank, rank=rank, device="cuda:0") for rank in range(2)]
-    central = Task(role="worker", index=0, rank=0, computes_on=("cuda:0", "cuda:1"))
-    for task, tasks, share in ((both[0], both, 0.5), (central, [central], 0.25), (both[0], both, 1.0)):
-        limit_memory(task, tasks, share)
-    assert sorted(limits) == [(0.25, "cuda:0"), (0.25, "cuda:0"), (0.25, "cuda:1")]
-
-
-@pytest.mark.parametrize(
-    ("host_bytes", "rule"), [(10**10, None), (10**9, "Use 2 or less"), (10**8, "Not even one fits")]
-)
-def test_jobs_that_cannot_share_the_memory_of_the_host_are_refused(host_bytes: int, rule: str | None) -> None:
-    plan = make_plan(compose(["recipe=digits"]).cfg, num_gpus=0)
-    found = crowding_problems(plan, meta_model(plan), jobs=3, jobs_per_device=1, host_bytes=host_bytes)
-    assert [problem.key for problem in found] == ([] if rule is None else ["sweep.slots"])
-    assert rule is None or rule in found[0].rule
-
-
 def test_slots_are_the_gpus_or_shares_of_the_cores(
     settings: dict[str, dict[str, str]] | dict[str, int] | dict[str, int | dict[str, str]], count: int, threads: str
 ) -> None:
@@ -170,3 +144,29 @@ def test_a_job_takes_the_devices_of_its_strategy(strategy: str, num_gpus: int, s
     from trainkit.strategies.memory_capabilities import num_slots
 
     assert num_slots(build({"_target_": f"trainkit.strategies.{strategy}"}), num_gpus) == slots
+
+
+def test_jobs_that_share_a_gpu_get_their_share_of_its_memory() -> None:
+    slots = Slots(count=1, gpus=["3"], jobs_per_device=4)
+    assert slots.take(1).environ == {"CUDA_VISIBLE_DEVICES": "3", "TRAINKIT_MEMORY_SHARE": "0.25"}
+    assert "TRAINKIT_MEMORY_SHARE" not in Slots(count=1, gpus=["3"]).take(1).environ
+
+
+def test_a_process_takes_its_part_of_the_share_of_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    both = [Task(role="worker", index=rank, rank=rank, device="cuda:0") for rank in range(2)]
+    central = Task(role="worker", index=0, rank=0, computes_on=("cuda:0", "cuda:1"))
+    for task, tasks, share in ((both[0], both, 0.5), (central, [central], 0.25), (both[0], both, 1.0)):
+        limit_memory(task, tasks, share)
+    assert sorted(limits) == [(0.25, "cuda:0"), (0.25, "cuda:0"), (0.25, "cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "rule"), [(10**10, None), (10**9, "Use 2 or less"), (10**8, "Not even one fits")]
+)
+def test_jobs_that_cannot_share_the_memory_of_the_host_are_refused(host_bytes: int, rule: str | None) -> None:
+    plan = make_plan(compose(["recipe=digits"]).cfg, num_gpus=0)
+    found = crowding_problems(plan, meta_model(plan), jobs=3, jobs_per_device=1, host_bytes=host_bytes)
+    assert [problem.key for problem in found] == ([] if rule is None else ["sweep.slots"])
+    assert rule is None or rule in found[0].rule
