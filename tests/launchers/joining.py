@@ -100,3 +100,15 @@ def train_impatiently(place: Place, folder: str, port: int, *overrides: str) -> 
 
     with mock.patch.object(joining, "_LOCK_TIMEOUT_S", 0.0):
         return train(place, folder, port, *overrides)
+
+
+def train_apart(place: Place, folder: str, port: int, environs: list[dict[str, str]]) -> Outcome:
+    """The same, each process with variables of its own."""
+    return train(place, folder, port, environ=environs[place.rank])
+
+
+def train_with_one_unlike(place: Place, folder: str, port: int, name: str, found: Any) -> Outcome:
+    """The same, where a function of trainkit finds something else on rank 1, or fails there."""
+    what = {"side_effect": found} if isinstance(found, Exception) else {"return_value": found}
+    with mock.patch(name, **what) if place.rank == 1 else contextlib.nullcontext():
+        return train(place, folder, port)

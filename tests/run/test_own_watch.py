@@ -14,10 +14,8 @@ from tests.end_to_end.hanging import loops_for_ever
 from trainkit.errors import HangError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits
-from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import report_compiling
-from trainkit.trainer.failpoints import Phase
 
 HASTY = TimeLimits(hang_timeout_s=0.4, start_timeout_s=0.4, eval_timeout_s=0.4)
 GIVEN = "The limit is supervisor.hang_timeout_s=0.4: raise it if the rank was healthy."
@@ -92,7 +90,9 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     monkeypatch.setattr("trainkit.run.supervisor.self_watch._GRACE_S", 0.1)
     left, beats = threading.Event(), beating(7, "data")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
-    watch = SelfWatch(HASTY, folder, read=lambda _: beats.count(), leave=lambda code: left.set() if code == 5 else None)
+    watch = SelfWatch(
+        HASTY, folder, read=lambda _: beats.count(), exit_process=lambda code: left.set() if code == 5 else None
+    )
     with watch:
         assert left.wait(20)
         with pytest.raises(HangError):
@@ -101,21 +101,6 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     assert result is not None
     assert result["reason"].endswith(GIVEN)
     assert "test_own_watch.py" in capsys.readouterr().err  # the stack of the main thread
-
-
-@pytest.mark.slow
-def test_another_rank_of_the_host_is_waited_for_and_then_named(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainkit.run.supervisor.self_watch._OTHERS_S", 0.2)
-    phases: tuple[Phase, ...] = ("reduce", "forward")
-    for rank, phase in enumerate(phases):
-        heart = Heartbeat(folder.heartbeat_of(rank))
-        heart.beat(6, "data")
-        heart.beat(7, phase)
-        heart.close()
-    with SelfWatch(HASTY, folder, others=[1]), pytest.raises(HangError, match=r"^rank 1 has made no progress"):
-        time.sleep(60)
 
 
 @pytest.mark.slow

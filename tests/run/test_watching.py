@@ -1,6 +1,7 @@
 """Who is overdue, on a fake clock: pulses are real files, times are not."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from trainkit.cluster.host import ThreadTimes, children_of, thread_times, waited_s
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import TimeLimits, Watch
+from trainkit.run.hang_detection import TimeLimits, Watch, stopped_process
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase
@@ -31,14 +32,16 @@ class Scene:
         self.now, self.ranks, self.folder = 0.0, range(ranks), RunFolder(path)
         self.hearts: dict[int, Heartbeat] = {}
         self.threads: dict[int, ThreadTimes] = {}
+        self.stopped: set[int] = set()
         self.watch = Watch(
             TimeLimits(**{"hang_timeout_s": 10.0, **limits}),
             self.folder,
             auxiliary_ranks=auxiliary_ranks,
             sees_all=sees_all,
             clock=lambda: self.now,
-            pid_of=lambda _: 1,
+            pid_of=lambda rank: rank,
             threads=lambda _pid, _phase: dict(self.threads),
+            stopped=lambda pid, _phase: 77 if pid in self.stopped else None,
         )
 
     def beat(self, *steps_and_phases: tuple[int, Phase], first: bool = False) -> "Scene":
@@ -169,3 +172,37 @@ def test_a_process_is_read_from_proc() -> None:
         child.kill()
         child.wait()
     assert thread_times([child.pid]) == {}
+
+
+@pytest.mark.parametrize("phase", ["start", "load", "compile", "evaluate", "save", "end", "idle"])
+def test_a_stopped_process_has_the_limit_of_a_step_in_every_phase(tmp_path: Path, phase: Phase) -> None:
+    scene = Scene(tmp_path).beat((5, "reduce"), (4, phase))
+    scene.stopped = {1}
+    assert scene.look(9) is None
+    assert scene.look(3) == (
+        f"rank 1 has made no progress for 10 s in step 4 ({phase}): pid 77, which reads its samples, is stopped by a "
+        "signal (state T). To let it continue: kill -CONT 77. The limit is supervisor.hang_timeout_s=10: raise it if "
+        "the rank was healthy."
+    )
+
+
+def test_time_before_a_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, ranks=1, eval_timeout_s=600).beat((3, "evaluate"))
+    assert scene.look(300) is None
+    for _ in range(3):
+        scene.stopped = {0}
+        assert scene.look(6) is None
+        scene.stopped = set()
+        assert scene.look(1) is None
+
+
+def test_a_stopped_process_that_reads_samples_is_found_by_its_state() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as reader:
+        try:
+            assert stopped_process(os.getpid(), "data") is None
+            os.kill(reader.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+            assert stopped_process(os.getpid(), "data") == reader.pid
+            assert stopped_process(os.getpid(), "forward") is None
+        finally:
+            reader.kill()

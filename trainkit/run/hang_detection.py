@@ -5,7 +5,8 @@ could have made progress counts: not the time in which this process itself was s
 in which a thread of the rank was ready but waited for a processor.
 
 Ranks that train together wait for each other, so that only those with the least progress are judged. An auxiliary task
-is judged by itself.
+is judged by itself. A process that is stopped by a signal cannot make progress, whatever its phase: it has the limit of
+a step.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class OverdueRank:
     silence_s: float
     """Seconds without progress, counting only time in which the rank could run."""
     limit: Limit
+    stopped: int | None = None
+    """The process that is stopped by a signal: that of the rank, or one that reads its samples; None: there is none."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,12 @@ def threads_of(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
     return thread_times((pid, *children_of(pid)) if phase in _READ_BY_CHILDREN else (pid,))
 
 
+def stopped_process(pid: int, phase: Phase) -> int | None:
+    """Return a process that a rank in a phase needs and that is stopped by a signal (state T); None: there is none."""
+    needed = (pid, *children_of(pid)) if phase in _READ_BY_CHILDREN else (pid,)
+    return next((one for one in needed if ProcessId.of(one).state == "T"), None)
+
+
 class Watch:
     """Reads the heartbeats of ranks at intervals.
 
@@ -74,6 +83,7 @@ class Watch:
         pid_of: returns the process of a rank of this host; None if unknown.
         clock: returns monotonic seconds.
         threads: returns the scheduler's statistics for the threads of a process in a phase.
+        stopped: returns a stopped process that the process of a rank in a phase needs.
     """
 
     def __init__(
@@ -87,12 +97,14 @@ class Watch:
         pid_of: Callable[[int], int | None] = lambda _rank: None,
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[int, Phase], Mapping[int, ThreadTimes]] = threads_of,
+        stopped: Callable[[int, Phase], int | None] = stopped_process,
     ) -> None:
         self._limits, self._auxiliary_ranks = limits, frozenset(auxiliary_ranks)
         self._read = read or (lambda rank: read_heartbeat(folder.heartbeat_of(rank)))
         self._sees_all = sees_all
         self._pid_of, self._clock, self._threads = pid_of, clock, threads
         self._silences: dict[int, _Silence] = {}
+        self._stopped, self._stopped_s = stopped, dict[int, float]()
         self._looked = clock()
         self.interval_s = min(_POLL_S, limits.shortest_s / 4)
         """Seconds between two calls of `look`."""
@@ -103,6 +115,9 @@ class Watch:
         passed, self._looked = now - self._looked, now
         counted = min(passed, 2 * self.interval_s)  # this process did not run for the rest of the time
         heartbeats = {rank: self._read(rank) for rank in ranks}
+        for rank, heartbeat in heartbeats.items():
+            if (found := self._judge_stopped(rank, heartbeat, counted)) is not None:
+                return found
         judged, before = self._judged(heartbeats), self._silences
         self._silences = {}
         for rank in judged:
@@ -119,6 +134,15 @@ class Watch:
     def restart(self) -> None:
         """Restart the clocks of all ranks."""
         self._silences.clear()
+
+    def _judge_stopped(self, rank: int, heartbeat: HeartbeatReading | None, counted: float) -> OverdueRank | None:
+        pid, phase = self._pid_of(rank), "start" if heartbeat is None else heartbeat.phase
+        stopped = None if pid is None else self._stopped(pid, phase)
+        seconds = self._stopped_s[rank] = 0.0 if stopped is None else self._stopped_s.get(rank, 0.0) + counted
+        limit = self._limits.of_stopped(heartbeat)
+        if seconds <= limit.seconds:
+            return None
+        return OverdueRank(rank=rank, heartbeat=heartbeat, silence_s=seconds, limit=limit, stopped=stopped)
 
     def _judged(self, heartbeats: Mapping[int, HeartbeatReading | None]) -> list[int]:
         """Return the auxiliary ranks, and the training ranks with the least progress."""
@@ -244,10 +268,14 @@ class TimeLimits:
             return self._given(_KEYS[heartbeat.phase])
         if heartbeat.is_first:
             return self._given("first_step_timeout_s")
+        return self.of_stopped(heartbeat)
+
+    def of_stopped(self, heartbeat: HeartbeatReading | None) -> Limit:
+        """Return the limit of a step, which a process that is stopped by a signal has in every phase."""
         if self.hang_timeout_s != "auto":
             return self._given("hang_timeout_s")
-        seconds = max(FLOOR_S, _FACTOR * heartbeat.longest_s)
-        return Limit(key="supervisor.hang_timeout_s", seconds=seconds, longest_s=heartbeat.longest_s)
+        longest_s = 0.0 if heartbeat is None else heartbeat.longest_s
+        return Limit(key="supervisor.hang_timeout_s", seconds=max(FLOOR_S, _FACTOR * longest_s), longest_s=longest_s)
 
     def _given(self, name: str) -> Limit:
         return Limit(key=f"supervisor.{name}", seconds=getattr(self, name))
@@ -324,11 +352,12 @@ class ProcessEvidence:
         marks: Callable[[], Mapping[int, ProcessId]] = dict,
         *,
         away: Mapping[int, str] | None = None,
+        known: Mapping[int, ErrorReport] | None = None,
         memory: MemoryEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._marks, self._clock = folder, marks, clock
-        self._away = away or {}
+        self._away, self._known = away or {}, known or {}
         self._memory = memory or MemoryEvents()
         self._count = 0
         self._arrived: dict[int, _Arrival] = {}
@@ -358,7 +387,7 @@ class ProcessEvidence:
 
     def report(self, rank: int) -> ErrorReport | None:
         """Return the report of a rank; None if it has written none."""
-        return read_error_report(self._folder.error_of(rank))
+        return read_error_report(self._folder.error_of(rank)) or self._known.get(rank)
 
     def name(self, rank: int) -> str:
         """Return the name of a rank in messages: its number, and pid, host and state of its process if known."""

@@ -62,7 +62,9 @@ def _value(composition: Composition, key: str) -> Any:
     return lookup(composition.values, path_of(key))
 
 
-_OF_EVERY_TASK: Final = frozenset({"supervisor.join_timeout_s", "supervisor.evaluator_timeout_s"})
+_OF_EVERY_TASK: Final = frozenset(
+    {"supervisor.join_timeout_s", "supervisor.evaluator_timeout_s", "supervisor.hang_timeout_s"}
+)
 """Keys of the supervisor that have an effect in every process of a run, no matter who started it."""
 
 

@@ -9,7 +9,8 @@ group, and sends it to every process that announces itself under a name never us
 
 Then they communicate in rounds: in `run_on_rank0_and_broadcast` rank 0 runs a function and all receive its result or
 error; in `run_everywhere` all run a function, and if one fails, all fail. Processes with different configs or plans are
-refused.
+refused. Whatever error leaves the barrier on a rank is published, and ends every wait of the others; so does the end of
+a process of this host.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -26,11 +30,14 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from trainkit.bounded import Kind, expect_map
+from trainkit.cluster.host import ProcessId, host_id
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
+from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, HangError, PeerError, Problem, yaml_text
+from trainkit.run.begin import packages
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import ErrorReport, error_report, report_from_json
 from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
@@ -38,6 +45,8 @@ from trainkit.run.rendezvous.store_client import StoreClient, WaitReporter
 T = TypeVar("T")
 
 _POLL_S: Final = 0.05
+_LOOK_S: Final = 0.5
+"""Seconds between two looks for failures of other ranks."""
 _EXIT_BARRIER_S: Final = 5.0
 """Seconds for which the rank that hosts the store waits at its end; a killed process never reaches the exit barrier."""
 
@@ -50,6 +59,7 @@ class ProcessBarrier:
         launch: LaunchEnvironment,
         *,
         timeout_s: float,
+        stopped_s: float = math.inf,
         ranks: Iterable[int] | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -58,9 +68,14 @@ class ProcessBarrier:
         """The ranks that take part, in order; rank 0 is one of them."""
         self.prefix = ""
         """Prefix of the store keys of this group; unique to the group."""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._stopped_limit_s = timeout_s, stopped_s
+        self._stopped_s: dict[int, float] = {}
         self._log = log
         self._num_barriers = 0
+        self._has_failed = False
+        self._looked_at = self._counted_at = 0.0
+        self.processes: Mapping[int, Mapping[str, Any]] = {}
+        """The process of each rank: its pid, start time and host."""
         self._store = StoreClient(launch)
         self._stack = ExitStack()
 
@@ -77,6 +92,8 @@ class ProcessBarrier:
                 self.prefix = accept_all(self._store, self.launch.num_ranks, self.ranks, self._waiter)
             else:
                 self.prefix = join(self._store, self.launch, self._stack, self._waiter(lambda: [0]))
+            # Exchanged before a rank can be lost: the store may be lost with it.
+            self.processes = dict(zip(self.ranks, self.all_gather_object(_own_process()), strict=True))
             self._stack = self._stack.pop_all()
         return self
 
@@ -84,18 +101,22 @@ class ProcessBarrier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack:
-            if self.prefix and not isinstance(error, KeyboardInterrupt):
+            if error is not None and not isinstance(error, PeerError):
+                self.publish_failure(error_report(self.launch.rank, error))
+            if not isinstance(error, KeyboardInterrupt):
                 self._exit_barrier()
             self._store.close()
 
     def _exit_barrier(self) -> None:
         """Exit barrier: the rank that hosts the store waits up to 5 s for the others, so that they can still
-        read it.
+        read it; not for processes that are known to have ended.
         """
         with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
             left = self._store.add(f"{self.prefix}/left", 1)
             deadline = time.monotonic() + _EXIT_BARRIER_S
             while self.launch.hosts_store and left < len(self.ranks) and time.monotonic() < deadline:
+                if len(self.ended_here()) == len(self.ranks) - 1:
+                    return
                 time.sleep(_POLL_S)
                 left = self._store.add(f"{self.prefix}/left", 0)
 
@@ -164,7 +185,79 @@ class ProcessBarrier:
                     found[rank] = self._store.message(f"{key}/{rank}")
             if len(found) == len(ranks):
                 return [found[rank] for rank in ranks]
+            self._raise_failure()
             waiter.wait(_POLL_S)
+
+    def publish_failure(self, report: ErrorReport) -> None:
+        """Publish why this rank fails, once, with the order of its arrival."""
+        self._store.invalidate()
+        if self._has_failed or not self.prefix:
+            return
+        self._has_failed = True
+        with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
+            self.publish(f"failed/{report.rank}", {"arrival": self.count("reports"), "words": asdict(report)})
+
+    def failures(self) -> list[ErrorReport]:
+        """Return the published failures, in the order of arrival."""
+        if not self._store.add(f"{self.prefix}/count/reports", 0):
+            return []
+        found = self.read_any([f"failed/{rank}" for rank in self.ranks], within_s=0.0)
+        messages = sorted(found.values(), key=lambda message: int(message["arrival"]))
+        return [self._parse_report("failed", message["words"]) for message in messages]
+
+    def ended_here(self) -> list[int]:
+        """Return the ranks whose process was on this host and has ended, in whatever way."""
+        return [rank for rank, process in self.processes_here().items() if not process.lives]
+
+    def is_done(self, rank: int) -> bool:
+        """Return whether a rank has ended its part of the training regularly."""
+        return self._store.has(f"{self.prefix}/done/{rank}")
+
+    def stopped_here(self, limit_s: Callable[[int], float]) -> int | None:
+        """Return a rank whose process is on this host, and stopped by a signal for longer than its limit.
+
+        Call it every half a second: longer pauses do not count, because this process was stopped itself.
+        """
+        now = time.monotonic()
+        passed, self._counted_at = min(now - self._counted_at, 2 * _LOOK_S), now
+        for rank, process in self.processes_here().items():
+            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed if process.state == "T" else 0.0
+            if self._stopped_s[rank] > limit_s(rank):
+                return rank
+        return None
+
+    def processes_here(self) -> dict[int, ProcessId]:
+        """Return the processes of this host's ranks."""
+        return {
+            rank: ProcessId(process["pid"], process["started"])
+            for rank, process in self.processes.items()
+            if process["at"] == host_id()
+        }
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank with its process for messages."""
+        process = self.processes[rank]
+        return f"{self.launch.place_of(rank)} (pid {process['pid']} on {process['host']})"
+
+    def _raise_failure(self) -> None:
+        """Raise if another rank has failed, or its process has ended; checked twice a second."""
+        if time.monotonic() - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        ended = self.ended_here()  # first: a process writes its report before it ends
+        for report in self.failures():
+            if report.rank == self.launch.rank:
+                continue
+            raise report.error(self.launch.place_of(report.rank)) if self.launch.rank == 0 else self.peer_error(report)
+        stopped = self.stopped_here(lambda _rank: self._stopped_limit_s)
+        if stopped is not None:
+            pid = self.processes[stopped]["pid"]
+            state = (
+                f"is stopped by a signal (state T), before the training began. To let it continue: kill -CONT {pid}."
+            )
+            raise HangError(f"{self.name_of(stopped)} {state}")
+        for rank in ended:
+            raise HangError(f"{self.name_of(rank)} has ended without an error report, before the training began.")
 
     def publish(self, key: str, value: Any) -> None:
         """Publish a JSON value to the other processes of this group."""
@@ -235,6 +328,7 @@ class ProcessBarrier:
         waiter = self._waiter(lambda: [0], log=lambda _: None)
         try:
             while not self._store.has(key):
+                self._raise_failure()
                 waiter.wait(_POLL_S)
         except RuntimeError as error:  # the store's DistError
             raise HangError(f"{self.launch.place_of(0)} cannot be reached any more, nor can the store.") from error
@@ -247,6 +341,10 @@ class ProcessBarrier:
             timeout_s=self._timeout_s,
             log=log or self._log,
         )
+
+
+def _own_process() -> dict[str, Any]:
+    return {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
 
 
 _NAME_LENGTH: Final = 64
@@ -310,9 +408,17 @@ _OWN_KEYS: Final = (("cluster", "task"),)
 """Keys that differ between the processes of a launch by design."""
 
 
+_ALIKE: Final = ("trainkit", "torch")
+"""Packages whose versions must not differ between the processes of a launch, but for their builds."""
+
+
 def config_digest(cfg: RunConfig) -> dict[str, Any]:
-    """Return the data of a config that processes compare, as JSON: its values without secrets, and a hash of them."""
+    """Return the data of a config that processes compare, as JSON: its values without secrets, the versions that give
+    them a meaning, and a hash of all.
+    """
     values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
+    installed = packages({})
+    values |= {f"version of {name}": installed[name].partition("+")[0] for name in _ALIKE if name in installed}
     digest = hashlib.sha256(json.dumps(sorted(values.items()), default=str).encode()).hexdigest()
     return {"digest": digest, "values": values}
 
@@ -349,22 +455,25 @@ def check_same_config(barrier: ProcessBarrier, cfg: RunConfig) -> None:
 
 
 def check_same_plan(barrier: ProcessBarrier, plan: RunPlan) -> None:
-    """Refuse hosts whose devices differ: they would plan different runs."""
+    """Refuse hosts whose devices or data differ: they would plan different runs."""
     ranks_per_process = len(plan.training_tasks) // len(barrier.ranks)
     own = plan.tasks[barrier.launch.rank * ranks_per_process]
-    plans = barrier.all_gather_object({"replicas a process": ranks_per_process, "device": own.device.partition(":")[0]})
+    facts = {"strategy, replicas a process": ranks_per_process, "strategy, device": own.device.partition(":")[0]}
+    splits = plan.components.datasets.items()
+    sizes = {f"data, samples of {name}": size_of(split) for name, split in splits if hasattr(split, "__len__")}
+    plans = barrier.all_gather_object({**facts, **sizes})
 
     def refuse() -> None:
         problems = [
             Problem(
-                key=f"strategy, {name}",
+                key=name,
                 value=value,
-                rule=f"{barrier.launch.place_of(rank)} has {theirs[name]}. All need the same.",
+                rule=f"{barrier.launch.place_of(rank)} has {theirs.get(name)}. All need the same.",
                 origin=barrier.launch.place_of(0),
             )
             for rank, theirs in zip(barrier.ranks, plans, strict=True)
             for name, value in plans[0].items()
-            if theirs[name] != value
+            if theirs.get(name) != value
         ]
         if problems:
             raise ConfigError(problems)

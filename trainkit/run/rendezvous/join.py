@@ -99,7 +99,7 @@ def train_external(
 
         def run() -> Result:
             with group.ending() as ending:
-                ending.finish(group.run_here(ending.report))
+                ending.finish(group.run_here(ending))
             return ending.result
 
         with group.recorded():
@@ -128,7 +128,11 @@ class JoinedGroup:
     def ending(self) -> AbstractContextManager[SharedEnding]:
         """Return a block that runs this process's part, and ends it with the others."""
         return ending_together(
-            self.barrier, self.folder, confirm=self.fencing_token.check, runs_local_workers=self.ranks_here > 1
+            self.barrier,
+            self.folder,
+            confirm=self.fencing_token.check,
+            limits=TimeLimits.of(self.resolved.supervisor),
+            runs_local_workers=self.ranks_here > 1,
         )
 
     @contextlib.contextmanager
@@ -149,13 +153,13 @@ class JoinedGroup:
             record.page.follow(self.resolved)
             yield
 
-    def run_here(self, report: Reporter) -> Result:
+    def run_here(self, ending: SharedEnding) -> Result:
         """Run the rank or the ranks of this process."""
         if self.ranks_here > 1:
             secrets = redacted(self.resolved.to_dict())[1]
             workers = _local_worker_group(self.barrier, self.plan, self.ranks_here, self.fencing_token, secrets)
-            return workers.run(self.folder)
-        with self.task(report) as task:
+            return workers.run(self.folder, ending.peers.look)
+        with self.task(ending.report) as task:
             return task.run()
 
     @contextlib.contextmanager
@@ -199,7 +203,9 @@ def joined(
     """
     late = late_joining_ranks(cfg, launch)
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
-    with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
+    stopped_s = TimeLimits.of(cfg.supervisor).of_stopped(None).seconds
+    meeting = ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, stopped_s=stopped_s, ranks=ranks)
+    with meeting as barrier, ExitStack() as stack:
         with refusing_late_tasks(barrier, late):
             check_same_config(barrier, cfg)
             _share_cores(barrier, ranks.index(launch.rank))
@@ -208,8 +214,8 @@ def joined(
             plan = barrier.run_everywhere(lambda: _checked_plan(start, launch, check))
             if plan.num_computing == len(plan.training_tasks):
                 check_same_plan(barrier, plan)
-            found = [*notes, *_notes_about(plan, is_given, is_rank0=launch.rank == 0)]
-            folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=found)
+            found = barrier.run_everywhere(lambda: _notes_about(plan, is_given, is_rank0=launch.rank == 0))
+            folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=[*notes, *found])
             token = job_token(barrier) if plan.auxiliary_ranks else ""
             if late and launch.rank == 0:
                 publish_join_info(barrier, cfg, plan, folder=folder, fencing_token=fencing_token, token=token)
@@ -246,8 +252,8 @@ def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bo
 
 def _share_cores(barrier: ProcessBarrier, place: int) -> None:
     """Set the threads of torch by the share of this process in the cores of its host, unless the user has set them."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
+    places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it on hosts with several processes only
         torch.set_num_threads(threads_of(places[place], places))
 
 

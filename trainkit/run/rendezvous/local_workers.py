@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from trainkit.cluster.host import num_cores
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.secrets import to_environment
+from trainkit.errors import TrainkitError
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import ProcessEvidence, TimeLimits, Watch
@@ -46,8 +47,10 @@ class LocalWorkerGroup:
     limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
     """Longest times without progress."""
 
-    def run(self, folder: RunFolder) -> dict[str, Any] | None:
+    def run(self, folder: RunFolder, peers: Callable[[], TrainkitError | None]) -> dict[str, Any] | None:
         """Start the workers and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.
+
+        `peers` returns the error of another process with which these workers have to end, if there is one.
 
         Returns:
             The content of result.json.
@@ -66,7 +69,7 @@ class LocalWorkerGroup:
             for task in self.tasks:
                 group.start(task.rank, command, self._environ(task), folder.log_of(task.rank) if task.rank else None)
             evidence = ProcessEvidence(folder, lambda: group.marks)
-            failed = self._watch(group, events, folder, stop, evidence)
+            failed = self._watch(group, events, folder, stop, evidence, peers=peers)
             if isinstance(failed, Failure):
                 raise failed.error()
             if failed:
@@ -84,6 +87,8 @@ class LocalWorkerGroup:
         folder: RunFolder,
         stop: StopFlag,
         evidence: ProcessEvidence,
+        *,
+        peers: Callable[[], TrainkitError | None],
     ) -> list[ProcessExit] | Failure:
         """Wait for all to end; return the failures shortly after the first one, or a hang."""
         failed: list[ProcessExit] = []
@@ -94,6 +99,8 @@ class LocalWorkerGroup:
             try:
                 event = events.get(timeout=min(0.2, watch.interval_s))
             except queue.Empty:
+                if not failed and (error := peers()) is not None:
+                    raise error from None
                 overdue = None if failed else watch.look(group.running)
                 if overdue is None:
                     continue

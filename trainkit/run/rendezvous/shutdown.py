@@ -9,33 +9,44 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import PeerError, TrainkitError
 from trainkit.frames import first_line
 from trainkit.run.folder.rollbacks import skipped_in
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import ProcessEvidence
+from trainkit.run.hang_detection import ProcessEvidence, TimeLimits
 from trainkit.run.process.error_report import ErrorReport, Reporter, report_from_json
+from trainkit.run.process.heartbeat import read_heartbeat
+from trainkit.run.process.setup import print_on_terminal
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
+from trainkit.run.supervisor.self_watch import ThreadWatch
+from trainkit.strategies.groups.process_group import RankGroup
+from trainkit.strategies.rendezvous_store import Pending
 
-_Processes = Mapping[int, Mapping[str, Any]]
-"""The result of `_own_process` on each rank."""
 _GRACE_S: Final = 0.2
 """Seconds that other ranks have to write their error reports after this rank has failed by itself."""
 _GRACE_AFTER_LOSS_S: Final = 3.0
 """The same for a rank that only lost its connection to another: the rank that failed first may still be writing its
 report.
 """
+_LOOK_S: Final = 0.5
+"""Seconds between two looks at the other processes."""
+_NOTICE_S: Final = 1.0
+"""Seconds that this rank has to notice the failure of another by itself, in an exchange."""
+_INTERRUPT_S: Final = 1.0
+"""Seconds that the main thread then has to take the interrupt, once before and once after its exchanges are ended."""
+_SAVE_S: Final = 120.0
+"""Seconds that a checkpoint may take which this rank writes at that time."""
+_STORE_S: Final = 60.0
+"""Seconds without an answer of the store after which its host is taken for lost."""
 _SHUTDOWN_GRACE_S: Final = 30.0
 """Seconds that a finished rank waits for rank 0 to write the result."""
 
@@ -46,6 +57,8 @@ class SharedEnding:
 
     report: Reporter
     """Reports an error before this rank leaves the group; ranks of local workers have written their reports already."""
+    peers: PeerWatch
+    """Watches the other processes: from a thread, or asked by the parent of local workers."""
     result: dict[str, Any] | None = None
     """The content of result.json on rank 0; on other ranks, after the block, the status and reason."""
 
@@ -60,6 +73,7 @@ def ending_together(
     folder: RunFolder,
     *,
     confirm: Callable[[], None],
+    limits: TimeLimits,
     runs_local_workers: bool = False,
 ) -> Iterator[SharedEnding]:
     """Run this process's part of the training inside, and end it with the others.
@@ -67,37 +81,39 @@ def ending_together(
     Raises:
         TrainkitError: the training failed. On rank 0 the failure that came first, on others a `PeerError`.
     """
-    # Exchanged before a rank can be lost: the store may be lost with it.
-    processes = dict(zip(barrier.ranks, barrier.all_gather_object(_own_process()), strict=True))
-    ending = SharedEnding(report=_reporter(barrier, folder, runs_local_workers=runs_local_workers))
+    reports_in = None if runs_local_workers else folder
+    rank = barrier.launch.rank
+    report = Reporter(None if runs_local_workers else folder.error_of(rank), rank, barrier.publish_failure)
+
+    def explain(error: BaseException) -> TrainkitError:
+        own = report(error)
+        RankGroup(is_joined=True).close(failed=True)  # of a session that was not opened: others may wait in an exchange
+        if rank > 0:
+            reported = barrier.read_any(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
+            if reported:  # rank 0 explains the failure
+                message = reported["reported"]
+                return PeerError(f"rank {own.rank} ends: {message['line']}", exit_code=message["exit_code"])
+        failure, silent = _first_failure(barrier, reports_in, own)
+        if all(lower in silent for lower in barrier.ranks if lower < rank):  # rank 0, or it cannot record the failure
+            _record(barrier, folder, failure, confirm)
+        return failure
+
+    ending = SharedEnding(report=report, peers=PeerWatch(barrier, folder, report, explain, limits))
     try:
-        yield ending
+        with contextlib.nullcontext() if runs_local_workers else ending.peers:
+            yield ending
+        with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
+            barrier.publish(f"done/{rank}", True)
     except (Exception, SystemExit) as error:
-        report = ending.report(error)
-        if barrier.launch.rank > 0:
+        if rank > 0:
             sys.stderr.write("".join(traceback.format_exception(error)))  # printed to its log
-            raise _follower_error(barrier, None if runs_local_workers else folder, report, processes) from error
-        failure = _first_failure(barrier, None if runs_local_workers else folder, report, processes)
-        _record(barrier, folder, failure, confirm)
-        raise failure from error
+        raise explain(error) from error
     if barrier.launch.rank > 0:
         ending.finish(_await_rank0_result(barrier))
         return
     result = ending.result or {}
     ending.finish(result)
     barrier.publish("result", {key: result.get(key) for key in ("status", "reason")})
-
-
-def _reporter(barrier: ProcessBarrier, folder: RunFolder, *, runs_local_workers: bool) -> Reporter:
-    """Return a reporter of this rank's error to the folder and to the store, which also counts the order of arrival."""
-    rank = barrier.launch.rank
-
-    def publish(report: ErrorReport) -> None:
-        barrier.mark_store_suspect()
-        with contextlib.suppress(RuntimeError):
-            barrier.publish(f"failed/{rank}", {"arrival": barrier.count("reports"), "words": asdict(report)})
-
-    return Reporter(None if runs_local_workers else folder.error_of(rank), rank, publish)
 
 
 def _await_rank0_result(barrier: ProcessBarrier) -> dict[str, Any]:
@@ -116,29 +132,20 @@ def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, 
         with contextlib.suppress(OSError):  # the error itself is printed on the terminal
             folder.write_result({**kept, "status": "failed", "reason": str(failure)})
     with contextlib.suppress(RuntimeError):
-        barrier.publish("reported", first_line(failure))
-
-
-def _follower_error(
-    barrier: ProcessBarrier, folder: RunFolder | None, report: ErrorReport, processes: _Processes
-) -> TrainkitError:
-    """Return the error of a rank above 0: one line if rank 0 explains the failure, else the full explanation."""
-    reported = barrier.read_any(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
-    if reported:
-        code = report.exit_code if report.is_permanent else 1
-        return PeerError(f"rank {report.rank} ends: {reported['reported']}", exit_code=code)
-    return _first_failure(barrier, folder, report, processes)
+        barrier.publish("reported", {"line": first_line(failure), "exit_code": failure.exit_code})
 
 
 def _first_failure(
-    barrier: ProcessBarrier, folder: RunFolder | None, report: ErrorReport, processes: _Processes
-) -> TrainkitError:
-    """Return the failure that caused the others, from all error reports; ranks without one are gone or hang."""
+    barrier: ProcessBarrier, folder: RunFolder | None, report: ErrorReport
+) -> tuple[TrainkitError, list[int]]:
+    """Return the failure that caused the others, and the ranks without an error report: gone, or hanging."""
     others = {rank: f"failed/{rank}" for rank in barrier.ranks if rank != report.rank}
     reports, arrivals = {report.rank: report}, {report.rank: len(barrier.ranks)}
     deadline = time.monotonic() + (_GRACE_AFTER_LOSS_S if report.is_secondary else _GRACE_S)
     while len(reports) <= len(others) and (left := deadline - time.monotonic()) > 0:
-        received = barrier.read_any([key for rank, key in others.items() if rank not in reports], within_s=left)
+        missing = [rank for rank in others if rank not in reports]
+        grace_s = _GRACE_S if set(missing) <= {*barrier.ended_here()} else left
+        received = barrier.read_any([others[rank] for rank in missing], within_s=min(left, grace_s))
         if not received:
             break
         for message in received.values():
@@ -148,33 +155,99 @@ def _first_failure(
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     own = barrier.read_any([f"failed/{report.rank}"], within_s=0.0)
     arrivals.update((report.rank, message["arrival"]) for message in own.values())
+    silent = [rank for rank in others if rank not in reports]
     if folder is None:  # every process has already found the first failure of its own ranks
         order = {
             rank: (one.is_secondary, -1 if one.step is None else one.step, arrivals[rank])
             for rank, one in reports.items()
         }
-        return reports[min(reports, key=lambda rank: order[rank])].error()
-    silent = [rank for rank in others if rank not in reports]
-    evidence = _evidence(folder, {rank: processes[rank] for rank in silent})
-    if silent and all(one.is_secondary for one in reports.values()):  # even if they left error reports in the folder:
-        return unresponsive_rank(folder, silent, evidence).error()  # the host that reads them lost its connection to us
+        return reports[min(reports, key=lambda rank: order[rank])].error(), silent
+    evidence = _evidence(barrier, folder, silent, reports)
+    if silent and all(one.is_secondary for one in reports.values()):
+        # Even if they left error reports in the folder: the host that reads them lost its connection to us.
+        return unresponsive_rank(folder, silent, evidence).error(), silent
     exits = [
         ProcessExit(attempt=0, rank=rank, code=reports[rank].exit_code)
         for rank in sorted(reports, key=arrivals.__getitem__)
     ]
-    return root_cause(folder, exits, silent, evidence).error()
+    return root_cause(folder, exits, silent, evidence).error(), silent
 
 
-def _own_process() -> dict[str, Any]:
-    return {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
+def _evidence(
+    barrier: ProcessBarrier, folder: RunFolder, ranks: Collection[int], reports: Mapping[int, ErrorReport]
+) -> ProcessEvidence:
+    """Return the known reports, and the states of the processes of some ranks, if they are on this host."""
+    here = {rank: process for rank, process in barrier.processes_here().items() if rank in ranks}
+    away = {rank: f"pid {one['pid']} on {one['host']}" for rank, one in barrier.processes.items() if rank in ranks}
+    return ProcessEvidence(folder, lambda: here, away=away, known=reports)
 
 
-def _evidence(folder: RunFolder, processes: _Processes) -> ProcessEvidence:
-    """Return the states of processes of ranks without a reporter, as far as this process can see them: on its own
-    host.
+class PeerWatch(ThreadWatch):
+    """Ends this process if another process of the launch has failed, has ended, or is stopped by a signal.
+
+    An exchange with such a process often ends by itself; a wait for it, or other work, does not.
     """
-    here = {
-        rank: ProcessId(found["pid"], found["started"]) for rank, found in processes.items() if found["at"] == host_id()
-    }
-    away = {rank: f"pid {found['pid']} on {found['host']}" for rank, found in processes.items()}
-    return ProcessEvidence(folder, lambda: here, away=away)
+
+    def __init__(
+        self,
+        barrier: ProcessBarrier,
+        folder: RunFolder,
+        report: Reporter,
+        explain: Callable[[BaseException], TrainkitError],
+        limits: TimeLimits,
+    ) -> None:
+        super().__init__(interval_s=_LOOK_S, grace_s=_INTERRUPT_S)
+        self._barrier, self._folder, self._report, self._explain = barrier, folder, report, explain
+        self._limits = limits
+        self._asked: Pending[str] | None = None
+        self._answered_at = time.monotonic()
+        self._lost_at: float | None = None
+
+    def look(self) -> TrainkitError | None:
+        """Return the error of another process, once this one had some time to notice it by itself."""
+        if self._report.report is not None:
+            return None
+        now, reason = time.monotonic(), self._reason()
+        if reason is None:
+            return None
+        self._lost_at = self._lost_at or now
+        heartbeat = read_heartbeat(self._folder.heartbeat_of(self._barrier.launch.rank))
+        saves = heartbeat is not None and heartbeat.phase == "save" and now - self._lost_at < _SAVE_S
+        return None if saves or now - self._lost_at < _NOTICE_S else PeerError(reason)
+
+    def leave(self, error: TrainkitError, stack: str) -> None:
+        """End the exchange in which the main thread waits; if that does not end it, explain the error, and exit."""
+        RankGroup(is_joined=True).close(failed=True)
+        if self._taken.wait(_INTERRUPT_S):
+            return
+        failure = self._explain(error)
+        print_on_terminal(f"{failure}\n{stack}")
+        os._exit(failure.exit_code)
+
+    def _reason(self) -> str | None:
+        """Return why this process has to end; None: it has not."""
+        now = time.monotonic()
+        stopped = self._barrier.stopped_here(
+            lambda rank: self._limits.of_stopped(read_heartbeat(self._folder.heartbeat_of(rank))).seconds
+        )
+        if stopped is not None:
+            return f"{self._barrier.name_of(stopped)} is stopped by a signal"
+        if self._asked is None or self._asked.wait(0):  # never waits for the store: its process may be stopped
+            answer = None
+            if self._asked is not None:
+                with contextlib.suppress(RuntimeError):
+                    answer, self._answered_at = self._asked.result(), now
+            self._asked = Pending(self._published)
+            if answer:
+                return answer
+        if now - self._answered_at > _STORE_S:
+            return f"{self._barrier.launch.place_of(0)} cannot be reached any more, nor can the store"
+        return None
+
+    def _published(self) -> str:
+        """Return what the store says of a failure; empty if there is none."""
+        ended = [rank for rank in self._barrier.ended_here() if not self._barrier.is_done(rank)]
+        failures = self._barrier.failures()  # after `ended`: a process writes its report before it ends
+        if failures:
+            return f"rank {failures[0].rank}: {failures[0].summary}"
+        return f"{self._barrier.name_of(ended[0])} has ended" if ended else ""

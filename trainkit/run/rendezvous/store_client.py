@@ -14,7 +14,7 @@ from trainkit.bounded import parse_json
 from trainkit.cluster.address import Address, is_loopback, own_address
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import ConfigError, HangError, LinkError, Problem
-from trainkit.strategies.rendezvous_store import HostedStore, Pending, call_within
+from trainkit.strategies.rendezvous_store import HostedStore, Pending
 from trainkit.trainer.ownership import print_notice
 
 _FIRST_S: Final = 3.0
@@ -60,6 +60,8 @@ T = TypeVar("T")
 _POLL_S: Final = 0.2
 _ANSWER_S: Final = 300.0
 """Seconds that the store may take to answer; its process may be stopped, or the machine loaded."""
+_ANSWER_AFTER_FAILURE_S: Final = 5.0
+"""The same once a rank has failed: it may be the one that hosts the store."""
 _CHECK_VALID_S: Final = 2.0
 """Seconds for which a successful connection check is valid."""
 
@@ -76,6 +78,8 @@ class StoreClient:
         self.address = launch.store
         """Host and port of the store."""
         self._checked_at = 0.0
+        self._answer_s = _ANSWER_S
+        self._unanswered: Pending[Any] | None = None
         self._store: Any = None
 
     def open(self, stack: ExitStack, waiter: WaitReporter) -> None:
@@ -107,8 +111,8 @@ class StoreClient:
         self._store = None
 
     def invalidate(self) -> None:
-        """Check before the next operation whether the store can be reached, however recent the last check is."""
-        self._checked_at = 0.0
+        """Check before the next operation whether the store can be reached, and wait less for it from now on."""
+        self._checked_at, self._answer_s = 0.0, _ANSWER_AFTER_FAILURE_S
 
     def has(self, key: str) -> bool:
         """Return whether a key was set."""
@@ -146,10 +150,12 @@ class StoreClient:
         return int(self._call(lambda: self._store.add(key, amount)))
 
     def _call(self, operation: Callable[[], T]) -> T:
-        try:
-            return call_within(operation, _ANSWER_S)
-        except TimeoutError:
-            raise RuntimeError("the store of the launch does not answer") from None
+        if self._unanswered is None or self._unanswered.wait(0):  # its connection serves one operation after the other
+            pending = Pending(operation)
+            if pending.wait(min(self._answer_s, _ANSWER_S)):
+                return pending.result()
+            self._unanswered = pending
+        raise RuntimeError("the store of the launch does not answer")
 
     def _check_reachable(self) -> None:
         if not self._launch.hosts_store and time.monotonic() - self._checked_at > _CHECK_VALID_S:

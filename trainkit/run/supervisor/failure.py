@@ -199,6 +199,9 @@ def hanging(
     heartbeat = overdue.heartbeat if rank == overdue.rank else read_heartbeat(folder.heartbeat_of(rank))
     held = evidence.held(rank)
     state = "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
+    if held is None and overdue.stopped is not None:
+        reader = f"pid {overdue.stopped}, which reads its samples, is stopped by a signal (state T)"
+        state = f": {reader}. To let it continue: kill -CONT {overdue.stopped}."
     headline = (
         f"{evidence.name(rank)} has made no progress for {overdue.silence_s:.0f} s{_when(heartbeat)}{state} "
         f"{overdue.limit.remedy(overdue.silence_s)}"

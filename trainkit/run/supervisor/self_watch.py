@@ -1,4 +1,4 @@
-"""Watch a rank from a thread of its own process, if no parent watches it.
+"""Watch a rank from a thread of its own process, if no parent watches it, or the other processes of its launch.
 
 The thread interrupts the main thread with an error that names its phase, so that the run ends as after any other error.
 If the main thread does not handle the interrupt, because it executes code that does not return to Python, the process
@@ -14,15 +14,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from trainkit.cluster.host import ThreadTimes
-from trainkit.errors import HangError
+from trainkit.errors import HangError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection import OverdueRank, TimeLimits, Watch, threads_of
+from trainkit.run.hang_detection import TimeLimits, Watch, threads_of
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
 from trainkit.run.supervisor.failure import hanging
@@ -32,8 +33,6 @@ _GRACE_S: Final = 10.0
 """Seconds that the main thread has to handle the interrupt."""
 _ENDING_S: Final = 60.0
 """Seconds that it then has to end the run."""
-_OTHERS_S: Final = 30.0
-"""Seconds beyond its limit that another rank has to end itself before this one ends."""
 _DEBUGGERS: Final = ("bdb.py", "pydevd.py", "pydevd_runpy.py")
 """Files of debuggers: a thread that executes one of them counts as waiting for the user."""
 
@@ -89,40 +88,29 @@ class BeatCounter:
         )
 
 
-class SelfWatch:
-    """Ends this process if its rank makes no progress for longer than its limit; entered in the main thread.
+class ThreadWatch(ABC):
+    """A thread that raises an error in the main thread, in which it is entered, or else exits the process.
 
-    `others` are ranks of this host whose heartbeats are in the folder; `leave` exits the process if the main thread
-    cannot.
+    Args:
+        interval_s: seconds between two calls of `look`.
+        grace_s: seconds that the main thread has to take the error before `leave` exits the process.
     """
 
-    def __init__(
-        self,
-        limits: TimeLimits,
-        folder: RunFolder,
-        *,
-        rank: int = 0,
-        others: Collection[int] = (),
-        sees_all: bool = True,
-        auxiliary_ranks: Collection[int] = (),
-        read: Callable[[int], HeartbeatReading | None] | None = None,
-        leave: Callable[[int], None] = os._exit,
-    ) -> None:
-        self._folder, self._rank, self._ranks, self._leave = folder, rank, (rank, *others), leave
-        self._watch = Watch(
-            limits,
-            folder,
-            sees_all=sees_all,
-            auxiliary_ranks=auxiliary_ranks,
-            read=read,
-            pid_of=lambda one: os.getpid() if one == rank else None,
-            threads=_other_threads,
-        )
-        self._error: HangError | None = None
+    def __init__(self, *, interval_s: float, grace_s: float) -> None:
+        self._interval_s, self._grace_s = interval_s, grace_s
+        self._error: TrainkitError | None = None
         self._taken, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._main: int | None = None
         self._before: signal._HANDLER = None
+
+    @abstractmethod
+    def look(self) -> TrainkitError | None:
+        """Return the error to raise in the main thread; None: continue."""
+
+    @abstractmethod
+    def leave(self, error: TrainkitError, stack: str) -> None:
+        """Report an error that the main thread does not take, with its stack, and exit the process."""
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
@@ -147,37 +135,56 @@ class SelfWatch:
             raise error
 
     def _run(self) -> None:
-        while not self._over.wait(self._watch.interval_s):
-            if _is_held(self._frame()):  # the other ranks wait for it meanwhile
-                self._watch.restart()
-                continue
-            overdue = self._watch.look(self._ranks)
-            if overdue is not None and self._is_to_end(overdue):
-                self._end(overdue)
+        while not self._over.wait(self._interval_s):
+            if (error := self.look()) is not None:
+                self._end(error)
                 return
-
-    def _is_to_end(self, overdue: OverdueRank) -> bool:
-        """Return whether this rank hangs, or another hanging rank does not end itself."""
-        return overdue.rank == self._rank or overdue.silence_s > overdue.limit.seconds + _OTHERS_S
 
     def _frame(self) -> FrameType | None:
         return None if self._main is None else sys._current_frames().get(self._main)  # noqa: SLF001 - as documented
 
-    def _end(self, overdue: OverdueRank) -> None:
+    def _end(self, error: TrainkitError) -> None:
         assert self._main is not None
-        error = HangError(hanging(self._folder, overdue, [overdue.rank]).headline)
-        stack = "".join(traceback.format_stack(self._frame())).rstrip() if overdue.rank == self._rank else ""
+        stack = "".join(traceback.format_stack(self._frame())).rstrip()
         self._error = error
         signal.pthread_kill(self._main, signal.SIGUSR2)
-        if self._taken.wait(_GRACE_S) and self._over.wait(_ENDING_S):
+        if self._taken.wait(self._grace_s) and self._over.wait(_ENDING_S):
             return
         if not self._over.is_set() and "ipykernel" not in sys.modules:
-            write_error_report(self._folder.error_of(self._rank), self._rank, error)
-            if self._rank == 0 and self._folder.read_result() is None:
-                command = self._folder.resume_command
-                self._folder.write_result({"status": "failed", "reason": str(error), "resume": command})
-            print(f"{error}\n{stack}", file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
-            self._leave(error.exit_code)
+            self.leave(error, stack)
+
+
+class SelfWatch(ThreadWatch):
+    """Ends this process if its rank makes no progress for longer than its limit."""
+
+    def __init__(
+        self,
+        limits: TimeLimits,
+        folder: RunFolder,
+        *,
+        read: Callable[[int], HeartbeatReading | None] | None = None,
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._folder, self._exit = folder, exit_process
+        self._watch = Watch(limits, folder, read=read, pid_of=lambda _rank: os.getpid(), threads=_other_threads)
+        super().__init__(interval_s=self._watch.interval_s, grace_s=_GRACE_S)
+
+    def look(self) -> TrainkitError | None:
+        """Return the error of a rank that has made no progress for too long."""
+        if _is_held(self._frame()):
+            self._watch.restart()
+            return None
+        overdue = self._watch.look([0])
+        return None if overdue is None else HangError(hanging(self._folder, overdue, [0]).headline)
+
+    def leave(self, error: TrainkitError, stack: str) -> None:
+        """Write the report and the result, and exit."""
+        write_error_report(self._folder.error_of(0), 0, error)
+        if self._folder.read_result() is None:
+            command = self._folder.resume_command
+            self._folder.write_result({"status": "failed", "reason": str(error), "resume": command})
+        print(f"{error}\n{stack}", file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
+        self._exit(error.exit_code)
 
 
 def _other_threads(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:

@@ -10,9 +10,10 @@ import json
 import math
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.config.yaml_files import read_document, shipped_conf
-from trainkit.errors import Problem
+from trainkit.errors import LinkError, Problem
 from trainkit.fields import above, at_least, at_most, placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
@@ -35,6 +36,7 @@ from trainkit.strategies.groups.devices import device_list_problems, parse_devic
 from trainkit.strategies.rendezvous_store import store_client
 
 _T = TypeVar("_T")
+_POLL_S: Final = 0.02
 _ABORT_S: Final = 2.0
 """Seconds that a failed rank waits for its connections to close."""
 _DUMP_SIGNAL: Final = "exception_dump"
@@ -395,10 +397,12 @@ class ProcessGroupOptions:
         backend = self.backend(device.type, exchanges_on_cpu=exchanges_on_cpu)
         if identity.num_ranks > 1 and "nccl" in backend and mig_instances(os.environ):
             backend = "gloo"  # NCCL supports one rank per GPU, and MIG instances share one
+        # A fresh prefix for each attempt: a restarted rank must not read a dead peer's address.
+        store = dist.PrefixStore(identity.prefix, store)  # type: ignore[attr-defined]
+        _await_ranks(store, identity, self.timeout_s)
         dist.init_process_group(
             backend,
-            # A fresh prefix for each attempt: a restarted rank must not read a dead peer's address.
-            store=dist.PrefixStore(identity.prefix, store),  # type: ignore[attr-defined]
+            store=store,
             rank=identity.task.rank,
             world_size=identity.num_ranks,
             timeout=timedelta(seconds=self.timeout_s),
@@ -422,6 +426,22 @@ def _choice_of(kind: type) -> str:
     files = (shipped_conf() / "strategy").glob("*.yaml")
     named = {str(read_document(file).values[TARGET]).rpartition(".")[2]: file.stem for file in files}
     return named.get(kind.__name__, kind.__name__)
+
+
+def _await_ranks(store: Any, identity: Identity, timeout_s: float) -> None:
+    """Wait until all ranks are about to join: torch's own wait can be interrupted neither by a signal nor by an error.
+
+    Raises:
+        LinkError: a rank did not come.
+    """
+    rank, deadline = identity.task.rank, time.monotonic() + timeout_s
+    store.set(f"joining/{rank}", "")
+    store.add("joining", 1)
+    while store.add("joining", 0) < identity.num_ranks:
+        if time.monotonic() > deadline:
+            missing = [str(other) for other in range(identity.num_ranks) if not store.check([f"joining/{other}"])]
+            raise LinkError(f"rank {rank} waited {timeout_s:g} s (strategy.timeout_s) for rank {', '.join(missing)}")
+        time.sleep(_POLL_S)
 
 
 def _counted(count: int, word: str, plural: str) -> str:
