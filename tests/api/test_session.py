@@ -272,6 +272,9 @@ REFUSED = {
     ("strategy=parameter_server",): "strategy=parameter_server: refuses trainkit.session: its workers",
     ("strategy=central_storage", "strategy.mode=async"): "strategy=central_storage: refuses trainkit.session",
     ("eval.beside=true",): "eval.beside=true: starts a process that does not run the loop",
+    ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.evaluator=[c:1]", "cluster.task=worker:0"): (
+        "cluster.evaluator: does not run the loop of the script"
+    ),
     ("hydra.verbose=true",): "hydra.verbose: is for the command line",
 }
 

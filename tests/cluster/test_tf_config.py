@@ -81,6 +81,26 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
                 'TF_CONFIG.task: is missing: it names the task of this process, {"type": "worker", "index": 0}.',
             ],
         ),
+        (
+            {"clutser": TWO, "cluster": TWO, "task": {"type": "worker", "index": 0, "indx": 1}},
+            [
+                "TF_CONFIG.clutser: no such key. Did you mean cluster?",
+                "TF_CONFIG.task.indx: no such key. Did you mean index?",
+            ],
+        ),
+        (
+            {"cluster": {"workers": ["a:1"]}, "task": ["worker", 0]},
+            [
+                (
+                    "TF_CONFIG.cluster.workers: no such role. Did you mean worker? "
+                    "There are: chief, worker, ps, evaluator."
+                ),
+                (
+                    "TF_CONFIG.task: must be an object that names the task of this process, "
+                    '{"type": "worker", "index": 0}.'
+                ),
+            ],
+        ),
         ({"cluster": ["a:1"], "task": SECOND}, ["TF_CONFIG.cluster: must be an object: role to addresses."]),
         ({"cluster": {"worker": [1]}, "task": SECOND}, ["TF_CONFIG.cluster.worker: must be a list of HOST:PORT."]),
         (

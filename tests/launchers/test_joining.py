@@ -133,6 +133,7 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_process
     result = start(*fixed, num_ranks=again, environ=STARTED_AGAIN)[0][0]
     assert result["weights_sha256"] == whole["weights_sha256"]
     assert folders(tmp_path) == ["run", "whole"]
+    assert not (tmp_path / "run/live.aside").exists()
     notes = json.loads((tmp_path / "run/environment.json").read_text())["notes"]
     assert f"restarted by the launcher: continues {tmp_path / 'run'}" in notes
 

@@ -242,6 +242,9 @@ class Session:
         composition, launch = self._composition, self._launch
         if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
             raise ConfigError(problems)
+        if launch is not None and launch.has_evaluator:
+            rule = "does not run the loop of the script. Leave it out: the session evaluates."
+            raise ConfigError([Problem(key="cluster.evaluator", rule=rule)])
         strategy: Strategy = build(composition.cfg.strategy, "strategy")
         if reason := refused_calls(strategy, PlanContext(launch=launch)).get(LoopCall.session):
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.members import ROLES, member_problems, task_problem
-from trainkit.config.values import whole_number
+from trainkit.config.values import closest, whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
@@ -47,7 +47,7 @@ def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
     content = _content(variable, environ[variable])
     if variable == "CLUSTER_SPEC":
         content = _with_roles(content)
-    problems = list(_shape_problems(variable, content))
+    problems = [*_misspelt(variable, content, ("cluster", "task")), *_shape_problems(variable, content)]
     members = {} if problems else {role: _texts(value) for role, value in content["cluster"].items()}
     if not problems:
         problems += member_problems(members, key=f"{variable}.cluster", origin="environment")
@@ -99,9 +99,11 @@ def _shape_problems(variable: str, content: Mapping[str, Any]) -> Iterator[Probl
 def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
     key = f"{variable}.task"
     if not isinstance(task, dict):
-        rule = 'is missing: it names the task of this process, {"type": "worker", "index": 0}.'
+        rule = "is missing: it names" if task is MISSING or task is None else "must be an object that names"
+        rule += ' the task of this process, {"type": "worker", "index": 0}.'
         yield Problem(key=key, rule=rule, origin="environment")
         return
+    yield from _misspelt(key, task, ("type", "index"))
     role, index = task.get("type"), task.get("index")
     known = isinstance(role, str) and role in ROLES
     if not known:
@@ -114,10 +116,18 @@ def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]
     if number is None:
         rule = "is missing: a whole number, 0 or more." if index is None else "must be a whole number, 0 or more."
         yield Problem(key=f"{key}.index", value=MISSING if index is None else index, rule=rule, origin="environment")
-    elif known and members:
+    elif known and any(members.get(name) for name in ROLES):
         rule_of_task = task_problem(members, str(role), number)
         if rule_of_task:
             yield Problem(key=key, value=f"{role}:{number}", rule=rule_of_task, origin="environment")
+
+
+def _misspelt(key: str, content: Mapping[str, Any], known: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each key that is almost a known one; others are those of a cloud, and not for trainkit."""
+    for name in content:
+        if name not in known and (near := closest(name, known)) is not None:
+            rule = f"no such key. Did you mean {near}?"
+            yield Problem(key=f"{key}.{name}", rule=rule, origin="environment")
 
 
 def _index(value: Any) -> int | None:

@@ -331,6 +331,7 @@ def _agree_on_folder(
         if start.relaunched:
             note_restart_of(folder, barrier)
         begin_folder(folder, plan, start, notes=notes)
+        folder.open_live()  # with the token of the run, before a rank writes into it
         stack.callback(folder.release_reserve)
         record_run_folder(plan.cfg, folder, barrier)
         return {"path": str(folder.path.absolute()), "token": tokens[0].token}
