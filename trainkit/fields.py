@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import stat
 import typing
 from collections.abc import Callable, Hashable, Mapping
@@ -137,7 +138,7 @@ class Reads:
     unless: str = ""
     """A key of the same class; if it is true, the run creates what is missing."""
 
-    def rule(self, path: str | Path) -> str | None:
+    def rule(self, path: str | Path, *, may_be_absent: bool = False) -> str | None:
         """Return what is wrong with a path, as messages show it; None if it can be used."""
         noun = "file or folder" if self.kind == "either" else self.kind
         if not str(path):
@@ -146,14 +147,14 @@ class Reads:
             mode = (found := Path(path).expanduser()).stat().st_mode
         except FileNotFoundError:
             where = "" if found.is_absolute() else f" below {Path.cwd()}"
-            return "is a link to nothing." if found.is_symlink() else f"there is no such {noun}{where}."
+            rule = "is a link to nothing." if found.is_symlink() else f"there is no such {noun}{where}."
+            return None if may_be_absent else rule
         except (OSError, ValueError, RuntimeError) as error:  # no permission; a null character; no home folder
             return f"cannot be read: {getattr(error, 'strerror', None) or error}."
-        if stat.S_ISDIR(mode):
-            return f"is a folder, and a {noun} is needed." if self.kind == "file" else None
-        if not stat.S_ISREG(mode):
-            return f"is neither a regular file nor a folder, and a {noun} is needed."
-        return f"is a file, and a {noun} is needed." if self.kind == "folder" else None
+        what = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "pipe or device"
+        if what in noun.split(" or "):
+            return None if os.access(found, os.R_OK) else "cannot be read: Permission denied."
+        return f"is a {what}, and a {noun} is needed."
 
 
 a_file: Final = Reads(kind="file")

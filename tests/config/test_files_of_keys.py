@@ -24,12 +24,13 @@ from trainkit.fields import Reads, a_file, a_folder
         (["data=fashion_mnist", "data.path=no"], "data.path=no: there is no such folder below HOME."),
         (
             ["data=text_lines", "data.path=file", "data.reference=pipe"],
-            "data.reference=pipe: is neither a regular file",
+            "data.reference=pipe: is a pipe or device, and a",
         ),
         (
             ["data=splits", "data.train={_target_: trainkit.data.sets.unlabelled.TextLines, path: .}"],
             "data.train.path=.: is a",
         ),
+        (["data=fashion_mnist", "data.path=file", "data.download=true"], "data.path=file: is a file, and a folder is"),
         (["init_from=no"], "init_from=no: there is no such file or folder below HOME."),
         (["resume=no"], "resume=no: there is no such file or folder below HOME."),
     ],

@@ -138,7 +138,7 @@ def test_a_file_of_another_program_is_read_as_its_keys_declare(tmp_path: Path) -
 
 def test_missing_cells_are_left_out_or_filled_where_asked_and_counted(tmp_path: Path) -> None:
     text = "x,kind,y\n1,a,1\nNA,b,2\n\n3,,3\n5,a,4\n"
-    keys: dict[str, Any] = {"missing": ["NA", ""]}
+    keys: dict[str, Any] = {"missing": ["NA"]}
     dropped = table(tmp_path / "t.csv", text, **keys, on_missing="drop")
     filled = table(tmp_path / "t.csv", text, **keys, on_missing="fill")
     assert dropped.tensors()[1].tolist() == [1, 4]
@@ -225,3 +225,12 @@ def test_each_image_is_shifted_and_mirrored_on_its_own() -> None:
         seen.add(found[0])
     assert len(seen) > 3
     assert {flips for _, _, flips in seen} == {False, True}
+
+
+def test_rows_of_the_reference_are_left_out_as_in_training_and_rows_to_predict_are_not(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    trained = table(old, "x,y\n1,1\n?,2\n3,3\n", missing=["?"], on_missing="drop")
+    keys: dict[str, Any] = {"split": "all", "reference": old, "missing": ["?"]}
+    assert torch.equal(table(new, "x\n3\n1\n", on_missing="drop", **keys).tensors()[0].flip(0), trained.tensors()[0])
+    with pytest.raises(DataError, match=r"new\.csv: line 2, column x: is missing .* A row to predict is not left out"):
+        table(new, "x\n?\n", on_missing="drop", **keys)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -59,7 +59,7 @@ def own_generators(root: Any) -> Iterator[str]:
         seen.add(id(value))
         if isinstance(value, _GENERATORS):
             yield name
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):
             queue.extend((f"{name}[{key!r}]", item) for key, item in islice(value.items(), _MOST_ITEMS))
         elif isinstance(value, list | tuple | set | frozenset):
             queue.extend((f"{name}[{place}]", item) for place, item in enumerate(islice(value, _MOST_ITEMS)))
@@ -71,15 +71,13 @@ def own_generators(root: Any) -> Iterator[str]:
             queue.extend(_of_function(name, value))
         else:
             queue.extend((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
-            slots = (slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ()))
-            queue.extend((f"{name}.{slot}", getattr(value, slot, None)) for slot in slots)
-            methods = (one for kind in type(value).__mro__ for one in vars(kind).values())
-            queue.extend(
-                found
-                for method in methods
-                if isinstance(method, FunctionType) and method.__name__ != "__init__"
-                for found in _of_function(method.__qualname__, method)
-            )
+            for kind in type(value).__mro__:
+                slots = [slot for slot in vars(kind) if isinstance(vars(kind)[slot], MemberDescriptorType)]
+                queue.extend((f"{name}.{slot}", getattr(value, slot, None)) for slot in slots)
+                methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+                for method in methods:
+                    if method.__name__ != "__init__":  # what it draws is the same in every process
+                        queue.extend(_of_function(method.__qualname__, method))
 
 
 def _of_function(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -137,10 +137,11 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
 def absent_files(composition: Composition, path: KeyPath, value: Any, hint: Any) -> Iterator[Problem]:
     """Yield the problems of a key that names files or folders that a run reads, by the mark of its annotation."""
     mark = reads_in(hint)
-    if mark is None or not composition.reads_files or lookup(composition.values, (*path[:-1], mark.unless)):
+    if mark is None or not composition.reads_files:
         return
+    made = bool(mark.unless) and lookup(composition.values, (*path[:-1], mark.unless)) is True
     for name in value if isinstance(value, list) else [value]:
-        if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name)):
+        if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name, may_be_absent=made)):
             yield composition.problem(path, rule, value=value)
 
 

@@ -53,8 +53,8 @@ class CsvTable(InMemory):
     """The columns that are features; null: all but the target."""
     categories: Annotated[list[str], maths(neutral=[])] = field(default_factory=list)
     """Columns whose cells are texts even if they look like numbers: one feature per text."""
-    missing: Annotated[list[str], maths(neutral=[""])] = field(default_factory=lambda: [""])
-    """Cells that hold no value, such as NA; `""` is an empty cell."""
+    missing: Annotated[list[str], maths(neutral=[])] = field(default_factory=list)
+    """Cells that hold no value, such as NA, in addition to empty ones."""
     on_missing: Annotated[Literal["refuse", "drop", "fill"], maths(neutral="refuse")] = "refuse"
     """Refuse a missing cell, leave its row out, or fill it: a number by the mean of the training rows, a text by 0."""
     encoding: Annotated[str, maths(neutral="utf-8")] = "utf-8"
@@ -91,25 +91,26 @@ class CsvTable(InMemory):
         table.refuse_absent(used)
         notes = list(table.notes)
         full = self._without_missing(table, used, notes)
-        known = full if self.reference is None else self._without_missing(reference, used, [])
+        known = full if self.reference is None else self._without_missing(reference, used, None)
         rows, training = self._chosen(len(full.rows), self.split), self._chosen(len(known.rows), "train")
         if self.split == "val":
             notes = []  # those of the file are notes of the training rows
+        scales = {name: self._numbers(known, name) for name in names}
         features = {
-            name: self._feature(name, full, rows, known=known, training=training, notes=notes) for name in names
+            name: self._texts(name, full, rows, known=known, training=training, notes=notes)
+            if scale is None
+            else self._scaled(name, full, rows, known=known, scale=scale, training=training)
+            for name, scale in scales.items()
         }
         targets = (
-            (self._targets(full, rows, known=known, training=training, notes=notes),) if self.target in used else ()
+            [self._targets(full, rows, known=known, training=training, notes=notes)] if self.target in used else []
         )
         self._keep(torch.from_numpy(np.concatenate([*features.values()], axis=1).astype(np.float32)), *targets)
         if self.split == "train":
-            texts = [name for name in names if self._numbers(known, name) is None]
-            numbers = [name for name in names if name not in texts]
-            kinds = [f"numbers in {listed(numbers)}"] if numbers else []
-            kinds += (
-                [f"one feature per text in {listed(f'{x} ({features[x].shape[1]})' for x in texts)}"] if texts else []
-            )
-            notes.insert(0, "; ".join(kinds))
+            numbers = listed(name for name, scale in scales.items() if scale is not None)
+            texts = listed(f"{name} ({features[name].shape[1]})" for name, scale in scales.items() if scale is None)
+            kinds = {"numbers in ": numbers, "one feature per text in ": texts}
+            notes.insert(0, "; ".join(f"{kind}{columns}" for kind, columns in kinds.items() if columns))
         object.__setattr__(self, "notes", tuple(f"{self.path.name} ({self.split}): {note}" for note in notes))
 
     def _chosen(self, count: int, split: str) -> NDArray[np.int64]:
@@ -157,23 +158,32 @@ class CsvTable(InMemory):
         left_out = [f"{blank} blank lines are left out"] if blank else []
         return _Table(where=where, names=names, rows=rows, lines=lines[1:], comma=comma, notes=left_out)
 
-    def _without_missing(self, table: _Table, names: Sequence[str], notes: list[str]) -> _Table:
+    def _without_missing(self, table: _Table, names: Sequence[str], notes: list[str] | None) -> _Table:
         """Return the table without the rows that `on_missing` leaves out.
+
+        Args:
+            table: the file.
+            names: the columns that are used.
+            notes: receives what was done; None for the reference, whose rows are not those to predict.
 
         Raises:
             DataError: a cell is missing that is neither left out nor filled; names its line and column.
         """
-        gaps = {name: [row for row, cell in enumerate(table.cells(name)) if cell in self.missing] for name in names}
+        empty = self._gaps
+        gaps = {name: [row for row, cell in enumerate(table.cells(name)) if cell in empty] for name in names}
         gaps = {name: rows for name, rows in gaps.items() if rows}
         counts = listed(f"{name}: {len(rows)}" for name, rows in gaps.items())
         if not gaps:
             return table
         if self.on_missing == "fill" and self.target not in gaps:
-            notes.append(f"missing cells are filled ({counts})")
+            if notes is not None:
+                notes.append(f"missing cells are filled ({counts})")
             return table
-        if self.on_missing == "drop" and self.split != "all":
+        if self.on_missing == "drop" and (self.split != "all" or notes is None):
             dropped = {row for rows in gaps.values() for row in rows}
-            notes.append(f"{len(dropped)} of {len(table.rows)} rows are left out, since a cell is missing ({counts})")
+            if notes is not None:
+                share = f"{len(dropped)} of {len(table.rows)} rows"
+                notes.append(f"{share} are left out, since a cell is missing ({counts})")
             kept = [row for row in range(len(table.rows)) if row not in dropped]
             if not kept:
                 raise DataError(f"{table.where}: a cell is missing in every row ({counts}).")
@@ -185,6 +195,11 @@ class CsvTable(InMemory):
         }[self.on_missing]
         name = self.target if self.on_missing == "fill" else next(iter(gaps))
         raise table.error(gaps[name][0], name, f"is missing ({counts})", remedy)
+
+    @property
+    def _gaps(self) -> frozenset[str]:
+        """The texts of cells that hold no value."""
+        return frozenset(["", *self.missing])
 
     def _number(self, cell: str) -> float | None:
         """Return the finite number that a cell holds; None if it holds something else."""
@@ -210,12 +225,13 @@ class CsvTable(InMemory):
         if name in self.categories and not must_be:
             return None
         cells = table.cells(name)
-        found = [math.nan if cell in self.missing else self._number(cell) for cell in cells]
+        gaps = self._gaps
+        found = [math.nan if cell in gaps else self._number(cell) for cell in cells]
         odd = [row for row, number in enumerate(found) if number is None]
         if not odd:
             return np.array(found, dtype=np.float64)
         like = [row for row in odd if _LIKE_A_NUMBER.fullmatch(cells[row].strip())]
-        present = sum(cell not in self.missing for cell in cells)
+        present = sum(cell not in gaps for cell in cells)
         count = present - len(odd)
         if not must_be and not count and not like:
             return None
@@ -227,7 +243,27 @@ class CsvTable(InMemory):
         remedies += [quoted_form("data.decimal=,")] if "," in cells[row] and self.decimal == "." else []
         raise table.error(row, name, rule + must_be, f"Correct it, or give {either(remedies)}.")
 
-    def _feature(
+    def _scaled(
+        self,
+        name: str,
+        table: _Table,
+        rows: NDArray[np.int64],
+        *,
+        known: _Table,
+        scale: NDArray[np.float64],
+        training: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """Return (rows, 1) of a column of numbers, scaled by training rows of a known table; missing cells are 0."""
+        numbers = scale if table is known else self._numbers(table, name, must_be=f"; {known.where} has numbers there")
+        assert numbers is not None
+        scale = scale[training]
+        scale = scale[~np.isnan(scale)]
+        if not len(scale):
+            raise DataError(f"{known.where}: column {name} holds no number in the training rows. Leave it out.")
+        scaled = (numbers[rows] - scale.mean()) / (scale.std() or 1.0)
+        return np.where(np.isnan(scaled), 0.0, scaled)[:, None]
+
+    def _texts(
         self,
         name: str,
         table: _Table,
@@ -237,26 +273,16 @@ class CsvTable(InMemory):
         training: NDArray[np.int64],
         notes: list[str],
     ) -> NDArray[np.float64]:
-        """Return (rows, features) of a column of a table, scaled or numbered by the training rows of a known one."""
-        scale = self._numbers(known, name)
-        if scale is not None:
-            must_be = f"; {known.where} has numbers there"
-            numbers = scale if table is known else self._numbers(table, name, must_be=must_be)
-            assert numbers is not None
-            scale = scale[training]
-            scale = scale[~np.isnan(scale)]
-            if not len(scale):
-                raise DataError(f"{known.where}: column {name} holds no number in the training rows. Leave it out.")
-            scaled = (numbers[rows] - scale.mean()) / (scale.std() or 1.0)
-            return np.where(np.isnan(scaled), 0.0, scaled)[:, None]
+        """Return (rows, texts) of a column, 1 for the text of a row among those of training rows of a known table."""
         self._check_spelling(known, name, notes)
         texts, cells = known.cells(name), table.cells(name)
-        places = {text: at for at, text in enumerate(sorted({texts[row] for row in training} - {*self.missing}))}
+        gaps = self._gaps
+        places = {text: at for at, text in enumerate(sorted({texts[row] for row in training} - gaps))}
         marks, unknown = np.zeros((len(rows), len(places))), []
         for at, row in enumerate(rows):
             if cells[row] in places:
                 marks[at, places[cells[row]]] = 1
-            elif cells[row] not in self.missing:
+            elif cells[row] not in gaps:
                 unknown.append(row)
         if unknown:
             example = f"line {table.lines[unknown[0]]}: {cells[unknown[0]]!r}"
