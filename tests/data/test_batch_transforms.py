@@ -109,3 +109,16 @@ def test_class_weights_of_mixed_classes_are_those_of_torch() -> None:
     soft = objective.score(scores, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
     assert torch.allclose(soft.loss_sum, hard.loss_sum)
     assert (float(hard.weight), soft.weight) == (5.0, 2.0)  # torch divides the sum of probabilities by samples
+
+
+def test_masks_are_mixed_pixel_by_pixel_and_never_cut() -> None:
+    images, masks = torch.randn(4, 3, 3, 3), torch.arange(36).reshape(4, 3, 3) % 3
+    _, soft = MixUp(num_classes=3, share=0.0)((images, masks))  # as many classes as rows and columns
+    assert torch.equal(soft.argmax(1), masks)
+    with pytest.raises(DataError, match=r"^CutMix mixes one class of each image, and the targets are masks"):
+        CutMix(num_classes=3)((images, masks))
+
+
+def test_a_target_that_is_ignored_is_not_mixed() -> None:
+    with pytest.raises(DataError, match=r"^MixUp mixes the classes 0 to 2, and .*ignore_index"):
+        MixUp(num_classes=3)((torch.randn(2, 4), torch.tensor([1, -100])))

@@ -20,7 +20,8 @@ from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_
 class MixUp:
     """Mix each input and its class with those of another sample of the shard, with weights m and 1 - m.
 
-    m is drawn from Beta(alpha, alpha), once per shard. Targets become probabilities of classes, (samples, classes).
+    m is drawn from Beta(alpha, alpha), once per shard. Targets become probabilities of classes, (samples, classes), or
+    (samples, classes, height, width) for masks.
 
     Example:
         >>> inputs, targets = MixUp(num_classes=3)((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
@@ -78,6 +79,11 @@ class CutMix:
         drawn = _Drawn.of(batch, self)
         if drawn.inputs.dim() < 3:
             raise DataError(f"CutMix cuts images (samples, ..., height, width), not {tuple(drawn.inputs.shape)}.")
+        if drawn.classes.dim() > 2:
+            raise DataError(
+                f"CutMix mixes one class of each image, and the targets are masks, {tuple(drawn.classes.shape)} as "
+                "probabilities. MixUp mixes the classes of each pixel."
+            )
         height, width = drawn.inputs.shape[-2:]
         side = (1 - drawn.kept) ** 0.5
         rows, columns = _interval(height, side), _interval(width, side)
@@ -136,7 +142,7 @@ class _Drawn:
     names: tuple[Field, Field]
     inputs: Tensor
     classes: Tensor
-    """(samples, classes) probabilities."""
+    """(samples, classes) probabilities, (samples, classes, ...) for masks."""
     order: Tensor
     """(samples,) the partner of each sample."""
     kept: float
@@ -148,7 +154,14 @@ class _Drawn:
         names, named = chosen_fields(batch, settings.input, settings.target), named_fields(batch)
         inputs, targets = named[names[0]], named[names[1]]
         if not targets.is_floating_point():
-            targets = functional.one_hot(targets.long(), settings.num_classes).to(inputs.dtype)
+            try:
+                targets = functional.one_hot(targets.long(), settings.num_classes).movedim(-1, 1).to(inputs.dtype)
+            except RuntimeError as error:
+                name, last = type(settings).__name__, settings.num_classes - 1
+                raise DataError(
+                    f"{name} mixes the classes 0 to {last}, and a target is none of them: it is one that "
+                    "objective.ignore_index leaves out, or data.batch_transform.num_classes is too small."
+                ) from error
         mixes = np.random.random_sample() < settings.share  # noqa: NPY002 - keyed by step and shard
         drawn = np.random.beta(settings.alpha, settings.alpha)  # noqa: NPY002
         order = sent_to(inputs.device, torch.randperm(len(inputs)))

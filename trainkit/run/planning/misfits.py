@@ -27,6 +27,7 @@ from trainkit.frames import named_first_line, text_of, with_frames
 from trainkit.numerics.generators import GeneratorStates
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.from_hidden.output_layer import scores_kept
+from trainkit.objectives.targets import ScoredClasses
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.optimizers import named_optimizers
@@ -191,6 +192,7 @@ class _Trial:
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
             if problem is None and self.numbers:
+                _refuse_no_probabilities(loss, objective)
                 problem = self._other_weight(loss, objective) or _updated_flag(model, flags)
             if problem is None and self.numbers and loss.loss_sum.requires_grad:
                 problem = _other_parameters(loss.loss_sum, model, objective)
@@ -371,6 +373,24 @@ def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Proble
         rule = "the loss does not depend on a parameter that is trained. Is an output detached, or made a number?"
         return Problem(key="objective", rule=rule)
     return None
+
+
+def _refuse_no_probabilities(loss: Loss, objective: Objective) -> None:
+    """Refuse floating targets of classes that are no probabilities: padding of -100 would count in the loss.
+
+    Raises:
+        DataError: there is such a target.
+    """
+    targets = loss.targets
+    has_classes = isinstance(objective, ScoredClasses) and isinstance(targets, Tensor)
+    if has_classes and targets.is_floating_point() and targets.numel():
+        least, most = map(float, targets.aminmax())
+        if not (least >= 0 and most <= 1):
+            raise DataError(
+                f"targets of classes are floating, {least:g} to {most:g}, and probabilities are 0 to 1. Padding of "
+                "probabilities would count: give masks of whole numbers, whose padding is ignored, or "
+                "data.collate.target_padding=0, which adds nothing to the loss but counts in its weight."
+            )
 
 
 def _other_parameters(total: Tensor, model: nn.Module, objective: Objective) -> Problem | None:
