@@ -432,3 +432,57 @@ class ChangesItself(Net):
             self[0].requires_grad_(self.how == "unfreeze")
         outputs: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
         return outputs
+
+
+class Memory(nn.Module):
+    """A recurrent cell whose state stays from step to step, with an entry for each column of the data."""
+
+    sample_dims: ClassVar[dict[str, int | None]] = {"hidden": 1, "seen": 0}
+    hidden: Tensor
+    seen: Tensor
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.cell = nn.Linear(FEATURES + 4, 4)
+        self.register_buffer("hidden", torch.zeros(2, columns, 4))  # two copies, for a dim in front of the columns
+        self.register_buffer("seen", torch.zeros(columns, dtype=torch.int64))
+
+    def forward(self, inputs: Tensor, column: Tensor) -> Tensor:
+        """Go on where the columns have stopped."""
+        state = torch.tanh(self.cell(torch.cat([inputs, self.hidden[0, column].to(inputs)], 1)))
+        if self.training:
+            self.hidden[:, column] = state.detach().to(self.hidden)
+            self.seen[column] += 1
+        return state
+
+
+class Reader(nn.Module):
+    """A memory and a head."""
+
+    def __init__(self, *, columns: int = 8, declares: bool = True) -> None:
+        super().__init__()
+        self.memory, self.head = Memory(columns), nn.Linear(4, CLASSES)
+        if not declares:
+            self.memory.sample_dims = {}  # type: ignore[misc]
+        fill(self)
+
+    def forward(self, inputs: Any, column: Tensor | None = None) -> Tensor:
+        """Return scores; both arguments may be one, as in a pipeline."""
+        inputs, column = inputs if column is None else (inputs, column)
+        scores: Tensor = self.head(self.memory(inputs, column))
+        return scores
+
+
+class Columns(torch.utils.data.Dataset[dict[str, Any]]):
+    """Pieces of columns: sample i is piece i // columns of column i % columns."""
+
+    def __init__(self, split: str, *, columns: int = 8, count: int = 29) -> None:
+        del split
+        self.columns, self.inputs = columns, wave(count, FEATURES, phase=0.3)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        inputs, column = self.inputs[index], index % self.columns
+        return {"input": inputs, "column": column, "both": (inputs, column), "target": index * index % CLASSES}

@@ -4,7 +4,7 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,8 +94,14 @@ def combine(shards: Sequence[Shard], factors: Sequence[float]) -> dict[str, Tens
     return total
 
 
-def add_up(shards: Iterable[Shard], buffers: Tensors) -> Expected:
-    """Return the expected result of a step; the shards are consumed one at a time."""
+def add_up(shards: Iterable[Shard], buffers: Tensors, per_sample: Container[str] = ()) -> Expected:
+    """Return the expected result of a step; the shards are consumed one at a time.
+
+    Args:
+        shards: the shards of the step.
+        buffers: the buffers before the step.
+        per_sample: names of the buffers that hold state per sample.
+    """
     total: dict[str, Tensor] = {}
     scale: dict[str, float] = {}
     seen: list[Shard] = []
@@ -109,17 +115,23 @@ def add_up(shards: Iterable[Shard], buffers: Tensors) -> Expected:
     return Expected(
         gradient={name: gradient / weight for name, gradient in total.items()},
         scale={name: value / weight for name, value in scale.items()},
-        buffers=averaged_buffers(seen, [shard.size / size for shard in seen], buffers),
+        buffers=averaged_buffers(seen, [shard.size / size for shard in seen], buffers, per_sample),
     )
 
 
-def averaged_buffers(shards: Sequence[Shard], weights: Sequence[float], before: Tensors) -> dict[str, Tensor]:
-    """Return the average of the buffers of shards; a counter advances by the average of its advances."""
+def averaged_buffers(
+    shards: Sequence[Shard], weights: Sequence[float], before: Tensors, per_sample: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Return the average of the buffers of shards; a counter advances by the average of its advances, and state per
+    sample by the changes of all shards.
+    """
     found: dict[str, Tensor] = {}
     for name, start in before.items():
         after = [shard.buffers[name] for shard in shards]
         if all(torch.equal(one, start) for one in after):
             found[name] = start
+        elif name in per_sample:
+            found[name] = start + sum((one - start for one in after), torch.zeros_like(start))
         elif start.is_floating_point():
             found[name] = sum((one * share for one, share in zip(after, weights, strict=True)), torch.zeros_like(start))
         else:

@@ -174,7 +174,7 @@ class Examiner:
         with loop.reading():
             for step, before, after in transitions(folder, self._initial):
                 loop.load(before)
-                expected = add_up(loop.shards(step), loop.buffers())
+                expected = add_up(loop.shards(step), loop.buffers(), loop.per_sample)
                 found, errors = gradient_between(before, after, loop.params, rate=self._rate), dict[str, float]()
                 read_from = before if sparse else None
                 wrong = differing_gradients(step, expected, found, errors=errors, read_from=read_from, rate=self._rate)

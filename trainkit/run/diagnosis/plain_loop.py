@@ -22,6 +22,7 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.restore import make_step_context
 from trainkit.strategies.base import SetupRequest, Ticket
+from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.one_device import OneDevice
 
 
@@ -50,6 +51,9 @@ class PlainLoop:
         self.params = self._replica.params
         saved = self._replica.model.state_dict()
         self._buffers = {name: buffer for name, buffer in self._replica.model.named_buffers() if name in saved}
+        dims = sample_dims_of(self._replica.model)
+        self.per_sample = frozenset(name for name, dim in dims.items() if dim is not None)
+        """Names of the buffers that hold state per sample."""
         self._loader: Loader | None = None
         self.sparse = False
         """Whether a computed shard gave a sparse gradient."""

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.config.targets.allowed import TARGET
@@ -31,8 +32,10 @@ from trainkit.objectives.targets import ScoredClasses
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.optimizers import named_optimizers
+from trainkit.run.planning.per_sample import per_sample_problems
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.core.buffers import complex_problem
+from trainkit.strategies.capabilities import is_asynchronous
+from trainkit.strategies.core.buffers import complex_problem, sample_dims_of
 from trainkit.strategies.core.graphs.refusals import shard_problems
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.trainer.events import Callback
@@ -67,7 +70,7 @@ def refuse_misfits(plan: RunPlan, model: nn.Module) -> None:
         ConfigError: a key or a class must change.
         DataError: a sample must change.
     """
-    if problems := [*_wrong_kinds(plan)]:
+    if problems := [*_wrong_kinds(plan), *_state_problems(plan, model)]:
         raise ConfigError(problems)
     dataset = plan.components.datasets["train"]
     if not hasattr(dataset, "__getitem__"):
@@ -104,6 +107,17 @@ def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
                 yield Problem(key=f"{group}.{name}._target_", value=node[TARGET], rule=rule)
 
 
+def _state_problems(plan: RunPlan, model: nn.Module) -> Iterator[Problem]:
+    """Yield the problem of state per sample whose steps are computed at the same time."""
+    declared = [name for name, dim in sample_dims_of(model).items() if dim is not None]
+    if declared and is_asynchronous(plan.components.strategy):
+        rule = (
+            f"the model keeps state per sample ({declared[0]}), and a step must read that of the step before it. Use "
+            "strategy.mode=sync."
+        )
+        yield Problem(key="strategy.mode", value="async", rule=rule)
+
+
 def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitError | None:
     """Run samples once; return the error of a misfit."""
     samples = [read_sample(plan.components.datasets["train"], place) for place in places]
@@ -113,7 +127,10 @@ def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitErro
     most = _CHEAP_MADE if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
     numbers = sum(param.numel() for param in model.parameters()) <= most
     trial = _Trial(plan=plan, places=places, samples=samples, batch=batch, numbers=numbers)
-    return trial.run(model)
+    error = trial.run(model)
+    if error is None and trial.updated and (problems := [*per_sample_problems(plan, trial.updated)]):
+        return ConfigError(problems)
+    return error
 
 
 def _updated_flag(model: nn.Module, before: Mapping[str, Tensor]) -> Problem | None:
@@ -125,6 +142,13 @@ def _updated_flag(model: nn.Module, before: Mapping[str, Tensor]) -> Problem | N
             rule = f"updates {name}, of bool, in its forward pass, and the results of shards are added up. "
             return Problem(key="model", rule=rule + "Make it a buffer of float32 or int64.")
     return None
+
+
+def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers with dims of modules that are no normalisation of torch."""
+    norms = {module for module in model.modules() if isinstance(module, _NormBase)}
+    owned = ((name, model.get_submodule(name.rpartition(".")[0]), one) for name, one in model.named_buffers())
+    return {name: one.clone() for name, owner, one in owned if one.dim() and owner not in norms}
 
 
 def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) -> str:
@@ -165,6 +189,8 @@ class _Trial:
     part: str = "objective"
     """Part that is running: model, objective, or the backward pass of the model."""
     outputs: Any = None
+    updated: tuple[str, ...] = ()
+    """Buffers that the pass has changed, without the statistics of torch's normalisations, which are averaged."""
 
     def run(self, model: nn.Module) -> TrainkitError | None:
         """Compute the loss and its gradients; return the error."""
@@ -180,6 +206,7 @@ class _Trial:
         flags = {
             name: one.clone() for name, one in model.named_buffers() if one.dtype is torch.bool or one.is_complex()
         }
+        apart = _own_buffers(model) if self.numbers else {}
         hooks = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),
@@ -189,6 +216,8 @@ class _Trial:
             with torch.enable_grad(), kept, precision.autocast(["cpu"]) if self.numbers else nullcontext():
                 before = GeneratorStates([])
                 loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
+            now = dict(model.named_buffers()) if apart else {}
+            self.updated = tuple(name for name, one in apart.items() if not torch.equal(one, now[name]))
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
             if problem is None and self.numbers:

@@ -3,6 +3,9 @@
 Buffers are, for example, the running statistics of batch normalisation. Each shard starts from the step's buffers;
 their values after its forward pass are weighted by its share of the samples and summed like a gradient. Momentum thus
 acts once per step, for any number of shards.
+
+State per sample (`sample_dims` of a module) is not averaged: the shards of a step write different parts of it, and the
+changes of all shards are added to the values of the start.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class BufferGroup:
     Args:
         places: indices of the buffers among all that a forward pass updates.
         tensors: their values at the start of a step; copied.
+        is_added: whether the changes of all shards are added up, as for counters (integers) and state per sample.
 
     Example:
         >>> group = BufferGroup([0, 2], [torch.ones(2), torch.zeros(())])
@@ -34,8 +38,8 @@ class BufferGroup:
         ([1.0, 1.0, 0.0], [(2,), ()])
     """
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
-        self.places = places
+    def __init__(self, places: list[int], tensors: Sequence[Tensor], *, is_added: bool = False) -> None:
+        self.places, self.is_added = places, is_added
         self.start = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         """(elements,) the values at the start of the step."""
         parts = self.start.split_with_sizes([tensor.numel() for tensor in tensors])
@@ -58,13 +62,16 @@ class BufferGroup:
         torch._foreach_copy_(self.views(flat), list(tensors))
         return flat
 
-    def advanced(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return (elements,) the values of the buffers; for integers (counters), their increments.
+    def advanced(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return (elements,) the values of the buffers in a dtype; for integers (counters) and state per sample, their
+        increments.
 
         Weighted increments add up to the increment, like weighted values to the value.
         """
         flat = self.joined(tensors)
-        return flat if flat.is_floating_point() else flat.sub_(self.start)
+        if not flat.is_floating_point():
+            return flat.sub_(self.start).to(dtype)
+        return flat.to(dtype).sub_(self.start) if self.is_added else flat.to(dtype)
 
     def write(self, tensors: Sequence[Tensor], totals: Sequence[Tensor | None]) -> None:
         """Set buffers to sums over all shards and ranks; None leaves a buffer as it is."""
@@ -72,11 +79,55 @@ class BufferGroup:
         if not found:
             return
         values = [total for _, total in found]
-        if not self.start.is_floating_point():
+        is_float = self.start.is_floating_point()
+        if self.is_added or not is_float:
             starts = [start for start, total in zip(self.starts, totals, strict=True) if total is not None]
             group = BufferGroup([], starts)
-            values = group.views(group.start + group.joined(values).round_().to(group.start.dtype))
+            flat = torch.cat([total.reshape(-1) for total in values])
+            flat = (
+                (group.start + flat).to(group.start.dtype) if is_float else group.start + flat.round_().to(group.start)
+            )
+            values = group.views(flat)
         torch._foreach_copy_([tensor for tensor, _ in found], values)
+
+
+def holds_samples(owner: nn.Module, leaf: str) -> bool:
+    """Return whether a module declares a buffer of its own as state per sample, in `sample_dims`."""
+    return getattr(owner, "sample_dims", {}).get(leaf) is not None
+
+
+def sample_dims_of(model: nn.Module) -> dict[str, int | None]:
+    """Return the dim of the samples of each buffer that a module declares in `sample_dims`; None: it has none.
+
+    Raises:
+        ConfigError: a declared name is not a buffer of its module, or the buffer has no such dim.
+
+    Example:
+        >>> class Memory(nn.Module):
+        ...     sample_dims = {"state": 1}
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.register_buffer("state", torch.zeros(2, 8, 4))
+        >>> sample_dims_of(nn.Sequential(Memory()))
+        {'0.state': 1}
+    """
+    found: dict[str, int | None] = {}
+    for path, module in model.named_modules():
+        for leaf, dim in getattr(module, "sample_dims", {}).items():
+            buffer = dict(module.named_buffers(recurse=False)).get(leaf)
+            rule = f"{type(module).__name__}.sample_dims has {leaf!r}: {dim!r}, and "
+            if buffer is None:
+                raise ConfigError([Problem(key="model", rule=f"{rule}the module has no buffer of this name.")])
+            if dim is not None and (type(dim) is not int or not 0 <= dim < buffer.dim()):
+                rule += f"the shape of the buffer is {tuple(buffer.shape)}. Name one of its dims, from 0, or None."
+                raise ConfigError([Problem(key="model", rule=rule)])
+            found[f"{path}.{leaf}" if path else leaf] = dim
+    return found
+
+
+def written_indices(before: Tensor, after: Tensor, dim: int) -> Tensor:
+    """Return (size of the dim,) bool: the indices of a dim at which a pass has changed a buffer."""
+    return (before != after).movedim(dim, 0).unsqueeze(-1).flatten(1).any(1)
 
 
 def complex_problem(name: str) -> Problem:
@@ -190,11 +241,16 @@ class StepBuffers:
         """
         if not self._chosen:
             return
-        parts = [group.advanced(own).to(self._dtype) for group, own in self._split(self.tensors())]
+        parts = [group.advanced(own, self._dtype) for group, own in self._split(self.tensors())]
+        whole = float(share > 0)  # a shard that only takes part in collectives counts nothing
         if within is None:
-            torch._foreach_mul_(parts, share)
+            for group, part in zip(self._groups, parts, strict=True):
+                part.mul_(whole if group.is_added else share)
         else:
-            shares = [share if owner in within else 0.0 for owner, _ in self._chosen]
+            shares = [
+                (whole if holds_samples(owner, leaf) else share) if owner in within else 0.0
+                for owner, leaf in self._chosen
+            ]
             for part, (group, own) in zip(parts, self._split(shares), strict=True):
                 torch._foreach_mul_(group.views(part), own)
         if self._sums is None:
@@ -242,6 +298,10 @@ class StepBuffers:
             group.write([tensor.data for tensor, _ in own], [total for _, total in own])
         self._in_step = False
 
+    def per_sample(self) -> list[Tensor]:
+        """Return the current values of the buffers that hold state per sample."""
+        return [owner._buffers[leaf] for owner, leaf in self._all if holds_samples(owner, leaf)]  # type: ignore[misc]  # noqa: SLF001
+
     def tensors(self) -> list[Tensor]:
         """Return the current values of the buffers that a forward pass updates."""
         # Looked up each time: a module may put a new tensor in a buffer's place.
@@ -250,10 +310,14 @@ class StepBuffers:
     def _lay_out(self, starts: Sequence[Tensor]) -> None:
         """Group buffers by device and dtype, and store their values at the start of the step."""
         self._layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in starts]
-        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, (_, dtype, device) in enumerate(self._layout):
-            places.setdefault((device, dtype), []).append(place)
-        self._groups = [BufferGroup(own, [starts[place] for place in own]) for own in places.values()]
+        places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        chosen = (one for one in self._chosen if one[0]._buffers[one[1]] is not None)  # noqa: SLF001 - as in `tensors`
+        for place, ((_, dtype, device), one) in enumerate(zip(self._layout, chosen, strict=True)):
+            places.setdefault((device, dtype, holds_samples(*one)), []).append(place)
+        self._groups = [
+            BufferGroup(own, [starts[place] for place in own], is_added=is_added)
+            for (_, _, is_added), own in places.items()
+        ]
 
     def _split(self, values: Sequence[_T]) -> list[tuple[BufferGroup, list[_T]]]:
         """Return each group with its part of `values`, which has one value per buffer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -50,11 +50,15 @@ class AveragingWindow:
     """Number of samples of this rank in these steps."""
     start: Tensor | None = None
     """The parameters at the last average, one flat vector; only with an outer optimizer."""
+    states: list[Tensor] = field(default_factory=list)
+    """State per sample at the last average: the changes of all ranks are added to it."""
     momentum: Tensor | None = None
     """The outer optimizer's momentum, one flat vector; None before its first step."""
 
     def begin(self, replica: Replica) -> None:
-        """Store the parameters at the start of the window."""
+        """Store the parameters and the state per sample at the start of the window."""
+        if self.steps == 0:
+            self.states = [state.clone() for state in replica.buffers.per_sample()]
         if self.steps == 0 and self.outer.lr is not None:
             self.start = _parameters(replica).pack(list(replica.masters.values()), into=self.start)
 
@@ -81,7 +85,13 @@ class AveragingWindow:
 
     def _exchange(self, replica: Replica) -> None:
         weighed, counters = _trained(replica)
-        buffers = replica.buffers.tensors()
+        states = replica.buffers.per_sample()
+        for state, start in zip(states, self.states, strict=True):
+            moved = state.to(replica.precision.master_dtype).sub_(start)
+            dist.all_reduce(moved)
+            state.copy_(moved.add_(start))
+        held = set(map(id, states))
+        buffers = [buffer for buffer in replica.buffers.tensors() if id(buffer) not in held]
         counters += [buffer for buffer in buffers if not buffer.is_floating_point()]
         buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         tensors = [*weighed, *buffers, *counters]

@@ -19,6 +19,7 @@ from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
 from trainkit.strategies.base import LoopCall, PlanContext, SetupRequest, Strategy, TaskContext, Traits
+from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
@@ -122,6 +123,10 @@ class ParameterServer(Strategy):
         found = split_problems(
             VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context)), context
         )
+        replaces = self.spare_mode == "replace" and self.spare_replicas > 0
+        if replaces and any(dim is not None for dim in sample_dims_of(model).values()):
+            rule = "adds up shards of several steps, and the model keeps state per sample. Use duplicate."
+            found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
             rule = "cannot be to the bit: rows of sparse tables are read at each lookup. Leave it out."
             found.append(Problem(key="strategy.replay", value=self.replay, rule=rule))

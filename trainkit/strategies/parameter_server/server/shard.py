@@ -68,6 +68,7 @@ class ServerShard:
         views = zip(self.params, self._packing.views(self._memory.flat), strict=True)
         self.masters = {piece.variable.name: nn.Parameter(view) for piece, view in views}
         rest = [piece for piece in pieces if piece.variable.kind != "param"]
+        self._added = [piece.variable.is_added for piece in rest]
         self._rest = [torch.zeros(piece.shape, dtype=piece.variable.dtype) for piece in rest]
         self._stepper = (
             OptimizerStepper(make_optimizer(self.masters), list(self.masters.values())) if self.masters else None
@@ -107,8 +108,10 @@ class ServerShard:
             with torch.enable_grad():  # optimizers expect to be called with grad enabled
                 self._stepper.step(gradient[:count], lr_factor)
             self._rounded.clear()
-        for tensor, total in zip(self._rest, gradient[count:], strict=False):
-            if total is not None and tensor.is_floating_point():
+        for tensor, total, is_added in zip(self._rest, gradient[count:], self._added, strict=False):
+            if total is not None and tensor.is_floating_point() and is_added:
+                tensor.copy_(tensor + total)
+            elif total is not None and tensor.is_floating_point():
                 tensor.copy_(total if buffer_factor == 1.0 else total * buffer_factor)
             elif total is not None:
                 tensor.add_(total.round().to(tensor.dtype))

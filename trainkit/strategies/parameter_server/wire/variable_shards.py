@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, Final, Literal
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import is_elementwise
 from trainkit.strategies.tensors.layouts import dense_strides, part_strides
 
@@ -43,6 +44,8 @@ class Variable:
     """
     saved: bool = True
     """Whether a checkpoint holds the variable; some buffers are recomputed."""
+    is_added: bool = False
+    """Whether a buffer holds state per sample: the changes of all shards are added to it."""
 
     @property
     def num_rows(self) -> int:
@@ -80,7 +83,11 @@ def variables_of(model: nn.Module, master_dtype: torch.dtype) -> tuple[Variable,
     params, saved = list(model.named_parameters()), model.state_dict()
     trained = [_variable(name, "param", param, dtype=master_dtype) for name, param in params if param.requires_grad]
     frozen = [_variable(name, "frozen", param) for name, param in params if not param.requires_grad]
-    buffers = [_variable(name, "buffer", buffer, saved=name in saved) for name, buffer in model.named_buffers()]
+    added = {name for name, dim in sample_dims_of(model).items() if dim is not None}
+    buffers = [
+        replace(_variable(name, "buffer", buffer, saved=name in saved), is_added=name in added)
+        for name, buffer in model.named_buffers()
+    ]
     return (*trained, *frozen, *buffers)
 
 
