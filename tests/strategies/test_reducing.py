@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,15 +18,13 @@ from tests.support.pool import Place, Pool, TaskError
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.capabilities import load_state_extra, state_dict_extra, tune
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.process_group import GroupCollective
-from trainkit.strategies.reducers import AutoReducer, LocalReducer, options, shared_memory
-from trainkit.strategies.reducers.choices import ChoiceCache
+from trainkit.strategies.reducers import AutoReducer, BackendReducer, LocalReducer, shared_memory
 from trainkit.strategies.reducers.flat import HierarchicalReducer
-from trainkit.strategies.reducers.options import ReductionOptions, Rule
+from trainkit.strategies.reducers.options import ReductionOptions
 from trainkit.strategies.reducers.shared_memory import shared_memory_obstacle
-from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
 TWO_HOSTS = LaunchEnvironment(
@@ -159,141 +156,7 @@ def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: P
     assert found == [[1111.0] * 3] * 4
 
 
-class Clock:
-    """A clock that only a slow candidate moves."""
-
-    now = 0.0
-
-    @classmethod
-    def perf_counter(cls) -> float:
-        return cls.now
-
-
-class Slow(LocalReducer):
-    """A candidate that takes its time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def reduce(self, partials: Any, **options: Any) -> Any:
-        Clock.now += self.seconds
-        return super().reduce(partials, **options)
-
-
-def choices(place: Place) -> list[Any]:
-    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    packing = FlatBuffer([torch.Size([1 << 18])], torch.float32, CPU)
-    # fast on one rank, slow on the other: the slower rank counts
-    makers = {"first": lambda: Slow(0.03 * place.rank), "second": lambda: Slow(0.005)}
-    fresh, resumed, elsewhere = (AutoReducer(makers, collective) for _ in range(3))
-    resumed.recall("first")
-    elsewhere.recall("shared_memory")
-    with patch.object(options, "time", Clock):
-        lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
-    return [lines, [reducer.kept for reducer in (fresh, resumed, elsewhere)]]
-
-
-def test_the_fastest_on_the_slowest_rank_is_chosen_and_kept(pool: Pool) -> None:
-    first, second = pool.run("tests.strategies.test_reducing.choices", num_ranks=2, group=True)
-    assert first == second
-    (fresh, resumed, elsewhere), chosen = first
-    assert fresh.startswith("strategy.reduce=auto: second. Summing 1 MiB takes first 30 ms, second 5 ms.")
-    assert resumed == "strategy.reduce=auto: first, as this run has chosen before."
-    assert elsewhere.startswith("strategy.reduce=auto: second. Summing")
-    assert chosen == ["second", "first", "second"]
-
-
-class Alone:
-    """A single rank."""
-
-    rank, num_ranks = 0, 1
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor]
-
-
 MEBIBYTE = FlatBuffer([torch.Size([1 << 18])], torch.float32, CPU)
-
-
-def chosen(cache: ChoiceCache | None, packing: FlatBuffer = MEBIBYTE, **seconds: float) -> tuple[str, bool]:
-    """The choice among reducers that take these times, and whether any was timed."""
-    made: list[str] = []
-
-    def maker(name: str) -> Any:
-        return lambda: (made.append(name), Slow(seconds[name]))[1]  # type: ignore[func-returns-value]
-
-    reducer = AutoReducer({name: maker(name) for name in seconds}, Alone(), cache=cache)
-    with patch.object(options, "time", Clock):
-        reducer.choose(packing)
-    assert reducer.kept is not None
-    return reducer.kept, len(made) > 1
-
-
-def test_of_reducers_that_are_alike_the_first_is_chosen() -> None:
-    assert chosen(None, backend=0.011, ring=0.01) == ("backend", True)
-    assert chosen(None, backend=0.02, ring=0.01) == ("ring", True)
-
-
-def test_large_gradients_are_timed_by_a_part_of_them() -> None:
-    large = FlatBuffer([torch.Size([1 << 28])], torch.float32, torch.device("meta"))
-    sample = options._sample(large)
-    assert sample.numel * 4 == 4 << 20
-    placed = TensorPlaces(places=(0, 2, 0), devices=(CPU, CPU, CPU))
-    spread = FlatBuffer([torch.Size([3])] * 3, torch.float64, CPU, places=placed)
-    assert [part.packing.numel for part in options._sample(spread).parts] == [6, 3]
-
-
-def file_of(cache: ChoiceCache) -> Path:
-    assert cache.path is not None
-    return cache.path
-
-
-def test_a_machine_times_a_shape_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert chosen(ChoiceCache(), backend=0.02, ring=0.002) == ("ring", True)
-    assert chosen(ChoiceCache(), backend=0.002, ring=0.02) == ("ring", False)
-    other = FlatBuffer([torch.Size([5])], torch.float32, CPU)
-    assert chosen(ChoiceCache(), other, backend=0.002, ring=0.02) == ("backend", True)
-    assert [path.name for path in (tmp_path / "trainkit").iterdir()] == [file_of(ChoiceCache()).name]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"{", b"[]", b'{"version": 2, "choices": {}}', b'{"version": 1, "choices": {"SHAPE": ["ring"]}}',
-     b'{"version": 1, "choices": {"SHAPE": "evil"}}', b"x" * (1 << 20)],
-)  # fmt: skip
-def test_a_hostile_cache_is_timed_over(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = ChoiceCache()
-    file_of(cache).parent.mkdir()
-    shape = AutoReducer({"ring": LocalReducer, "backend": LocalReducer}, Alone())._shape(MEBIBYTE)
-    file_of(cache).write_bytes(content.replace(b"SHAPE", shape.encode()))
-    assert chosen(cache, ring=0.002, backend=0.02) == ("ring", True)
-    assert chosen(cache, ring=0.02, backend=0.002) == ("ring", False)
-
-
-def test_a_link_in_place_of_the_cache_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache, own = ChoiceCache(), tmp_path / "own.json"
-    own.write_text("mine")
-    file_of(cache).parent.mkdir()
-    file_of(cache).symlink_to(own)
-    assert chosen(cache, ring=0.002, backend=0.02) == ("ring", True)
-    assert own.read_text() == "mine"
-    assert not file_of(cache).is_symlink()
-
-
-def test_the_cache_is_bounded_and_may_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for number in range(70):
-        ChoiceCache().keep(str(number), "ring")
-    assert [ChoiceCache().find(shape, ["ring"]) for shape in ("5", "6", "69")] == [None, "ring", "ring"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "trainkit" / file_of(ChoiceCache()).name))  # a file, no folder
-    ChoiceCache().keep("0", "ring")
-    assert ChoiceCache().find("0", ["ring"]) is None
 
 
 @pytest.mark.parametrize("compression", ["bf16", "powersgd"])
@@ -311,31 +174,13 @@ def made(place: Place, compression: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "ranks", "expected"),
     [({}, (2, 1, False), "shared_memory"), ({}, (2, 1, True), "backend"), ({}, (1, 1, False), "backend"),
-     ({}, (4, 2, False), None), ({"bucket_mb": 1.0}, (2, 1, False), "backend"),
+     ({}, (4, 2, False), "backend"), ({"bucket_mb": 1.0}, (2, 1, False), "backend"),
      ({"compression": "bf16"}, (4, 2, False), "backend"), ({"reduce": "ring"}, (2, 1, True), "ring")],
 )  # fmt: skip
-def test_auto_is_a_rule_where_one_is_known(settings: Any, ranks: tuple[int, int, bool], expected: str | None) -> None:
+def test_auto_is_a_rule_where_one_is_known(settings: Any, ranks: tuple[int, int, bool], expected: str) -> None:
     num_ranks, num_hosts, on_gpus = ranks
     options = ReductionOptions(**settings)
     assert options.known_reducer(num_ranks=num_ranks, num_hosts=num_hosts, on_gpus=on_gpus) == expected
-
-
-def test_a_choice_by_rule_is_not_kept_and_an_earlier_one_is(pool: Pool) -> None:
-    kept = pool.run("tests.strategies.test_reducing.remembered", num_ranks=2)
-    again = ("strategy.reduce=auto: ring, as this run has chosen before.",)
-    assert kept == [(["SharedMemoryReducer", (), {}], [again, {"reduce": "ring"}])] * 2
-
-
-def remembered(place: Place) -> Any:
-    from tests.contract.stepping import _Rank
-
-    executor: Any = _Rank(place, Case(strategy="mirrored", settings={"replicas": 2})).setup(0)
-    lines = tune(executor)
-    by_rule = [type(executor._replica.reducer._current).__name__, lines, state_dict_extra(executor)]
-    load_state_extra(executor, {"reduce": "ring"})
-    earlier = [tune(executor), state_dict_extra(executor)]
-    executor.close()
-    return by_rule, earlier
 
 
 @pytest.mark.parametrize(
@@ -356,11 +201,11 @@ def hindered(place: Place, size: int) -> str | None:
 
 
 def test_where_a_rule_meets_an_obstacle_the_other_reducer_is_used_and_a_line_says_why() -> None:
-    rule = Rule("shared", otherwise="backend", obstacle=lambda size: f"{size} bytes are too many")
-    reducer = AutoReducer({"backend": LocalReducer, "shared": lambda: Slow(1.0)}, Alone(), rule=rule)
-    line = reducer.choose(MEBIBYTE)
-    assert line == "strategy.reduce=auto: backend, because 1048576 bytes are too many."
-    assert type(reducer._current) is LocalReducer
+    obstacle = "{} bytes are too many".format
+    reducer = AutoReducer(LocalReducer, BackendReducer, obstacle)
+    assert reducer.choose(MEBIBYTE) == "strategy.reduce=auto: backend, because 1048576 bytes are too many."
+    assert type(reducer._current) is BackendReducer
+    assert AutoReducer(LocalReducer, BackendReducer, lambda _: None).choose(MEBIBYTE) is None
 
 
 def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients() -> None:
@@ -370,15 +215,3 @@ def test_the_plan_counts_what_reducers_and_compression_keep_beside_the_gradients
     assert Mirrored(compression="powersgd", replicas=2).gradient_copies(PlanContext()) == 2
     assert Mirrored(replicas=1).gradient_copies(PlanContext()) == 0
     assert Mirrored(replicas=2).gradient_copies(PlanContext(num_gpus=2)) == 0
-
-
-def test_a_user_without_a_home_folder_trains_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    cache = ChoiceCache()
-    cache.keep("0", "ring")
-    assert cache.find("0", ["ring"]) is None

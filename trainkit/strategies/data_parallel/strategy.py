@@ -83,7 +83,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         self._recovers = recovers
 
     def tune(self) -> tuple[str, ...]:
-        """Choose the reducer for auto: by rule, by timing, or that of the resumed run."""
+        """Choose the reducer for auto; return a note if it is not that of the rule."""
         replica, reducer = self._replica, self._replica.reducer
         if not isinstance(reducer, AutoReducer):
             return ()
@@ -93,19 +93,15 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         return tuple(filter(None, [reducer.choose(packing)]))
 
     def state_dict_extra(self) -> JsonMap:
-        """Return the reducer that auto has timed, or the steps of PowerSGD."""
+        """Return the steps of PowerSGD."""
         reducer = self._replica.reducer
-        if isinstance(reducer, AutoReducer) and reducer.kept is not None:
-            return {"reduce": reducer.kept}
         if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
             return {"compressed_steps": reducer.compressor.steps}
         return {}
 
     def load_state_extra(self, extra: JsonMap) -> None:
-        """Restore the choice; PowerSGD's error feedback begins at zero."""
+        """Restore the steps of PowerSGD, whose error feedback begins at zero."""
         reducer = self._replica.reducer
-        if isinstance(reducer, AutoReducer):
-            reducer.recall(extra.get("reduce"))
         if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
             reducer.compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
 
@@ -235,7 +231,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             remedies=Remedies(
                 compression="strategy.compression=bf16" if is_free and self.compression == "none" else None,
                 shared_memory="strategy.reduce=shared_memory"
-                if is_free and on_cpu and planned not in (None, "shared_memory")
+                if is_free and on_cpu and planned != "shared_memory"
                 else None,
             ),
         )
@@ -244,7 +240,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the reducer and the compression, for the summary; lanes leave no choice."""
         if context.numerics.reproducible:
             return None
-        known = self.planned_reducer(context, self.tasks(context)) or "the fastest of a timing"
+        known = self.planned_reducer(context, self.tasks(context))
         return f"{known}{' (auto)' if self.reduce == 'auto' else ''}, compression {self.compression}"
 
     def _takes_gradients(self, numerics: Numerics, num_replicas: int) -> bool:
@@ -275,7 +271,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
             return (*thin, *rows)
         if self.compression != "none":
             vector = replace(vector, num_bytes=vector.num_bytes * 2 / width, element_bytes=2)
-        reducer = self.planned_reducer(context, self.tasks(context)) or "auto"
+        reducer = self.planned_reducer(context, self.tasks(context))
         summed = reduction(reducer, ranks, vector, ranks_a_host=ranks_a_host(context, len(ranks)))
         return (*(summed if self.map is None else (replace(one, overlaps=False) for one in summed)), *rows)
 

@@ -1,17 +1,12 @@
-"""Choose the reducer of gradients by the options of the user; with `auto`, by a rule or by a timing of exchanges.
-
-The timing takes place before the first step.
-"""
+"""Choose the reducer of gradients by the options of the user; with `auto`, by a rule."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -24,21 +19,13 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.reducers.backend import BackendReducer
 from trainkit.strategies.reducers.base import Partials, Reducer
-from trainkit.strategies.reducers.choices import ChoiceCache
 from trainkit.strategies.reducers.compression import Compression, Compressor
 from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, shared_memory_obstacle
-from trainkit.strategies.tensors.layouts import FlatBuffer, TensorPlaces
+from trainkit.strategies.tensors.layouts import FlatBuffer
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
 """The reducers that sum gradients over the ranks."""
-_LIMIT_S: Final = 0.08
-"""Time limit of all timed exchanges together; a started exchange is completed."""
-_MOST_ROUNDS: Final = 5
-_MOST_BYTES: Final = 4 << 20
-"""Bytes of a timed exchange: for a large model, a part of the gradients suffices to rank the reducers."""
-_ALIKE: Final = 1.2
-"""A reducer that is slower than the fastest by less than this factor counts as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +33,7 @@ class ReductionOptions:
     """The options of summing gradients over ranks."""
 
     reduce: Annotated[Reduce, placement] = "auto"
-    """The reducer of gradients; auto: shared_memory for CPU processes of one host, over several hosts the fastest of a
-    short timing, else backend."""
+    """The reducer of gradients; auto: shared_memory for CPU processes of one host, else backend."""
     bucket_mb: Annotated[float, at_least(0), speed] = 25.0
     """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
     compression: Annotated[Compression, maths(neutral="none")] = "none"
@@ -123,42 +109,36 @@ class ReductionOptions:
         """Gradients of this many bytes are copied into the vector of the exchange together; 0: all after backward."""
         return int(self.bucket_mb * 2**20) if self.compression != "powersgd" else 0
 
-    def known_reducer(self, *, num_ranks: int, num_hosts: int, on_gpus: bool) -> Reduce | None:
-        """Return the reducer of these ranks; None: auto times exchanges, between CPU processes of several hosts.
+    def known_reducer(self, *, num_ranks: int, num_hosts: int, on_gpus: bool) -> Reduce:
+        """Return the reducer of these ranks.
 
-        With auto: `backend` on GPUs, where it exchanges while backward computes, for a single rank, and if a key sets
-        buckets or compression. CPU processes of one host sum in shared memory, on Linux.
+        With auto: shared memory between CPU processes of one host, on Linux; else `backend`, which on GPUs exchanges
+        while backward computes, and which alone has buckets and compression.
 
         Example:
             >>> auto = ReductionOptions()
             >>> auto.known_reducer(num_ranks=2, num_hosts=1, on_gpus=True)
             'backend'
-            >>> auto.known_reducer(num_ranks=4, num_hosts=2, on_gpus=False) is None
-            True
         """
         if self.reduce != "auto":
             return self.reduce
         is_asked_for = self.compression != "none" or self.bucket_mb != ReductionOptions.bucket_mb
-        if on_gpus or num_ranks == 1 or is_asked_for:
+        if on_gpus or num_ranks == 1 or num_hosts > 1 or is_asked_for or not sys.platform.startswith("linux"):
             return "backend"
-        if num_hosts > 1:
-            return None
-        return "shared_memory" if sys.platform.startswith("linux") else "backend"
+        return "shared_memory"
 
-    def planned_reducer(self, context: PlanContext, tasks: Sequence[Task]) -> Reduce | None:
-        """Return the reducer of a planned run; None: a timing decides; pure."""
+    def planned_reducer(self, context: PlanContext, tasks: Sequence[Task]) -> Reduce:
+        """Return the reducer of a planned run; pure."""
         return self.known_reducer(
             num_ranks=len(tasks),
             num_hosts=1 if context.launch is None else context.launch.num_hosts,
             on_gpus=any(task.device != "cpu" for task in tasks),
         )
 
-    def exchange_copies(self, reducer: Reduce | None, num_ranks: int) -> float:
-        """Return the number of copies of all gradients that a reducer needs in addition to its vector; None: of any
-        reducer; pure.
-        """
+    def exchange_copies(self, reducer: Reduce, num_ranks: int) -> float:
+        """Return the number of copies of all gradients that a reducer needs in addition to its vector; pure."""
         # ring: a slice that receives; shared_memory: a part of the total.
-        beside = 1 / num_ranks if reducer in (None, "ring", "shared_memory") else 0
+        beside = 1 / num_ranks if reducer in ("ring", "shared_memory") else 0
         # Two bytes instead of four; PowerSGD: the error, and the gradients to compare with.
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
         return beside + compressed[self.compression]
@@ -182,16 +162,9 @@ class ReductionOptions:
         hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
         makers = {name: wrapped(make) for name, make in self._makers(collective, hosts, timeout_s).items()}
         known = self.known_reducer(num_ranks=collective.num_ranks, num_hosts=len(set(hosts)), on_gpus=on_gpus)
-        if self.reduce != "auto" or known == "backend":
-            assert known is not None
-            return makers[known]()
-        if known is None:
-            del makers["shared_memory"]
-            if len(set(hosts)) == len(hosts):
-                del makers["hierarchical"]
-            return AutoReducer(makers, collective, cache=ChoiceCache())
-        obstacle = partial(shared_memory_obstacle, collective)
-        return AutoReducer(makers, collective, rule=Rule(known, otherwise="backend", obstacle=obstacle))
+        if self.reduce == "auto" and known == "shared_memory":
+            return AutoReducer(makers[known], makers["backend"], partial(shared_memory_obstacle, collective))
+        return makers[known]()
 
     def _makers(
         self, collective: Collective, hosts: Sequence[int], timeout_s: float
@@ -215,123 +188,28 @@ class ReductionOptions:
         return BackendReducer(bucket_mb=self.bucket_mb, compressor=compressor)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The reducer that is known to be the fastest for these ranks, without timing."""
-
-    name: str
-    otherwise: str
-    """The reducer to use if there is an obstacle."""
-    obstacle: Callable[[int], str | None]
-    """Returns the reason why the ranks cannot use it for an exchange of this many bytes, or None; collective."""
-
-
 class AutoReducer(Reducer):
-    """One of several reducers, the same on all ranks: that of a rule, or the fastest one.
-
-    Of reducers whose times differ by less than 20 %, the first is chosen, so that a small disturbance decides nothing.
+    """The reducer of a rule, or another one where the ranks cannot use it.
 
     Args:
-        candidates: the reducers by name, the preferred one first.
-        collective: sums small tensors over the ranks.
-        cache: earlier choices on this machine; that of rank 0 counts.
-        rule: names the reducer; None: exchanges are timed.
+        preferred: makes the reducer of the rule.
+        otherwise: makes the reducer to use if there is an obstacle.
+        obstacle: returns the reason why the ranks cannot use the first for an exchange of this many bytes, or None;
+            collective.
     """
 
     def __init__(
-        self,
-        candidates: Mapping[str, Callable[[], Reducer]],
-        collective: Collective,
-        *,
-        cache: ChoiceCache | None = None,
-        rule: Rule | None = None,
+        self, preferred: Callable[[], Reducer], otherwise: Callable[[], Reducer], obstacle: Callable[[int], str | None]
     ) -> None:
-        self._candidates, self._collective, self._cache, self._rule = dict(candidates), collective, cache, rule
+        self._preferred, self._otherwise, self._obstacle = preferred, otherwise, obstacle
         self._current: Reducer | None = None
-        self.kept: str | None = None
-        """The reducer that a run continues with wherever it can; None: the rule decides again."""
-        self._recalled: object = None
-
-    def recall(self, name: object) -> None:
-        """Store the choice of the resumed run: `choose` takes it if that reducer exists here."""
-        self._recalled = name
 
     def choose(self, packing: FlatBuffer) -> str | None:
-        """Choose a reducer: that of the continued run, else by rule, else that of this machine, else the fastest.
-
-        Collective.
-
-        Returns:
-            A line about the choice and the reason; None where the rule decides.
-        """
-        if isinstance(self._recalled, str) and self._recalled in self._candidates:
-            self._keep(self._recalled)
-            return f"strategy.reduce=auto: {self._recalled}, as this run has chosen before."
-        if self._rule is not None:
-            return self._follow(self._rule, packing)
-        names = list(self._candidates)
-        shape = self._shape(packing)
-        if (known := self._known(shape, names)) is not None:
-            self._keep(known)
-            return f"strategy.reduce=auto: {known}, as this machine has chosen before."
-        sample = _sample(packing)
-        times_s = {name: self._time(make(), sample) for name, make in self._candidates.items()}
-        limit = min(times_s.values()) * _ALIKE
-        chosen = next(name for name in names if times_s[name] <= limit)
-        self._keep(chosen)
-        if self._cache is not None and self._collective.rank == 0:
-            self._cache.keep(shape, chosen)
-        size = sample.numel * sample.dtype.itemsize / 2**20
-        others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times_s.items())
-        return f"strategy.reduce=auto: {chosen}. Summing {size:.3g} MiB takes {others}."
-
-    def _follow(self, rule: Rule, packing: FlatBuffer) -> str | None:
-        why = rule.obstacle(packing.numel * packing.dtype.itemsize)
-        self._use(rule.name if why is None else rule.otherwise)
-        return None if why is None else f"strategy.reduce=auto: {rule.otherwise}, because {why}."
-
-    def _shape(self, packing: FlatBuffer) -> str:
-        """Return a description of the exchange and the number of ranks."""
-        places = "" if packing.places is None else f" at {len(packing.parts)} places"
-        kind = f"{packing.numel} {str(packing.dtype).removeprefix('torch.')} on {packing.device.type}{places}"
-        return f"{kind}, {self._collective.num_ranks} ranks, {' '.join(self._candidates)}"
-
-    def _known(self, shape: str, names: Sequence[str]) -> str | None:
-        """Return the earlier choice of rank 0's machine for a shape; collective."""
-        found = None
-        if self._cache is not None and self._collective.rank == 0:
-            found = self._cache.find(shape, names)
-        place = torch.tensor([-1 if found is None else names.index(found)])
-        first = int(self._collective.gather(place)[0])
-        return None if first < 0 else names[first]
-
-    def _keep(self, name: str) -> None:
-        self.kept = name
-        self._use(name)
-
-    def _use(self, name: str) -> None:
+        """Choose the reducer; return a line about the reason if it is not that of the rule. Collective."""
         self.close()
-        self._current = self._candidates[name]()
-
-    def _time(self, reducer: Reducer, packing: FlatBuffer) -> float:
-        """Return the seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree.
-
-        The first round, which allocates memory and connections, does not count.
-        """
-        rounds: list[float] = []
-        spent_s = 0.0
-        limit_s = _LIMIT_S / len(self._candidates)
-        while len(rounds) < 2 or (len(rounds) <= _MOST_ROUNDS and spent_s < limit_s):
-            begun = time.perf_counter()
-            reducer.reduce(_zeros(packing), num_shards=self._collective.num_ranks, packing=packing)
-            for part in packing.parts:
-                if part.packing.device.type == "cuda":
-                    torch.cuda.synchronize(part.packing.device)
-            own = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-            rounds.append(float(torch.cat(self._collective.gather(own)).max()))  # they begin the next one together
-            spent_s += rounds[-1]
-        reducer.close()
-        return median(rounds[1:])
+        why = self._obstacle(packing.numel * packing.dtype.itemsize)
+        self._current = self._preferred() if why is None else self._otherwise()
+        return None if why is None else f"strategy.reduce=auto: backend, because {why}."
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
         """Return the sums over all ranks, by the reducer in use."""
@@ -355,22 +233,3 @@ class AutoReducer(Reducer):
         if self._current is not None:
             self._current.close()
         self._current = None
-
-
-def _sample(packing: FlatBuffer) -> FlatBuffer:
-    """Return a layout of one tensor for each place of another one, of a limited size."""
-    parts, most = packing.parts, _MOST_BYTES // packing.dtype.itemsize
-    shapes = [torch.Size([min(part.packing.numel, most)]) for part in parts]
-    if packing.places is None:
-        return FlatBuffer(shapes, packing.dtype, packing.device)
-    places = sorted(set(packing.places.places))
-    return FlatBuffer(
-        shapes,
-        packing.dtype,
-        packing.device,
-        places=TensorPlaces(places=tuple(places), devices=packing.places.devices),
-    )
-
-
-def _zeros(packing: FlatBuffer) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
-    yield 0, packing.zeros()

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor, nn
 
 from trainkit.numerics.summation import owned_nodes
 from trainkit.strategies.traffic.flows import all_gather, all_reduce, broadcast, joined, reduce_to_first
 from trainkit.strategies.traffic.transfers import Transfer
-
-AUTO: Final = (
-    "strategy.reduce=auto takes the reducer that is fastest at the start of the run. The bytes are those of an "
-    "all-reduce: shared_memory sends none of them over a network, to_one_device and hierarchical send up to a quarter "
-    "more."
-)
-"""The note of a reducer that is not known before the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +35,7 @@ class Vector:
 
 
 def reduction(reduce: str, ranks: Sequence[int], vector: Vector, *, ranks_a_host: int) -> tuple[Transfer, ...]:
-    """Return the transfers of a reducer, by its name in `strategy.reduce`; `auto` counts as the backend."""
+    """Return the transfers of a reducer, by its name."""
     size, count, buckets = vector.num_bytes, len(ranks), vector.num_buckets
     if count == 1:
         return ()
@@ -55,15 +47,13 @@ def reduction(reduce: str, ranks: Sequence[int], vector: Vector, *, ranks_a_host
         return (Transfer(what="gradients", how="reduce and broadcast", flows=flows, messages=2 * (count - 1)),)
     if reduce == "hierarchical":
         return _hierarchical(ranks, size, ranks_a_host)
-    how = {"backend": "all-reduce", "ring": "ring"}.get(reduce, "all-reduce, or the faster one that auto finds")
     return (
         Transfer(
             what="gradients",
-            how=how,
+            how="ring" if reduce == "ring" else "all-reduce",
             flows=all_reduce(ranks, size),
             messages=2 * (count - 1) * (1 if reduce == "ring" else buckets),
             overlaps=reduce != "ring" and buckets > 1,
-            note=AUTO if reduce == "auto" else None,
         ),
     )
 
