@@ -141,6 +141,11 @@ FIRST = {"type": "worker", "index": 0}
             "strategy.servers=2: but TF_CONFIG names 1. Leave it out.",
         ),
         (
+            [PS, "strategy.evaluator=true"], {"worker": ["a:1"], "ps": ["b:1"]},
+            ("strategy.evaluator=true: TF_CONFIG starts the processes, and no evaluator. "
+            "Name one: evaluator=[HOST:PORT]."),
+        ),
+        (
             ["strategy=one_device"], {"worker": ["a:1", "b:1"]},
             "strategy=one_device: TF_CONFIG started 2 processes, and it has work for one.",
         ),

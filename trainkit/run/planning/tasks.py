@@ -28,8 +28,18 @@ def refuse_launch(cfg: RunConfig, launch: LaunchEnvironment) -> None:
         ConfigError: the strategy has no such roles, or needs other numbers of tasks.
     """
     strategy: Strategy = build(cfg.strategy, "strategy")
-    if problems := strategy.launch_problems(launch.training):
+    if problems := [*strategy.launch_problems(launch.training), *_missing_evaluator(strategy, launch)]:
         raise ConfigError(problems)
+
+
+def _missing_evaluator(strategy: Strategy, launch: LaunchEnvironment | None) -> list[Problem]:
+    """Return the problem of an evaluator that the strategy asks for, and that the launch does not start."""
+    asked = any(task.is_evaluator for task in strategy.tasks(PlanContext()))
+    if launch is None or launch.has_evaluator or not asked:
+        return []
+    use = "Name one: evaluator=[HOST:PORT]." if launch.names_roles else f"Start it by hand: python -m {_EVALUATOR} RUN"
+    rule = f"{launch.kind} starts the processes, and no evaluator. {use}"
+    return [Problem(key="strategy.evaluator", value=True, rule=rule)]
 
 
 def task_problems(
@@ -115,8 +125,7 @@ def _evaluator_problems(
     problems = [
         Problem(key="eval.beside", value=True, rule=rule) for rule, holds in rules.items() if holds and cfg.eval.beside
     ]
-    if own and launch is not None and not named:
-        problems.append(Problem(key="strategy.evaluator", value=True, rule=unstarted))
+    problems += _missing_evaluator(parts.strategy, launch)
     if not validation_splits(parts.datasets):
         problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
     for name, node in cfg.callbacks.items():
