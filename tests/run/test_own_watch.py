@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 
 from tests.end_to_end.hanging import loops_for_ever
-from trainkit.errors import HangError
+from trainkit.errors import HangError, TerminatedError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
@@ -111,3 +111,15 @@ def test_a_debugger_may_hold_the_process(folder: RunFolder) -> None:
         exec(held)
         time.sleep(0.2)  # the time in the debugger does not count once it is left
         beats("idle", 7)
+
+
+@pytest.mark.slow
+def test_a_wait_for_data_ends_by_the_signal_that_asked_to_stop(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.run.hang_detection._STOP_S", 0.2)
+    beats = BeatCounter()
+    beats("data", 0)
+    watch = SelfWatch(TimeLimits(), folder, read=lambda _: beats.count(), requested=lambda: "preempted")
+    with watch, pytest.raises(TerminatedError, match=r"in step 0 \(data\)\. It was asked to stop\.$"):
+        time.sleep(60)

@@ -33,6 +33,7 @@ class Scene:
         self.hearts: dict[int, Heartbeat] = {}
         self.threads: dict[int, ThreadTimes] = {}
         self.stopped: set[int] = set()
+        self.is_asked_to_stop = False
         self.watch = Watch(
             TimeLimits(**{"hang_timeout_s": 10.0, **limits}),
             self.folder,
@@ -42,6 +43,7 @@ class Scene:
             pid_of=lambda rank: rank,
             threads=lambda _pid, _phase: dict(self.threads),
             stopped=lambda pid, _phase: 77 if pid in self.stopped else None,
+            asked_to_stop=lambda: self.is_asked_to_stop,
         )
 
     def beat(self, *steps_and_phases: tuple[int, Phase], first: bool = False) -> "Scene":
@@ -206,3 +208,18 @@ def test_a_stopped_process_that_reads_samples_is_found_by_its_state() -> None:
             assert stopped_process(os.getpid(), "forward") is None
         finally:
             reader.kill()
+
+
+def test_a_rank_that_waits_for_data_is_ended_soon_after_a_request_to_stop(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, ranks=1, first_step_timeout_s=1800).beat((0, "data"), first=True)
+    assert scene.look(60) is None
+    scene.is_asked_to_stop = True
+    assert scene.look(4) is None
+    assert scene.look(3) == "rank 0 has made no progress for 65 s in step 0 (data). It was asked to stop."
+
+
+@pytest.mark.parametrize("phase", ["save", "compile", "callback", "reduce"])
+def test_other_work_has_its_own_limit_after_a_request_to_stop(tmp_path: Path, phase: Phase) -> None:
+    scene = Scene(tmp_path, ranks=1, hang_timeout_s=600).beat((4, phase))
+    scene.is_asked_to_stop = True
+    assert scene.look(60) is None

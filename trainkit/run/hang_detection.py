@@ -30,6 +30,10 @@ _ALONE: Final = frozenset({"start", "join", "load", "save", "data", "compile", "
 """Phases in which a rank does not wait for other ranks, or only for ranks in the same phase."""
 _READ_BY_CHILDREN: Final = frozenset({"data", "evaluate"})
 """Phases in which a rank may wait for its data loading processes."""
+_STOP_S: Final = 5.0
+"""Seconds without progress after which a rank that waits for data is ended, if the run was asked to stop."""
+_STOP_FACTOR: Final = 3.0
+"""The same as a multiple of the longest recent pause, if that is more."""
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _HELD: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a debugger"}
 
@@ -84,6 +88,7 @@ class Watch:
         clock: returns monotonic seconds.
         threads: returns the scheduler's statistics for the threads of a process in a phase.
         stopped: returns a stopped process that the process of a rank in a phase needs.
+        asked_to_stop: whether the run was asked to stop: a rank that waits for data would never come to it.
     """
 
     def __init__(
@@ -98,7 +103,9 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[int, Phase], Mapping[int, ThreadTimes]] = threads_of,
         stopped: Callable[[int, Phase], int | None] = stopped_process,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._asked_to_stop, self._stop_s = asked_to_stop, 0.0
         self._limits, self._auxiliary_ranks = limits, frozenset(auxiliary_ranks)
         self._read = read or (lambda rank: read_heartbeat(folder.heartbeat_of(rank)))
         self._sees_all = sees_all
@@ -114,6 +121,7 @@ class Watch:
         now = self._clock()
         passed, self._looked = now - self._looked, now
         counted = min(passed, 2 * self.interval_s)  # this process did not run for the rest of the time
+        self._stop_s += counted if self._asked_to_stop() else 0.0
         heartbeats = {rank: self._read(rank) for rank in ranks}
         for rank, heartbeat in heartbeats.items():
             if (found := self._judge_stopped(rank, heartbeat, counted)) is not None:
@@ -156,6 +164,11 @@ class Watch:
         limit = self._limit_of(rank, silence.heartbeat)
         if limit is None:
             return None
+        heartbeat = silence.heartbeat
+        if self._stop_s and heartbeat is not None and heartbeat.phase in _READ_BY_CHILDREN:
+            seconds = max(_STOP_S, _STOP_FACTOR * heartbeat.longest_s)
+            if min(silence.seconds, self._stop_s) > seconds:
+                limit = Limit(key="", seconds=seconds)
         if silence.unchecked_s >= min(2.0, limit.seconds / 4):
             pid, phase = self._pid_of(rank), "start" if silence.heartbeat is None else silence.heartbeat.phase
             threads = {} if pid is None else self._threads(pid, phase)
@@ -200,7 +213,7 @@ class Limit:
     """Longest time without progress in a phase."""
 
     key: str
-    """The full name of the key that sets it."""
+    """The full name of the key that sets it; empty: the run was asked to stop, and no key does."""
     seconds: float
     longest_s: float | None = None
     """The longest recent pause from which the limit was derived; None if the limit was given."""
@@ -212,6 +225,8 @@ class Limit:
             >>> Limit(key="supervisor.eval_timeout_s", seconds=600).remedy(601)
             'The limit is supervisor.eval_timeout_s=600: raise it if the rank was healthy.'
         """
+        if not self.key:
+            return "It was asked to stop."
         if self.longest_s is None:
             return f"The limit is {self.key}={self.seconds:g}: raise it if the rank was healthy."
         return (

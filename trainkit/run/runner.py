@@ -184,7 +184,10 @@ class _BegunRun:
         identity = Identity.solo(self.plan.tasks[0].device)
         beats = BeatCounter(beats_of(identity, self.folder))
         limits = TimeLimits.of(self.plan.cfg.supervisor)
-        with StopFlag() as stop, SelfWatch(limits, self.folder, read=lambda _rank: beats.count()):
+        with (
+            StopFlag() as stop,
+            SelfWatch(limits, self.folder, read=lambda _rank: beats.count(), requested=lambda: stop.requested),
+        ):
             yield TaskRun(
                 cfg=self.resolved,
                 identity=identity,

@@ -71,7 +71,7 @@ class LocalWorkerGroup:
             evidence = ProcessEvidence(folder, lambda: group.marks)
             failed = self._watch(group, events, folder, stop, evidence, peers=peers)
             if isinstance(failed, Failure):
-                raise failed.error()
+                raise stop_error(stop.requested, failed.headline) if stop.requested else failed.error()
             if failed:
                 failure = root_cause(folder, failed, group.running, evidence)
                 if stop.requested and not failure.is_permanent:
@@ -94,7 +94,13 @@ class LocalWorkerGroup:
         failed: list[ProcessExit] = []
         deadline = None
         sees_all = len(self.tasks) == len(self.plan.training_tasks)
-        watch = Watch(self.limits, folder, sees_all=sees_all, pid_of=evidence.pid)
+        watch = Watch(
+            self.limits,
+            folder,
+            sees_all=sees_all,
+            pid_of=evidence.pid,
+            asked_to_stop=lambda: stop.requested is not None,
+        )
         while group.running and (deadline is None or time.monotonic() < deadline):
             try:
                 event = events.get(timeout=min(0.2, watch.interval_s))

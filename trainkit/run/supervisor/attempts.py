@@ -124,7 +124,11 @@ class AttemptRunner:
         with self._groups(attempt, self.events.put) as group:
             self._evidence = ProcessEvidence(self._folder, lambda: group.marks, memory=self._memory)
             self._watcher = Watch(
-                self._settings.limits, self._folder, auxiliary_ranks=self._auxiliary_ranks, pid_of=self._evidence.pid
+                self._settings.limits,
+                self._folder,
+                auxiliary_ranks=self._auxiliary_ranks,
+                pid_of=self._evidence.pid,
+                asked_to_stop=lambda: self.stop.requested is not None,
             )
             for task in tasks:
                 self._start(group, task, attempt)

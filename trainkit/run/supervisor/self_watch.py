@@ -26,6 +26,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits, Watch, threads_of
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
+from trainkit.run.signals import Reason, stop_error
 from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase
 
@@ -163,10 +164,18 @@ class SelfWatch(ThreadWatch):
         folder: RunFolder,
         *,
         read: Callable[[int], HeartbeatReading | None] | None = None,
+        requested: Callable[[], Reason | None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        self._folder, self._exit = folder, exit_process
-        self._watch = Watch(limits, folder, read=read, pid_of=lambda _rank: os.getpid(), threads=_other_threads)
+        self._folder, self._requested, self._exit = folder, requested, exit_process
+        self._watch = Watch(
+            limits,
+            folder,
+            read=read,
+            pid_of=lambda _rank: os.getpid(),
+            threads=_other_threads,
+            asked_to_stop=lambda: requested() is not None,
+        )
         super().__init__(interval_s=self._watch.interval_s, grace_s=_GRACE_S)
 
     def look(self) -> TrainkitError | None:
@@ -175,7 +184,10 @@ class SelfWatch(ThreadWatch):
             self._watch.restart()
             return None
         overdue = self._watch.look([0])
-        return None if overdue is None else HangError(hanging(self._folder, overdue, [0]).headline)
+        if overdue is None:
+            return None
+        headline, reason = hanging(self._folder, overdue, [0]).headline, self._requested()
+        return HangError(headline) if reason is None else stop_error(reason, headline)
 
     def leave(self, error: TrainkitError, stack: str) -> None:
         """Write the report and the result, and exit."""
