@@ -220,7 +220,7 @@ def test_a_bad_argument_is_refused_in_these_words(
         (
             ("schedule=step", "schedule.milestones=[30,60]"),
             [
-                "schedule.milestones=[30, 60]: must be shares of the steps after warmup, increasing, each between 0 and 1. (command line)"  # noqa: E501
+                "schedule.milestones=[30, 60]: must be shares of the steps after warmup, increasing, each between 0 and 1. Epochs: schedule.milestones_epochs; steps: schedule.milestones_steps. (command line)"  # noqa: E501
             ],
         ),
         (

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import at_least, within
+from trainkit.fields import at_least, maths, within
 
 
 class Schedule(Protocol):
@@ -21,6 +21,22 @@ class Schedule(Protocol):
 
     def __call__(self, step: int, num_steps: int) -> float:
         """Return the factor of update `step` (from 0) of the `num_steps` after warmup."""
+        ...
+
+
+@runtime_checkable
+class NeedsRun(Protocol):
+    """A schedule that needs more than the number of steps after the warmup, such as the length of an epoch."""
+
+    def placed(self, *, base: float, warmup_steps: int, num_steps: int, steps_per_epoch: int) -> Schedule:
+        """Return the schedule of a run.
+
+        Args:
+            base: the learning rate in the config.
+            warmup_steps: updates of the warmup.
+            num_steps: updates of the whole training, with the warmup.
+            steps_per_epoch: updates of one epoch.
+        """
         ...
 
 
@@ -76,10 +92,17 @@ class Cosine:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Multiply by `gamma` at each milestone, a share of the steps after warmup.
+    """Multiply by `gamma` at each milestone: a share of the steps after warmup, or an epoch or step of the training.
+
+    Milestones in epochs or steps count from the start of the training, warmup included, and do not depend on its
+    length: the update after `milestones_steps` updates, or after that many epochs, is the first with the lower rate.
 
     Example:
         >>> [Step(milestones=(0.5,), gamma=0.1)(step, 4) for step in range(4)]
+        [1.0, 1.0, 0.1, 0.1]
+        >>> in_epochs = Step(milestones_epochs=(1.5,), gamma=0.1)
+        >>> factor = in_epochs.placed(base=1.0, warmup_steps=1, num_steps=5, steps_per_epoch=2)
+        >>> [factor(step, 4) for step in range(4)]
         [1.0, 1.0, 0.1, 0.1]
     """
 
@@ -87,16 +110,46 @@ class Step:
     """Shares of the steps after warmup, increasing, each between 0 and 1."""
     gamma: Annotated[float, at_least(0)] = 0.1
     """Factor at each milestone."""
+    milestones_epochs: Annotated[tuple[float, ...] | None, maths(neutral=None)] = None
+    """Epochs of the training, increasing, instead of `milestones`."""
+    milestones_steps: Annotated[tuple[int, ...] | None, maths(neutral=None)] = None
+    """Steps of the training, increasing, instead of `milestones`."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers of steps, which would never be reached.
+        """Refuse shares that would never be reached, and several kinds of milestones.
 
         Raises:
-            ConfigError: the milestones are not increasing shares.
+            ConfigError: the milestones are not increasing, or not shares, or are given twice.
         """
         if [*self.milestones] != sorted(self.milestones) or not all(0 <= share <= 1 for share in self.milestones):
             rule = "must be shares of the steps after warmup, increasing, each between 0 and 1."
+            rule += " Epochs: schedule.milestones_epochs; steps: schedule.milestones_steps."
             raise ConfigError([Problem(key="schedule.milestones", value=[*self.milestones], rule=rule)])
+        both = {"milestones_epochs": self.milestones_epochs, "milestones_steps": self.milestones_steps}
+        given = {name: value for name, value in both.items() if value is not None}
+        for name, value in given.items():
+            if [*value] != sorted(value) or not all(0 < at < math.inf for at in value):
+                rule = "must be increasing, each above 0."
+                raise ConfigError([Problem(key=f"schedule.{name}", value=[*value], rule=rule)])
+        if len(given) + (self.milestones != (0.5, 0.75)) > 1:
+            rule = "Give one of schedule.milestones, schedule.milestones_epochs and schedule.milestones_steps."
+            raise ConfigError([Problem(key=f"schedule.{next(iter(given))}", rule=rule)])
+
+    def placed(self, *, base: float, warmup_steps: int, num_steps: int, steps_per_epoch: int) -> Schedule:  # noqa: ARG002 - the signature of every placed schedule
+        """Return the schedule of a run.
+
+        Raises:
+            ConfigError: a milestone lies within the warmup.
+        """
+        if self.milestones_epochs is None and self.milestones_steps is None:
+            return self
+        epochs, steps = self.milestones_epochs or (), self.milestones_steps or ()
+        after = [one - warmup_steps for one in (*steps, *(round(epoch * steps_per_epoch) for epoch in epochs))]
+        if after and after[0] < 0:
+            key = "schedule.milestones_epochs" if epochs else "schedule.milestones_steps"
+            rule = f"the first one is step {after[0] + warmup_steps:,}, within the warmup of {warmup_steps:,} steps."
+            raise ConfigError([Problem(key=key, value=[*epochs, *steps], rule=rule)])
+        return lambda step, num_steps: self.gamma ** sum(step >= at for at in after)  # noqa: ARG005 - the same
 
     def __call__(self, step: int, num_steps: int) -> float:
         """Return the factor of this step."""
@@ -214,6 +267,11 @@ def scale_lr(base_lr: float, *, global_size: int, reference_size: int | None, ru
     return base_lr * (math.sqrt(ratio) if rule == "sqrt" else ratio)
 
 
+def unreduced(step: int) -> float:  # noqa: ARG001 - the signature of every reduction
+    """Return 1: evaluations do not change the learning rate."""
+    return 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """The learning rate as a function of the step: scaled peak, warmup, schedule.
@@ -242,14 +300,18 @@ class LearningRate:
     """Updates of the whole training."""
     schedule: Schedule
     """The factor on the peak over the steps after warmup."""
+    reduced: Callable[[int], float] = unreduced
+    """Factor of an update by the metrics of evaluations so far; 1 without `callbacks=[plateau]`."""
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of update `step`, from 0."""
         if step < self.warmup_steps:
             share = (step + 1) / self.warmup_steps
             # Not start + (peak - start) * share: that misses the peak by a rounding at share = 1.
-            return self.start * (1.0 - share) + self.peak * share
-        return self.peak * self.schedule(step - self.warmup_steps, self.num_steps - self.warmup_steps)
+            rate = self.start * (1.0 - share) + self.peak * share
+        else:
+            rate = self.peak * self.schedule(step - self.warmup_steps, self.num_steps - self.warmup_steps)
+        return rate * self.reduced(step)
 
     def factor(self, step: int) -> float:
         """Return the rate of update `step` divided by the base rate: the factor on every parameter group's own rate."""

@@ -22,7 +22,6 @@ from trainkit.cluster.host import num_cores
 from trainkit.config.identity import Difference, difference, fingerprint, other_training, run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
-from trainkit.config.targets.build import build
 from trainkit.data.splits import size_of
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
@@ -33,7 +32,7 @@ from trainkit.run.folder.continued import bring_earlier_steps
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.starting_weights import refuse_absent_weights
 from trainkit.run.folder.status import read_status
-from trainkit.run.planning.build import average_of, build_components
+from trainkit.run.planning.build import average_of, build_components, build_schedule
 from trainkit.run.planning.memory import checkpoint_bytes, model_bytes
 from trainkit.run.planning.optimizers import num_steps_of, rates_of
 from trainkit.run.planning.plan import RunPlan
@@ -343,7 +342,7 @@ _IN_PYTHON: Final = "in a config: resume_allows=["
 
 
 def _rates(cfg: RunConfig, batch: BatchPlan) -> list[LearningRate]:
-    rate, optimizers = rates_of(cfg, batch, build(cfg.schedule, "schedule"))
+    rate, optimizers = rates_of(cfg, batch, build_schedule(cfg.schedule))
     return [one.rate for one in optimizers] or [rate]
 
 

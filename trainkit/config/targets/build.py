@@ -18,6 +18,7 @@ from trainkit.config.targets.allowed import DATA_HOOKS, TARGET, allowed_packages
 from trainkit.config.targets.kinds import (
     ANY_KIND,
     PLACES,
+    TORCH_SCHEDULER,
     Expected,
     argument_problem,
     expected_by,
@@ -66,6 +67,11 @@ class Signature:
     """Parameters that can be given by name."""
     takes_more: bool
     """Whether it takes `**kwargs`: further keys are accepted without a check."""
+
+
+def is_torch_scheduler(target: Any) -> bool:
+    """Return whether a target is a class of `torch.optim.lr_scheduler`, or derived from one."""
+    return isinstance(target, type) and TORCH_SCHEDULER.holds(target)
 
 
 def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:

@@ -10,7 +10,16 @@ from typing import Any, Final
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, lookup
 from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
-from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
+from trainkit.config.targets.build import (
+    GROUP_KEYS,
+    INJECTED,
+    Key,
+    admitted,
+    build,
+    is_torch_scheduler,
+    resolve_target,
+    signature_of,
+)
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, misfit, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf
@@ -89,6 +98,8 @@ def _against_signature(
     top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger", "optimizers"))
     signature = signature_of(target)
     injected = INJECTED.get(group, ()) if top else ()
+    if is_torch_scheduler(target):
+        injected = ("optimizer", "last_epoch")
     if dotted(path) in PLACES and not top and not isinstance(target, type):
         injected = tuple(signature.keys)[:1]  # what a function of `data` is called with
     extra = [key for key in GROUP_KEYS.get(group, ()) if key not in signature.keys] if top else []

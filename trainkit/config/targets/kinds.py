@@ -66,6 +66,9 @@ _CONFIG: Final = Kind(
 _TOKENIZER: Final = Kind(
     name="transformers tokenizer", bases=("transformers.tokenization_utils_base.PreTrainedTokenizerBase",)
 )
+TORCH_SCHEDULER: Final = Kind(
+    name="torch.optim.lr_scheduler.LRScheduler", bases=("torch.optim.lr_scheduler.LRScheduler",)
+)
 _OF_PLACES: Final[Mapping[str, Kind]] = {
     "model": _MODEL,
     "data": _DATASET,
@@ -103,10 +106,11 @@ _REMEDIES: Final = {
     "data.sampler": "Name one of your own, or a class of trainkit.data.samplers; for the order of the dataset use "
     "loader.shuffle=false.",
 }
-ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), *_NESTED))))
+ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), TORCH_SCHEDULER, *_NESTED))))
 """Expectation of a place without an annotation: any kind."""
 PLACES: Final[Mapping[str, Expected]] = {
     **{group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()},
+    "schedule": Expected(kinds=(_OF_PLACES["schedule"], TORCH_SCHEDULER), place="schedule"),
     **{key: Expected(kinds=kinds, place=key, remedy=_REMEDIES.get(key, "")) for key, kinds in _OF_HOOKS.items()},
 }
 """Group of the config, or key of `data` that names code -> the kinds that its nodes must have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSumma
 from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import with_own_secrets
-from trainkit.config.targets.build import build
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import admitted, build, is_torch_scheduler
+from trainkit.config.targets.kinds import PLACES
 from trainkit.data.hooks import DataHooks
 from trainkit.data.splits import build_splits, folded, read_sample
 from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, TrainkitError
@@ -28,6 +31,7 @@ from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.numerics.schedules import Schedule
+from trainkit.numerics.torch_schedules import TorchSchedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
 from trainkit.run.planning.adapters import converted
@@ -131,7 +135,7 @@ def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) ->
     return Components(
         strategy=build(cfg.strategy, "strategy"),
         precision=build(cfg.precision, "precision"),
-        schedule=build(cfg.schedule, "schedule"),
+        schedule=build_schedule(cfg.schedule),
         objective=build_objective(cfg),
         datasets=folded(build_splits(cfg.data), cfg.cv) if splits is None else splits,
         numerics=numerics_of(cfg),
@@ -153,6 +157,35 @@ def build_objective(cfg: RunConfig) -> Objective:
         raise ConfigError([Problem(key="objective._target_", value=cfg.objective["_target_"], rule=rule)])
     _bind_frozen_models(objective, build(cfg.precision, "precision"))
     return objective
+
+
+def build_schedule(node: Mapping[str, Any]) -> Schedule:
+    """Build a schedule; a scheduler of torch becomes a function of the step.
+
+    Raises:
+        ConfigError: the target is no schedule, or follows a metric.
+    """
+    if not is_torch_scheduler(target := admitted(node, PLACES["schedule"])):
+        schedule: Schedule = build(node, "schedule")
+        return schedule
+    name = node[TARGET].rpartition(".")[2]
+    needed = [*inspect.signature(target.step).parameters.values()][1:]
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in needed):
+        rule = "follows a metric, and a schedule is a function of the step. Use callbacks=[plateau]."
+        raise ConfigError([Problem(key="schedule._target_", value=node[TARGET], rule=rule)])
+    return TorchSchedule(name=name, make=lambda optimizer: _torch_scheduler(node, optimizer))
+
+
+def _torch_scheduler(node: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Build a scheduler of torch, and those in it, for an optimizer."""
+    inner = {
+        key: [_torch_scheduler(one, optimizer) for one in value]
+        for key, value in node.items()
+        if isinstance(value, list | tuple) and any(isinstance(one, Mapping) and TARGET in one for one in value)
+    }
+    own = {key: value for key, value in node.items() if key not in inner}
+    scheduler: torch.optim.lr_scheduler.LRScheduler = build(own, "schedule", **{"optimizer": optimizer, **inner})
+    return scheduler
 
 
 def average_of(cfg: RunConfig) -> Average | None:

@@ -12,12 +12,12 @@ from torch import nn
 from trainkit.config.optimizers import optimizer_node, passes_of
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import TARGET
-from trainkit.config.targets.build import build, class_built_by
+from trainkit.config.targets.build import class_built_by
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.schedules import LearningRate, Schedule, scale_lr
+from trainkit.numerics.schedules import LearningRate, NeedsRun, Schedule, scale_lr
 from trainkit.objectives.base import Objective
-from trainkit.run.planning.build import make_optimizer, parameter_matches
+from trainkit.run.planning.build import build_schedule, make_optimizer, parameter_matches
 from trainkit.strategies.base import NamedOptimizer, Phase, PlanContext, Strategy
 from trainkit.strategies.shipped import names_of
 
@@ -61,6 +61,10 @@ def learning_rate_of(cfg: RunConfig, batch: BatchPlan, num_steps: int, base: flo
     epochs = cfg.warmup.epochs
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
     start = base if cfg.warmup.start == "base" else 0.0
+    if isinstance(schedule, NeedsRun):
+        schedule = schedule.placed(
+            base=base, warmup_steps=warmup, num_steps=num_steps, steps_per_epoch=batch.steps_per_epoch
+        )
     return LearningRate(base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=schedule)
 
 
@@ -112,7 +116,7 @@ def planned_optimizers(
 
 def _schedule(node: Mapping[str, Any], name: str) -> Schedule:
     try:
-        schedule: Schedule = build(node, "schedule")
+        schedule = build_schedule(node)
     except ConfigError as error:
         raise ConfigError([replace(one, key=f"optimizers.{name}.{one.key}") for one in error.problems]) from error
     return schedule
