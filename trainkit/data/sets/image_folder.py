@@ -70,12 +70,9 @@ class Images:
         """
         try:
             with self.pil.open(file) as opened:
-                deep, turned = _kinds_of(opened)[:2]
-                image = (
-                    importlib.import_module("PIL.ImageOps").exif_transpose(opened)
-                    if turned and self.exif == "apply"
-                    else opened
-                )
+                deep, image = _is_deep(opened), opened
+                if self.exif == "apply" and opened.getexif().get(_ORIENTATION, 1) > 1:
+                    image = importlib.import_module("PIL.ImageOps").exif_transpose(opened)
                 if deep:  # Pillow would set every pixel above 255 to white
                     image = self.pil.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 return image.convert("RGB")
@@ -92,36 +89,39 @@ class Images:
         for file in shown:
             try:
                 with self.pil.open(file) as opened:
-                    counts.update(place for place, holds in enumerate(_kinds_of(opened)) if holds)
+                    # PngImageFile.getexif reads all pixels first
+                    turned = self.pil.Image.getexif(opened).get(_ORIENTATION, 1) > 1
+                    clear = opened.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in opened.info
+                    kinds = (_is_deep(opened), turned, clear, getattr(opened, "is_animated", False))
+                    counts.update(place for place, holds in enumerate(kinds) if holds)
             except Exception as error:  # noqa: BLE001 - as in `read`
                 wrong.append(f"{file}: {error}")
         if wrong:
             raise DataError(f"{len(wrong)} of {len(shown)} images cannot be read: {listed(wrong, 3)}")
         of = f"of {len(files)} images" if shown == files else f"of {len(shown)} images that were looked at"
-        turned = "are turned upright" if self.exif == "apply" else "are not turned upright"
+        upright = "are turned upright" if self.exif == "apply" else "are not turned upright"
         texts = (
             "have 16 bits per pixel, of which the higher 8 are read",
-            f"{turned} (data.exif={self.exif}): their EXIF orientation says how",
+            f"{upright} (data.exif={self.exif}): their EXIF orientation says how",
             "are partly transparent, which is left out",
             "have several frames or pages, of which the first is read",
         )
         return [f"{counts[place]} {of} {text}" for place, text in enumerate(texts) if counts[place]]
 
 
-def _kinds_of(opened: Any) -> tuple[bool, bool, bool, bool]:
-    """Return whether an opened image has 16 bits per pixel, a turned picture, transparency, and several frames.
+def _is_deep(opened: Any) -> bool:
+    """Return whether an opened image has 16 bits per pixel.
 
     Raises:
         ValueError: its numbers have no range.
     """
     # Pillow opens 16-bit files as I;16, some formats as I with the range of 16 bits
-    deep = opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM"))
-    if opened.mode in ("I", "F") and not deep:
-        raise ValueError(
-            f"its pixels are 32-bit numbers without a range (mode {opened.mode}). Convert it to 8 or 16 bits"
-        )
-    clear = opened.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in opened.info
-    return deep, opened.getexif().get(_ORIENTATION, 1) > 1, clear, getattr(opened, "is_animated", False)
+    if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
+        return True
+    if opened.mode in ("I", "F"):
+        rule = f"its pixels are 32-bit numbers without a range (mode {opened.mode}). Convert it to 8 or 16 bits"
+        raise ValueError(rule)
+    return False
 
 
 def images_below(folder: Path) -> tuple[list[str], Counter[str]]:
