@@ -111,7 +111,7 @@ class Trial(NamedTuple):
 WEIGHTED = partial(Classification, class_weights=zoo.CLASS_WEIGHTS, label_smoothing=0.1)
 
 TASKS = {
-    "classes": Trial(zoo.Net, zoo.Points, zoo.classes_sum, Classification),
+    "classes": Trial(zoo.Net, zoo.Points, zoo.classes_sum, partial(Classification, ignore_index=None)),
     "unlabelled": Trial(zoo.Net, zoo.PartlyLabelled, zoo.torch_sum, WEIGHTED),
     "masks": Trial(zoo.pixels, zoo.Masks, zoo.torch_sum, WEIGHTED),
     "soft_masks": Trial(zoo.pixels, partial(zoo.Masks, soft=True), zoo.torch_sum, WEIGHTED),

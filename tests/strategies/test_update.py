@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contract.stepping import Case, _Rank
-from trainkit.strategies.base import Numerics, Status, UpdateParams
+from trainkit.strategies.base import LossWeighting, Numerics, Status, UpdateParams
 from trainkit.strategies.core import update as module
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor
@@ -54,3 +54,13 @@ def test_an_update_of_what_is_not_finite_is_not_made(
 ) -> None:
     assert updated(value, precision, 1.0) is status
     assert orders == [2.0, torch.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_counted_weight_that_was_planned_changes_no_bit(dtype: torch.dtype) -> None:
+    weighing = LossWeighting(per_sample=None, planned=1.0, exact=True)
+    for size in range(1, 200):
+        divisor, weights = LossDivisor.of(weighing, size), torch.tensor([size, 0, size // 2], dtype=dtype)
+        factors = divisor.factor(weights).tolist()
+        assert factors[:2] == [1.0, 0.0]
+        assert size < 2 or factors[2] == torch.tensor(size, dtype=dtype) / (size // 2)
