@@ -1,22 +1,19 @@
 """Limits on what Hydra and OmegaConf parse, resolve and call.
 
-Both parse recursively and resolve a reference each time they meet it. Without limits, an argument of nested brackets or
-a few lines of references to one another exhaust the stack or the memory, or take a year. And Hydra and `logging.config`
-import and call every dotted name in Hydra's config node.
+Both parse recursively, so an argument of nested brackets exhausts the stack. And Hydra and `logging.config` import and
+call every dotted name in Hydra's config node.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.base import Container
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
@@ -31,28 +28,12 @@ from trainkit.errors import ConfigError, Problem
 
 MAX_ARGUMENT: Final = 10_000
 """Largest number of characters of one argument, and of one text that contains references."""
-_MAX_KEY: Final = 200
-"""Largest number of characters of a key; a file system takes 255 bytes as a name."""
-_MAX_ITEMS: Final = 1_000
-"""Largest number of commas in one argument: Hydra's grammar takes about a millisecond for each."""
-_MAX_NESTED: Final = 10
-"""Largest depth of references nested in one text."""
-_MAX_IN_TEXT: Final = 100
-"""Largest number of references in one text."""
-_MAX_CHAIN: Final = 50
-"""Largest length of a chain of references, each of which refers to the next."""
-_MAX_RESOLVED: Final = 3_000
-"""Largest number of references that one config may resolve."""
-_MAX_CHARACTERS: Final = 1 << 20
-"""Largest number of characters of all resolved references together."""
 _TO_FILE: Final = "Put it into a YAML file of your own: --config-dir."
 _MAX_DIGITS: Final = 500
+_SHOWN: Final = 200
+"""Characters of a key that a message shows."""
 _DIGITS: Final = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
 _CONTROL: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
-class TooManyReferencesError(Exception):
-    """The references of a config exceed a limit; the message names the rule that they break."""
 
 
 def argument_problem(argument: str) -> Problem | None:
@@ -65,10 +46,8 @@ def argument_problem(argument: str) -> Problem | None:
     key, _, value = argument.partition("=")
     rule = None
     if not key.lstrip("+~"):
-        return Problem(key=argument[:_MAX_KEY], rule="names no key. Write key=value.", origin=COMMAND_LINE)
-    if len(key) > _MAX_KEY:
-        rule = f"is a key of {len(key):,} characters; {_MAX_KEY} is the limit."
-    elif found := _CONTROL.search(argument):
+        return Problem(key=argument[:_SHOWN], rule="names no key. Write key=value.", origin=COMMAND_LINE)
+    if found := _CONTROL.search(argument):
         rule = f"holds the character {ascii(found[0])[1:-1]}, which no argument may hold. Remove it."
     elif len(argument) > MAX_ARGUMENT:
         rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the limit. {_TO_FILE}"
@@ -76,11 +55,7 @@ def argument_problem(argument: str) -> Problem | None:
         rule = f"nests brackets {depth} deep; {MAX_DEPTH} is the limit."
     elif _DIGITS.search(value):
         rule = f"holds a number of more than {_MAX_DIGITS} digits."
-    elif (commas := value.count(",")) >= _MAX_ITEMS:
-        rule = f"lists {commas + 1:,} values; {_MAX_ITEMS:,} is the limit. {_TO_FILE}"
-    elif "${" in value:
-        rule = _rule_of_references(value)
-    return None if rule is None else Problem(key=key, rule=rule, origin=COMMAND_LINE)
+    return None if rule is None else Problem(key=key[:_SHOWN], rule=rule, origin=COMMAND_LINE)
 
 
 def _nesting(text: str) -> int:
@@ -93,19 +68,6 @@ def _nesting(text: str) -> int:
         elif character in ")]}":
             depth = max(0, depth - 1)
     return deepest
-
-
-def _rule_of_references(text: str) -> str | None:
-    number = text.count("${")
-    if number > _MAX_IN_TEXT:
-        return f"holds {number:,} references; {_MAX_IN_TEXT} is the limit."
-    depth = deepest = 0
-    for part in re.findall(r"\$\{|\}", text):
-        depth = depth + 1 if part == "${" else max(0, depth - 1)
-        deepest = max(deepest, depth)
-    if deepest > _MAX_NESTED:
-        return f"nests references {deepest} deep; {_MAX_NESTED} is the limit."
-    return None
 
 
 def reference_problem(value: Any) -> str | None:
@@ -127,8 +89,6 @@ def _rule_of_text(value: str) -> str | None:
         return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the limit."
     if (depth := _nesting(value)) > MAX_DEPTH:
         return f"nests brackets {depth} deep next to a reference; {MAX_DEPTH} is the limit."
-    if rule := _rule_of_references(value):
-        return rule
     try:
         parse(value)
     except GrammarParseError:
@@ -136,26 +96,8 @@ def _rule_of_text(value: str) -> str | None:
     return None
 
 
-@contextmanager
-def bounded_references() -> Iterator[_Budget]:
-    """Limit the references that OmegaConf resolves while the block runs.
-
-    OmegaConf has no limit of its own and wraps exceptions raised while it resolves, so the yielded budget records
-    whether a limit was exceeded.
-    """
-    budget = _Budget()
-    node, resolver = Container._resolve_node_interpolation, Container._evaluate_custom_resolver  # noqa: SLF001
-    setattr(Container, node.__name__, budget.bounding(node))
-    setattr(Container, resolver.__name__, budget.bounding(resolver))
-    try:
-        yield budget
-    finally:
-        setattr(Container, node.__name__, node)
-        setattr(Container, resolver.__name__, resolver)
-
-
 def refuse_endless(config: DictConfig) -> None:
-    """Refuse references in Hydra's own node that are circular or exceed the limits.
+    """Refuse references in Hydra's own node that are circular or cannot be read.
 
     References that only a job can resolve, such as the job's number, are accepted.
 
@@ -173,54 +115,14 @@ def refuse_endless(config: DictConfig) -> None:
 
 
 def _rule_of_resolving(config: DictConfig, path: KeyPath) -> str | None:
-    with bounded_references() as budget:
-        try:
-            found = OmegaConf.select(config, dotted(path))
-            if OmegaConf.is_config(found):
-                OmegaConf.to_container(found, resolve=True)
-        except (OmegaConfBaseException, RecursionError, TooManyReferencesError) as error:
-            if isinstance(error, RecursionError) or "Recursive" in str(error) or "RecursionError" in str(error):
-                return budget.broken or "refers to itself. Write the value itself."
-    return budget.broken
-
-
-class _Budget:
-    """Counts what resolving one config has used of the limits."""
-
-    def __init__(self) -> None:
-        self._resolved = self._characters = self._depth = 0
-        self.broken: str | None = None
-        """The first limit that was exceeded."""
-
-    def bounding(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of OmegaConf that resolves one reference, so that it counts against the limits."""
-
-        def bounded(*arguments: Any, **named: Any) -> Any:
-            self._resolved += 1
-            self._depth += 1
-            try:
-                if self._resolved > _MAX_RESOLVED:
-                    self._refuse(f"leads to more than {_MAX_RESOLVED:,} references")
-                if self._depth > _MAX_CHAIN:
-                    self._refuse(f"leads through more than {_MAX_CHAIN} references, each to the next")
-                found = function(*arguments, **named)
-                self._charge(found)
-                return found
-            finally:
-                self._depth -= 1
-
-        return bounded
-
-    def _charge(self, found: Any) -> None:
-        value = found if isinstance(found, str) or OmegaConf.is_config(found) else getattr(found, "_value", lambda: 0)()
-        if isinstance(value, str):
-            self._characters += len(value)
-            if self._characters > _MAX_CHARACTERS:
-                self._refuse(f"leads to references to more than {_MAX_CHARACTERS:,} characters")
-
-    def _refuse(self, rule: str) -> None:
-        self.broken = self.broken or f"{rule}. Write the value itself."
-        raise TooManyReferencesError(self.broken)
+    try:
+        found = OmegaConf.select(config, dotted(path))
+        if OmegaConf.is_config(found):
+            OmegaConf.to_container(found, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        if isinstance(error, RecursionError) or "Recursive" in str(error) or "RecursionError" in str(error):
+            return "refers to itself. Write the value itself."
+    return None
 
 
 _PLUGINS: Final = ("hydra_plugins", CORE_PLUGINS)

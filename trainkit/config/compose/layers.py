@@ -12,7 +12,7 @@ from typing import Any, Final
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.config.compose.bounds import TooManyReferencesError, bounded_references, reference_problem
+from trainkit.config.compose.bounds import reference_problem
 from trainkit.config.composition import (
     ConfigFile,
     KeyPath,
@@ -131,14 +131,9 @@ class Layers:
         readable = [(path, value) for path, value in open_leaves if not self._unreadable(values, path, value)]
         if not readable:
             return values
-        with bounded_references() as budget:
-            config = OmegaConf.create(values)
-            for path, value in readable:
-                self._resolve(values, config, path, value)
-                if budget.broken:  # every further reference would exceed it too
-                    where = self.tree.origin_of(path).where
-                    problem = Problem(key=dotted(path), value=value, rule=budget.broken, origin=where)
-                    raise ConfigError([*self.problems[:-1], problem])
+        config = OmegaConf.create(values)
+        for path, value in readable:
+            self._resolve(values, config, path, value)
         return values
 
     def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
@@ -146,7 +141,7 @@ class Layers:
         try:
             node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
             found = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        except (OmegaConfBaseException, RecursionError, TooManyReferencesError) as error:
+        except (OmegaConfBaseException, RecursionError) as error:
             where = self.tree.origin_of(path).where
             self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
             found = None
@@ -209,11 +204,10 @@ class Layers:
             return None
         rule = reference_problem(pattern)
         try:
-            with bounded_references():
-                if rule is None:
-                    named = _named_in(pattern, values)
-                    return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
-        except (OmegaConfBaseException, RecursionError, TooManyReferencesError, TypeError) as error:
+            if rule is None:
+                named = _named_in(pattern, values)
+                return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
+        except (OmegaConfBaseException, RecursionError, TypeError) as error:
             rule = _unresolved(error)
         origin = self.hydra.origin_of(("hydra", "run", "dir"))
         if origin.level > Level.defaults:  # silently, the run would be written elsewhere
