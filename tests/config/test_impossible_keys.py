@@ -85,3 +85,51 @@ def test_a_key_of_the_user_that_the_replaced_class_does_not_take_is_refused() ->
     with pytest.raises(ConfigError) as caught:
         checked(compose(["optimizer._target_=torch.optim.SGD", "optimizer.betas=[0.9,0.9]"]))
     assert [problem.key for problem in caught.value.problems] == ["optimizer.betas"]
+
+
+NODES = {
+    "model": "{_target_: trainkit.models.gpt.Gpt, vocab_size: 9, context: 8, num_layers: 1, num_heads: 1, width: 4}",
+    "optimizer": "{_target_: torch.optim.SGD, lr: 0.1}",
+    "data": "{_target_: trainkit.data.sets.synthetic.SyntheticTokens, vocab_size: 9, context: 8}",
+    "objective": "{_target_: trainkit.objectives.language_modelling.LanguageModelling}",
+    "schedule": "{_target_: trainkit.numerics.schedules.Constant}",
+    "strategy": "{_target_: trainkit.strategies.data_parallel.Mirrored, replicas: 2}",
+}
+
+
+@pytest.mark.parametrize("place", ["recipe", "experiment"])
+def test_a_class_in_a_file_means_the_same_as_on_the_command_line(
+    place: str, write_conf: Callable[[Mapping[str, str]], Path]
+) -> None:
+    text = "".join(f"{group}: {node}\n" for group, node in NODES.items())
+    folder = write_conf({f"{place}/own.yaml": text})
+    found = checked(compose([f"{place}=own"], config_dirs=[folder]))
+    typed = checked(compose(["recipe=null", *(f"{group}={node}" for group, node in NODES.items())]))
+    assert {group: found.values[group] for group in NODES} == {group: typed.values[group] for group in NODES}
+    assert [note for note in found.notes if "left out" in note] == [note for note in typed.notes if "left out" in note]
+
+
+def test_a_choice_of_the_user_replaces_the_class_of_a_recipe(write_conf: Callable[[Mapping[str, str]], Path]) -> None:
+    folder = write_conf({"recipe/own.yaml": f"optimizer: {NODES['optimizer']}\n"})
+    found = checked(compose(["recipe=own", "optimizer=adamw"], config_dirs=[folder]))
+    assert found.values["optimizer"]["_target_"] == "torch.optim.AdamW"
+    assert found.notes[0].startswith("optimizer=adamw replaces torch.optim.SGD: the keys that the recipe set")
+
+
+def test_a_mistyped_key_beside_the_class_of_a_recipe_is_refused(
+    write_conf: Callable[[Mapping[str, str]], Path],
+) -> None:
+    folder = write_conf({"recipe/own.yaml": "optimizer: {_target_: torch.optim.SGD, lr: 0.1, momentun: 0.9}\n"})
+    with pytest.raises(ConfigError) as caught:
+        checked(compose(["recipe=own"], config_dirs=[folder]))
+    assert [problem.key for problem in caught.value.problems] == ["optimizer.momentun"]
+
+
+def test_a_callback_of_the_recipe_alone_is_left_out_where_other_data_lacks_what_it_needs() -> None:
+    found = checked(compose(["recipe=shakespeare", "data=synthetic_tokens"]))
+    assert [*found.values["callbacks"]] == ["progress", "plots"]
+    rule = "needs encode and decode of the data, and SyntheticTokens has no encode, decode."
+    assert any(note.startswith(f"callbacks.sample: is left out of the recipe: {rule}") for note in found.notes)
+    asked = checked(compose(["recipe=shakespeare", "data=synthetic_tokens", "callbacks=[sample]"]))
+    assert [*asked.values["callbacks"]] == ["sample"], "the user chose it: it is refused at the start of the run"
+    assert "sample" in checked(compose(["recipe=shakespeare"])).values["callbacks"]

@@ -26,6 +26,7 @@ class Sample(Callback):
     """
 
     prints: ClassVar[bool] = True
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("generate",), "data": ("encode", "decode")}
 
     prompt: Annotated[str, cosmetic] = "\n"
     """The beginning of the text."""
@@ -38,10 +39,8 @@ class Sample(Callback):
 
     def run_start(self, run: Run) -> None:
         """Check before the training whether a text can be generated."""
-        lacking = [
-            *(["generate"] if not hasattr(run.model, "generate") else []),
-            *(name for name in ("encode", "decode") if not hasattr(run.datasets.get("train"), name)),
-        ]
+        built = {"model": run.model, "data": run.datasets.get("train")}
+        lacking = [name for group, names in self.needs.items() for name in names if not hasattr(built[group], name)]
         if lacking:
             rule = f"needs a model with generate and a dataset with encode and decode; missing: {', '.join(lacking)}."
             raise ConfigError([Problem(key="callbacks.sample", rule=rule)])

@@ -256,6 +256,11 @@ class Callback:
     measures_only: ClassVar[bool] = False
     """Whether a run with it is a measurement: the run writes no checkpoint, and cannot be resumed."""
 
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Group (`model`, `data`) -> methods that its object must have. Of a recipe, the callback is left out with a note
+    where the classes of other choices lack them.
+    """
+
     details: ClassVar[tuple[str, ...]] = ()
     """Names of entries of `Objective.details` that evaluations during the training also measure."""
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from trainkit.bounded import parse_yaml
 from trainkit.config.compose import Composer
+from trainkit.config.compose.files import group_in
 from trainkit.config.composition import (
     Composition,
     KeyPath,
@@ -27,6 +28,7 @@ from trainkit.config.composition import (
     variable_in,
 )
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.targets.allowed import TARGET
 from trainkit.errors import Problem
 
@@ -52,7 +54,7 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
     while True:
         of_files = [one for one in problems if one.origin != COMMAND_LINE]  # the mistake is not in an argument itself
         displaced = {one.key: one for one in of_files if _replaced_node(composition, path_of(one.key))}
-        found = {one.key: one for one in of_files if _is_of_recipe_alone(composition, path_of(one.key))}
+        found = {one.key: one for one in of_files if is_of_recipe_alone(composition, path_of(one.key))}
         if found.keys() - displaced.keys() and broken is None:
             broken = _broken_by_itself(composition, find)
         impossible = [one for key, one in found.items() if key not in displaced and key not in (broken or ())]
@@ -63,12 +65,12 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
 
 
 def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
-    """Return the node above a key whose class the user replaced, if others set the key for the previous class."""
+    """Return the node above a key whose class was replaced, by a recipe or above, after the key was set for another."""
     if not _is_of_others(composition, path):
         return None
     nodes = (path[:length] for length in range(len(path) - 1, 0, -1))
     node = next((node for node in nodes if (*node, TARGET) in composition.origins), None)
-    return node if node and composition.origins[(*node, TARGET)].level > Level.recipe else None
+    return node if node and composition.origins[path].rank < composition.origins[(*node, TARGET)].rank else None
 
 
 def _is_of_others(composition: Composition, path: KeyPath) -> bool:
@@ -77,9 +79,23 @@ def _is_of_others(composition: Composition, path: KeyPath) -> bool:
     return path in composition.origins and all(origin.level <= Level.recipe for origin in below)
 
 
-def _is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
-    """Return whether a recipe set a key, and no other source a key below it."""
-    return _is_of_others(composition, path) and composition.origins[path].level is Level.recipe
+def is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
+    """Return whether a recipe set a key, or chose a callback or logger, and no other source set a key below it."""
+    of_recipe = _chosen_by_recipe(composition, path) or composition.origin(path).level is Level.recipe
+    return _is_of_others(composition, path) and of_recipe
+
+
+def _chosen_by_recipe(composition: Composition, path: KeyPath) -> bool:
+    """Return whether the choice of a callback or logger, `("callbacks", "sample")`, is that of a recipe alone."""
+    if len(path) != 2 or path[0] not in LIST_GROUPS or path[0] in composition.given:
+        return False
+    levels = [
+        file.level
+        for file in composition.files
+        for item in file.document.defaults
+        if isinstance(item, Mapping) and path[0] in map(group_in, map(str, item))
+    ]
+    return max(levels, default=Level.defaults) is Level.recipe
 
 
 def _broken_by_itself(composition: Composition, find: Find) -> set[str]:
@@ -101,7 +117,8 @@ def _without_old_keys(composition: Composition, keys: Sequence[str]) -> Composit
         for key in gone:
             tree.remove(path_of(key))
         values = lookup(tree.values, node)
-        kept = [name for name in values if _is_of_others(composition, (*node, name)) and name != TARGET]
+        rank = composition.origin((*node, TARGET)).rank
+        kept = [name for name in values if composition.origin((*node, name)).rank < rank and name != TARGET]
         note = f"{dotted(node)}.{TARGET}={values[TARGET]} does not take {', '.join(gone)}: left out"
         notes.append(f"{note}. It keeps {', '.join(f'{dotted(node)}.{name}' for name in kept)}" if kept else note)
     return _replaced(composition, tree, notes, keys)

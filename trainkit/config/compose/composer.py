@@ -27,6 +27,7 @@ from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_
 from trainkit.config.compose.layers import Layers, shown
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, Level, Origin, TrackedTree, dotted, lookup
+from trainkit.config.door import advice, own_folder
 from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import remember_secrets
@@ -45,7 +46,7 @@ _NOT_OF_HYDRA: Final[Mapping[KeyPath, str]] = {
         "chdir",
     ): "is not supported: relative paths are found in the folder where the training was started, and "
     "its files are in its run folder. Leave it out.",
-    ("hydra", "searchpath"): "is not read. Give the folder of your own YAMLs: --config-dir DIR.",
+    ("hydra", "searchpath"): "is not read. Give the folder of your own YAMLs: {folder}.",
 }
 """Key of Hydra -> why it has no effect."""
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
@@ -208,7 +209,8 @@ class CompositionBuilder:
         if key == "hydra":
             rule = "is the node of Hydra itself. Give its keys: hydra.run.dir=DIR."
         elif override.is_sweep_override():
-            rule = f"is a list of choices, which trainkit -m trains one after the other. As one text: {key}='...'."
+            several = advice("which trainkit -m trains one after the other", "and one call trains one of them")
+            rule = f"is a list of choices, {several}. As one text: {key}='...'."
         elif not self.composer.is_group(override):
             return False
         elif override.package is not None:
@@ -248,7 +250,8 @@ class CompositionBuilder:
         for path, rule in _NOT_OF_HYDRA.items():
             if value := lookup(self.layers.hydra.values, path):
                 where = self.layers.hydra.origin_of(path).where
-                self.problems.append(Problem(key=dotted(path), value=value, rule=rule, origin=where))
+                told = rule.format(folder=own_folder())
+                self.problems.append(Problem(key=dotted(path), value=value, rule=told, origin=where))
 
     def _report(self, override: Override, rule: str) -> None:
         line = override.input_line or ""
@@ -363,7 +366,7 @@ class CompositionBuilder:
         swapped: dict[Level, dict[str, str]] = {level: {} for level in sources}
         for level, (documents, labels) in sources.items():
             for group in labels.keys() - {"recipe", "experiment"}:
-                before = next(_chosen_in(documents, group), None)
+                before = next(_named_in(documents, group), None)
                 if _names(before) != _names(choices.get(group)):
                     swapped[level][group] = f"{labels[group]} replaces {'+'.join(_names(before)) or 'nothing'}"
         return swapped
@@ -428,6 +431,15 @@ def _chosen_in(documents: Sequence[Document], group: str) -> Iterator[Any]:
     for item in itertools.chain.from_iterable(document.defaults for document in documents):
         if isinstance(item, Mapping):
             yield from (value for key, value in item.items() if group_in(str(key)) == group)
+
+
+def _named_in(documents: Sequence[Document], group: str) -> Iterator[Any]:
+    """Yield what documents choose for a group, first document first: a class named by `_target_`, or choices."""
+    for document in documents:
+        node = document.values.get(group)
+        if group not in LIST_GROUPS and isinstance(node, Mapping) and "_target_" in node:
+            yield node["_target_"]
+        yield from _chosen_in([document], group)
 
 
 def repeated(arguments: Sequence[Override]) -> list[Problem]:
