@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from trainkit import __version__
+from trainkit.config.door import called_from
 from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.secrets import given_arguments
 from trainkit.config.values import path_rule
@@ -54,7 +55,7 @@ _SHOWN_LINES: Final = 31
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    with masked_output():
+    with masked_output(), called_from("command line"):
         try:
             return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.config.door import called_from
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
 from trainkit.verbs.support.call import Call
@@ -26,6 +27,7 @@ _SHOWN = 10
 """Largest number of tensors in a message."""
 
 
+@called_from("python")
 def assert_same_training(
     overrides: Sequence[str],
     *,
@@ -78,6 +80,7 @@ def assert_same_training(
         raise AssertionError("\n\n".join(failed))
 
 
+@called_from("python")
 def assert_resumes(
     overrides: Sequence[str],
     *,

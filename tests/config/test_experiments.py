@@ -91,7 +91,7 @@ def test_experiments_are_swept_resumed_and_listed(cwd: Path, capsys: pytest.Capt
 def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Callable[..., list[str]]) -> None:
     assert refuse("experiment=small") == [
         (
-            "experiment: there is no such folder of choices. Write experiment/NAME.yaml, and give --config-dir its "
-            "folder. (command line)"
+            "experiment: there is no such folder of choices. Write DIR/experiment/NAME.yaml, and give "
+            "--config-dir DIR. (command line)"
         )
     ]

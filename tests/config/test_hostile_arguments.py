@@ -12,7 +12,7 @@ BRACKETS = f"model.hidden={'[' * 3000}{']' * 3000}"
 NESTED = "model.hidden: nests brackets 3000 deep; 50 is the limit. (command line)"
 NAME = "may hold letters, digits, . _ and - only, 200 at most, and not dots alone."
 DRAW = "Draw some of them: hydra/sweeper=random sweep.trials=100, with interval(LOW,HIGH)."
-TO_FILE = "Put it into a YAML file of your own: --config-dir."
+TO_FILE = "Put it into a YAML file of your own: --config-dir DIR."
 
 
 @pytest.fixture

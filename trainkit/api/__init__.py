@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.cluster.local import launch_environment_of
 from trainkit.config.composition import Composition
+from trainkit.config.door import called_from
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["compose", "generate", "load", "session", "train"]
 
 
+@called_from("python")
 def compose(
     overrides: Sequence[str] = (), *, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()
 ) -> Composition:
@@ -55,6 +57,7 @@ def compose(
     return composition
 
 
+@called_from("python")
 def train(
     run: Composition | RunConfig | Sequence[str] = (),
     *,
@@ -64,6 +67,8 @@ def train(
     objective: object = None,
     optimizer: object = None,
     write_source: bool = False,
+    config_dirs: Sequence[str | Path] = (),
+    packages: Sequence[str] = (),
     **keys: Any,
 ) -> TrainingResult:
     """Check a run and train it.
@@ -81,6 +86,8 @@ def train(
             in `functools.partial`; or the name of a choice.
         write_source: write the source of given classes that this session defines into the run's folder, so that a
             strategy with several processes can import them.
+        config_dirs: as in `compose`.
+        packages: as in `compose`; the packages of given classes need no name here.
         keys: keys of the config and choices, `steps=100, strategy="mirrored", batch={"global_size": 32}`.
 
     Returns:
@@ -94,23 +101,27 @@ def train(
         result = train(model=Net(), data=(train_set, val_set), objective="classification", optimizer="adamw", steps=100)
         result.metrics["val/accuracy"], result.model()
     """
-    from trainkit.api.calls import composed, refuse_several  # noqa: PLC0415 - imports torch
+    from trainkit.api.calls import composed, refuse_several, run_folder  # noqa: PLC0415 - imports torch
     from trainkit.api.objects import registered  # noqa: PLC0415 - imports torch
     from trainkit.api.result import TrainingResult  # noqa: PLC0415 - imports torch
     from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
     from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
     objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
-    composition, given = composed(run, objects, keys, write_source=write_source)
+    folder = run_folder(run_dir)
+    composition, given = composed(
+        run, objects, keys, write_source=write_source, config_dirs=config_dirs, packages=packages
+    )
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
     with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
         refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
-        result = train_composition(composition, run_dir=run_dir, kept_in=given.kept_in, choose_workers=choose_workers)
+        result = train_composition(composition, run_dir=folder, kept_in=given.kept_in, choose_workers=choose_workers)
         return TrainingResult(result, given=given, packages=composition.packages)
 
 
+@called_from("python")
 def session(
     run: Composition | RunConfig | Sequence[str] = (),
     *,
@@ -121,6 +132,8 @@ def session(
     optimizer: object = None,
     loss: LossFunction | None = None,
     terms: Sequence[str] = (),
+    config_dirs: Sequence[str | Path] = (),
+    packages: Sequence[str] = (),
     **keys: Any,
 ) -> Session:
     """Return a session: the training of a config, whose loop is the caller's own.
@@ -138,6 +151,8 @@ def session(
         loss: a function of model and batch, instead of an objective, for steps and evaluations. It returns the mean
             over the samples of the batch; see `Session.step`.
         terms: names of the parts of a loss, where a function returns a mapping.
+        config_dirs: as in `train`.
+        packages: as in `train`.
         keys: as in `train`.
 
     Returns:
@@ -154,7 +169,17 @@ def session(
     from trainkit.api.own_loop import make_session  # noqa: PLC0415 - imports torch
 
     objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
-    return make_session(run, objects, keys, launch_of=launch_environment_of, run_dir=run_dir, loss=loss, terms=terms)
+    return make_session(
+        run,
+        objects,
+        keys,
+        launch_of=launch_environment_of,
+        run_dir=run_dir,
+        loss=loss,
+        terms=terms,
+        config_dirs=config_dirs,
+        packages=packages,
+    )
 
 
 def choose_workers(plan: RunPlan) -> tuple[int, str]:
@@ -164,6 +189,7 @@ def choose_workers(plan: RunPlan) -> tuple[int, str]:
     return workers_of_plan(plan)
 
 
+@called_from("python")
 def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", packages: Sequence[str] = ()) -> nn.Module:
     """Load a trained model, on the CPU and in evaluation mode.
 
@@ -186,15 +212,16 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
     return load_model(Path(path).expanduser(), checkpoint=checkpoint, packages=packages)
 
 
+@called_from("python")
 def generate(
     run: str | Path,
     prompts: Sequence[str],
     *,
     max_tokens: int = 200,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     checkpoint: Literal["best", "last"] = "last",
     packages: Sequence[str] = (),
 ) -> list[str]:
@@ -204,10 +231,10 @@ def generate(
         run: a run folder, whose data has `encode` and `decode`.
         prompts: the beginnings of the texts, each with one token of the vocabulary or more.
         max_tokens: most tokens to add to each.
-        temperature: divides the scores; 0 chooses the most likely token.
+        temperature: divides the scores; 0 chooses the most likely token. None: 1 with `top_k` or `top_p`, else 0.
         top_k: draw only from the k most likely tokens; None: from all.
         top_p: draw only from the most likely tokens that have this probability together; None: from all.
-        seed: seed of the random numbers; a text does not depend on the other prompts.
+        seed: seed of the random numbers; None: 0. A text does not depend on the other prompts.
         checkpoint: which checkpoint of the run.
         packages: your own packages that the classes of model and data may come from.
 
@@ -215,7 +242,8 @@ def generate(
         The continuation of each prompt, without the prompt.
 
     Raises:
-        ConfigError: there is no such run, its data has no vocabulary, or a prompt has no token of it.
+        ConfigError: a setting is out of its range or has no effect, there is no such run, its data has no vocabulary,
+            or a prompt has no token of it.
         CheckpointError: the weights are damaged, or belong to another model.
         TrainingError: the model's outputs are not scores of next tokens.
 
@@ -224,10 +252,15 @@ def generate(
     """
     from trainkit.api.texts import Writer  # noqa: PLC0415 - imports torch
     from trainkit.models.sampling import Sampling  # noqa: PLC0415 - imports torch
+    from trainkit.models.sampling_settings import broken_settings, temperature_of  # noqa: PLC0415 - for this only
 
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if problems := [Problem(key=name, value=given[name], rule=rule) for name, rule in broken_settings(given)]:
+        raise ConfigError(problems)
     writer = Writer.of(Path(run).expanduser(), checkpoint=checkpoint, packages=packages)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed)
+    sampling = Sampling(temperature=temperature_of(given), top_k=top_k, top_p=top_p)
+    return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed or 0)
 
 
 def _several(composition: Composition) -> Problem:

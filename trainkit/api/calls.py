@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -13,12 +15,13 @@ from torch import nn
 
 from trainkit.api.objects import Given, refusal
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.check import check_names, fitted
+from trainkit.config.check import check_names, fitted, folder_rule
 from trainkit.config.compose import compose as compose_run
 from trainkit.config.composition import Composition, dotted, path_of
 from trainkit.config.grammar import key_of, setting
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import IN_PROCESS, TARGET
+from trainkit.config.values import expanded
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.plan import make_plan
 
@@ -31,6 +34,8 @@ def composed(
     keys: Mapping[str, Any],
     *,
     write_source: bool,
+    config_dirs: Sequence[str | Path] = (),
+    packages: Sequence[str] = (),
 ) -> tuple[Composition, Given]:
     """Return the composition of a call, and the objects that it was given.
 
@@ -39,6 +44,8 @@ def composed(
         objects: group -> name, class, function, instance or None.
         keys: keys and choices by name.
         write_source: whether the source of classes of this session is to be written into the run's folder.
+        config_dirs: the user's config folders.
+        packages: packages that targets may come from.
 
     Raises:
         ConfigError: every problem found.
@@ -57,21 +64,37 @@ def composed(
     if isinstance(run, RunConfig):
         run = Composition(values=run.to_dict(), overrides=("recipe=null",))
     if isinstance(run, Composition):
-        if arguments:
+        searched = {"config_dirs": config_dirs, "packages": packages}
+        beside = [*map(key_of, arguments), *(name for name, value in searched.items() if value)]
+        if beside:
             rule = "is given together with a whole config. Give it to trainkit.compose."
-            raise ConfigError([Problem(key=key_of(argument), rule=rule) for argument in arguments])
+            raise ConfigError([Problem(key=key, rule=rule) for key in beside])
         composition = run
     else:
         own = any(group in given.nodes for group in ("model", "data"))
         named = any(key_of(argument) == "recipe" for argument in (*run, *arguments))
         recipe = ["recipe=null"] if own and not named else []
-        composition = compose_run([*recipe, *run, *arguments])
+        composition = compose_run([*recipe, *run, *arguments], config_dirs=config_dirs, packages=packages)
     composition, found = fitted(composition, check_names)
     problems = [*_beside(given, composition.given), *_without_rate(given), *found]
     if problems:
         raise ConfigError(problems)
-    packages = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
-    return replace(_with_nodes(composition, given.nodes), packages=tuple(packages)), given
+    trusted = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
+    return replace(_with_nodes(composition, given.nodes), packages=tuple(trusted)), given
+
+
+def run_folder(run_dir: str | Path | None) -> Path | None:
+    """Return the folder that a call names for its run.
+
+    Raises:
+        ConfigError: it is empty text, no file system accepts it, or there is a file in its place.
+    """
+    if run_dir is None:
+        return None
+    text = os.fspath(run_dir)
+    if rule := folder_rule(text):
+        raise ConfigError([Problem(key="run_dir", value=text, rule=rule)])
+    return Path(expanded(text))
 
 
 def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -> Composition:

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from trainkit.api.calls import composed
+from trainkit.api.calls import composed, run_folder
 from trainkit.api.objects import Given, registered
 from trainkit.api.result import TrainingResult
 from trainkit.cluster.launch import LaunchEnvironment
@@ -281,13 +281,16 @@ def make_session(
     run_dir: str | Path | None,
     loss: LossFunction | None,
     terms: Sequence[str],
+    config_dirs: Sequence[str | Path] = (),
+    packages: Sequence[str] = (),
 ) -> Session:
     """Return a session that is not open yet; arguments as in `trainkit.session`."""
     if loss is not None:
         if objects["objective"] is not None:
             raise ConfigError([Problem(key="objective", rule="is given together with loss. Give one of the two.")])
         objects = {**objects, "objective": FunctionLoss(loss, terms)}
-    composition, given = composed(run, objects, keys, write_source=False)
+    folder = run_folder(run_dir)
+    composition, given = composed(run, objects, keys, write_source=False, config_dirs=config_dirs, packages=packages)
     problems = [
         Problem(key=key_of(item), rule="is for the command line: a session runs no Hydra job.")
         for item in composition.hydra_overrides
@@ -300,7 +303,7 @@ def make_session(
     with registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
         launch = launch_of(composition.cfg)
-    return Session(composition, given=given, launch=launch, run_dir=run_dir, terms=terms)
+    return Session(composition, given=given, launch=launch, run_dir=folder, terms=terms)
 
 
 def _command(count: int) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.api.trained import Trained, Which, compose_job, find_trained
 from trainkit.cluster.host import use_device
+from trainkit.config.door import called_from
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import run_config
 from trainkit.config.secrets import redacted, with_own_secrets
@@ -36,7 +37,7 @@ from trainkit.inference.predicting import predicted
 from trainkit.inference.writing import existing_files, files_of, format_of, ids_of, write_rows
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss, Model, Objective, Supervised
-from trainkit.run.folder.model_file import load_model
+from trainkit.run.folder.model_file import load_model, refuse_unknown_checkpoint
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job
 from trainkit.run.inference.request import JobRequest
@@ -255,6 +256,7 @@ def _remove(folder: Path, parts: Parts) -> None:
         folder.rmdir()
 
 
+@called_from("python")
 def predict(
     model: nn.Module | str | Path,
     dataset: Any,
@@ -287,6 +289,9 @@ def predict(
         >>> predict(nn.Linear(2, 3), torch.zeros(5, 2)).shape
         torch.Size([5, 3])
     """
+    refuse_unknown_checkpoint(checkpoint)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError([Problem(key="batch_size", value=batch_size, rule="must be a whole number, 1 or more.")])
     wanted = Outputs.parse(outputs)
     found, objective, precision = _loaded(model, checkpoint, packages, wanted)
     if device is None and found is not model:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Final
 
+from trainkit.config.door import advice
 from trainkit.config.secrets import reference
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
@@ -108,7 +109,8 @@ def unreadable(argument: str) -> Problem:
     """Return the problem of an argument that Hydra's grammar cannot parse."""
     key, separator, value = argument.partition("=")
     if not separator:
-        rule = "is not key=value. A verb comes first, and its own options begin with --."
+        verbs = "A verb comes first, and its own options begin with --."
+        rule = f"is not key=value. {advice(verbs, 'Flags have names in Python: packages=[...], config_dirs=[...].')}"
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
     if not _OVERRIDE.fullmatch(f"{key}=") or not key:
         rule = "is not key=value: a key is made of letters, digits, _ and dots."

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainkit.errors import ConfigError, Problem
+from trainkit.models.sampling_settings import out_of_range
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -25,6 +28,12 @@ class Sampling:
     """Draw only from the smallest set of most likely tokens whose probabilities add up to it, in (0, 1]; None: from
     all.
     """
+
+    def __post_init__(self) -> None:
+        """Refuse values out of their range: a negative temperature would draw the least likely tokens."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if problems := [Problem(key=name, value=given[name], rule=rule) for name, rule in out_of_range(given)]:
+            raise ConfigError(problems)
 
     def choose(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return (samples, 1) int64 tokens for (samples, tokens) scores of any float dtype.

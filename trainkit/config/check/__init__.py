@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.config.check.optimizers import named_optimizer_targets
-from trainkit.config.check.recipe_keys import fitted
+from trainkit.config.check.recipe_keys import fitted, is_of_recipe_alone
 from trainkit.config.check.rules import broken_rules, section_of, sections_of, with_defaults
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup, path_of
+from trainkit.config.door import own_folder
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
-from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
 from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
 from trainkit.config.values import closest, expanded, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
@@ -36,6 +37,7 @@ __all__ = [
     "check_values",
     "checked",
     "fitted",
+    "folder_rule",
     "paths_too_long",
 ]
 
@@ -132,6 +134,8 @@ def check_values(composition: Composition, known: Sequence[Problem] = ()) -> lis
             # a run that is resumed has the weights that it began with in its checkpoints
             if name != "init_from" or composition.values["resume"] is None:
                 found += absent_files(composition, (name,), composition.values.get(name), hint)
+        if not known and is_sound("callbacks", "model", "data"):
+            found += _unsuited_callbacks(composition)
         if composition.values["optimizers"] and is_suspect("optimizers"):
             found += named_optimizer_targets(composition, alternatives)
         if is_suspect("eval", "metric") and is_sound("eval", "objective"):
@@ -148,6 +152,23 @@ def _is_named(path: KeyPath, problems: Iterable[Problem]) -> bool:
     """Return whether a problem names a key, or a key above or below it."""
     named = (path_of(problem.key) for problem in problems)
     return any(path[: len(one)] == one[: len(path)] for one in named)
+
+
+def _unsuited_callbacks(composition: Composition) -> Iterator[Problem]:
+    """Report callbacks that a recipe chose for its own model and data, where others were chosen that lack something.
+
+    A class may set an attribute when it is built, so a callback that the user chose is tried at the start of the run.
+    """
+    values = composition.values
+    for name, node in values["callbacks"].items():
+        path = ("callbacks", name)
+        needs = getattr(resolve_target(node[TARGET]), "needs", {}) if is_of_recipe_alone(composition, path) else {}
+        for group, names in needs.items():
+            target = resolve_target(values[group][TARGET])
+            lacking = [one for one in names if isinstance(target, type) and not hasattr(target, one)]
+            if lacking:
+                rule = f"needs {' and '.join(names)} of the {group}, and {target.__name__} has no {', '.join(lacking)}."
+                yield composition.problem(path, rule, show_value=False)
 
 
 def _unknown_metric(composition: Composition) -> Iterator[Problem]:
@@ -204,7 +225,7 @@ def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Co
         found += [f"{group}.{name}" for group in single if name in (composition.values.get(group) or {})]
         near = found[0] if len(found) == 1 else None
         if name == "experiment":
-            return "there is no such folder of choices. Write experiment/NAME.yaml, and give --config-dir its folder."
+            return f"there is no such folder of choices. Write DIR/experiment/NAME.yaml, and give {own_folder()}."
         return f"no such key. Did you mean {near}?" if near else "no such key. `trainkit ls` shows the groups."
     if near is None:
         return f"no such key in {dotted(path)}. There are: {', '.join(hints)}."
@@ -342,10 +363,16 @@ def _unusable_folders(composition: Composition) -> Iterator[Problem]:
         key, _, value = argument.lstrip("+").partition("=")
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
             value = value.strip("'\"")
-            file = file_in_the_way(Path(expanded(value)))
-            rule = "is empty. Name a folder." if not value else f"{file} is no folder." if file is not None else None
-            if rule is not None:
+            if not path_rule(value) and (rule := folder_rule(value)):  # `paths_too_long` reports the others
                 yield Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
+
+
+def folder_rule(text: str) -> str | None:
+    """Return why a path cannot be the folder of a run; None if it can."""
+    if not text or (rule := path_rule(text)):
+        return rule if text else "is empty. Name a folder."
+    file = file_in_the_way(Path(expanded(text)))
+    return None if file is None else f"{file} is no folder."
 
 
 def _numbers_in(value: Any) -> Iterator[int]:

@@ -20,6 +20,7 @@ from omegaconf.grammar_parser import parse
 from trainkit.bounded import MAX_DEPTH
 from trainkit.config.compose.hydra_adapter import CORE_PLUGINS
 from trainkit.config.composition import KeyPath, dotted, leaves
+from trainkit.config.door import own_folder, trusting
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.secrets import texts_in
 from trainkit.config.targets.allowed import TARGET, root_of
@@ -28,7 +29,6 @@ from trainkit.errors import ConfigError, Problem
 
 MAX_ARGUMENT: Final = 10_000
 """Largest number of characters of one argument, and of one text that contains references."""
-_TO_FILE: Final = "Put it into a YAML file of your own: --config-dir."
 _MAX_DIGITS: Final = 500
 _SHOWN: Final = 200
 """Characters of a key that a message shows."""
@@ -50,7 +50,8 @@ def argument_problem(argument: str) -> Problem | None:
     if found := _CONTROL.search(argument):
         rule = f"holds the character {ascii(found[0])[1:-1]}, which no argument may hold. Remove it."
     elif len(argument) > MAX_ARGUMENT:
-        rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the limit. {_TO_FILE}"
+        rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the limit. "
+        rule += f"Put it into a YAML file of your own: {own_folder()}."
     elif (depth := _nesting(argument)) > MAX_DEPTH:
         rule = f"nests brackets {depth} deep; {MAX_DEPTH} is the limit."
     elif _DIGITS.search(value):
@@ -132,7 +133,6 @@ _STREAMS: Final = ("ext://sys.stdout", "ext://sys.stderr")
 _LOGGING: Final = (logging.Handler, logging.Formatter, logging.Filter)
 _CALLED: Final = ("()", "class", "queue", "listener")
 """Keys whose value `logging.config.dictConfig` imports and calls."""
-_OWN: Final = "To trust it: --allow-package {}."
 
 
 def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
@@ -187,7 +187,7 @@ def _below(homes: Sequence[str]) -> tuple[str, ...]:
 def _of_package(text: str, packages: Sequence[str]) -> str | None:
     package = root_of(text)
     if package not in packages:
-        return f"{package} is not among the packages that Hydra's node may name. {_OWN.format(package)}"
+        return f"{package} is not among the packages that Hydra's node may name. To trust it: {trusting(package)}."
     home = str(getattr(imported(text), "__module__", ""))
     return None if root_of(home) == package else f"is defined in {home}, not in {package}. Name it where it is defined."
 

@@ -38,6 +38,7 @@ from trainkit.config.compose.hydra_adapter import (
     defaults_list,
 )
 from trainkit.config.composition import Composition, ConfigFile
+from trainkit.config.door import advice, own_folder
 from trainkit.config.grammar import COMMAND_LINE, unreadable
 from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.targets.allowed import refuse_packages
@@ -279,7 +280,8 @@ class SearchPath:
         refuse_packages(self.packages)
         for folder in self.config_dirs:
             if not folder.is_dir():
-                raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is not a folder.", origin=COMMAND_LINE)])
+                key, origin = own_folder().replace("DIR", str(folder)), advice(COMMAND_LINE, "")
+                raise ConfigError([Problem(key=key, rule="is not a folder.", origin=origin)])
         with hydra_state():
             self.loader = _loader(self.config_dirs)
         self._is_group = cache(self.loader.repository.group_exists)

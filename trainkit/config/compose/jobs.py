@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
@@ -40,7 +40,13 @@ from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 T = TypeVar("T")
 
 
-_OF_PLUGINS: Final = ("hydra.launcher", "hydra.sweeper")
+def _forced(line: str) -> str:
+    """Return an argument for Hydra with the prefix that it needs: without ++, Hydra takes no new key in a mapping of
+    names, such as hydra.callbacks, and with +, no choice or key that is there.
+    """
+    if line.lstrip("+").startswith(("hydra.launcher", "hydra.sweeper")):  # nodes of plugins, which know their keys
+        return line
+    return f"++{line.lstrip('+')}" if line.lstrip("+").startswith("hydra.") else line.lstrip("+")
 
 
 def unchecked(composition: Composition) -> Composition:
@@ -86,11 +92,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
     def configuration(self, composition: Composition, parsed: Sequence[Override], run_mode: RunMode) -> DictConfig:
         """Return the config of a job in Hydra's form, with values that are already composed."""
         self._composition = composition
-        # Without ++, Hydra takes no new key in a mapping of names, such as hydra.callbacks.
-        lines = [
-            f"++{line}" if line.startswith("hydra.") and not line.startswith(_OF_PLUGINS) else line
-            for line in ((item.input_line or "").lstrip("+") for item in parsed if item.is_hydra_override())
-        ]
+        lines = [_forced(item.input_line or "") for item in parsed if item.is_hydra_override()]
         cfg = super().load_configuration(CONFIG, lines, run_mode, from_shell=False)
         refuse_hydra_targets(cfg.hydra, self.composer.packages)
         refuse_endless(cfg)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.config.door import trusting
 from trainkit.errors import ConfigError, Problem
 
 TARGET: Final = "_target_"
@@ -26,8 +27,6 @@ VARIABLE: Final = "TRAINKIT_ALLOW_PACKAGES"
 """The environment variable that passes the allowed packages to a worker, separated by commas."""
 DATA_HOOKS: Final = ("collate", "batch_transform", "sampler")
 """Keys of `data` that name a function or class: a node with `_target_`, or the dotted name alone."""
-OWN_CODE: Final = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
-"""The remedy for targets that no config may name."""
 _OF_A_SESSION: Final = "was an object of a Python session. Give it to trainkit.train again, with 'resume=RUN'."
 
 _TORCH: Final = ("torch.nn", "torch.optim", "torch.utils.data")
@@ -97,6 +96,11 @@ def packages_from(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in environ.get(VARIABLE, "").split(",") if name)
 
 
+def own_code() -> str:
+    """Return the remedy for targets that no config may name."""
+    return f"To use it, call it in a class or function of your own, and allow its package: {trusting('NAME')}."
+
+
 def refuse_packages(packages: Sequence[str]) -> None:
     """Refuse packages that cannot be allowed.
 
@@ -105,7 +109,7 @@ def refuse_packages(packages: Sequence[str]) -> None:
     """
     refused = [(name, rule) for name in dict.fromkeys(packages) if (rule := _package_problem(name))]
     if refused:
-        raise ConfigError([Problem(key=f"--allow-package {name}", rule=rule) for name, rule in refused])
+        raise ConfigError([Problem(key=trusting(name), rule=rule) for name, rule in refused])
 
 
 def _package_problem(name: str) -> str | None:
@@ -116,7 +120,7 @@ def _package_problem(name: str) -> str | None:
         )
     root = root_of(name)
     if root != name and root.isidentifier():
-        return f"must be only the first part of the module's name: --allow-package {root}."
+        return f"must be only the first part of the module's name: {trusting(root)}."
     if not name.isidentifier():
         return "must be the name of a package: letters, digits and _ only."
     if not _is_there(name):
@@ -171,14 +175,14 @@ def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
     package, *parts = target.split(".")
     if package not in allowed:
         rule = f"{package} is not among the packages that targets may come from ({', '.join(allowed)})."
-        return _OF_A_SESSION if package == IN_PROCESS else f"{rule} To trust it: --allow-package {package}."
+        return _OF_A_SESSION if package == IN_PROCESS else f"{rule} To trust it: {trusting(package)}."
     if package not in ALLOWED_PACKAGES:
         return None
     private = next((part for part in parts if part.startswith("_")), None)
     if private is not None:
-        return f"{private} is private to {package}. {OWN_CODE}"
+        return f"{private} is private to {package}. {own_code()}"
     if package == "torch" and not target.startswith(tuple(f"{home}." for home in _TORCH)):
-        return f"of torch, targets may come from {', '.join(_TORCH[:-1])} and {_TORCH[-1]} only. {OWN_CODE}"
+        return f"of torch, targets may come from {', '.join(_TORCH[:-1])} and {_TORCH[-1]} only. {own_code()}"
     return _shadow_problem(package)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MethodType, ModuleType, UnionType
 from typing import Any, Final
 
-from trainkit.config.targets.allowed import ALLOWED_PACKAGES, OWN_CODE, root_of
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, own_code, root_of
 from trainkit.config.values import plain
 
 
@@ -155,16 +155,18 @@ def target_problem(path: str, target: Any, expected: Expected = ANY_KIND) -> str
     if not isinstance(target, type):
         made = _made_by(path, target)
         if made is None:
-            return f"is a function; of {package} a config may name classes{_BUILDERS.get(package, '')} only. {OWN_CODE}"
+            return (
+                f"is a function; of {package} a config may name classes{_BUILDERS.get(package, '')} only. {own_code()}"
+            )
         return _misplaced(made, expected)
     return _class_problem(package, target, expected)
 
 
 def _class_problem(package: str, target: type, expected: Expected) -> str | None:
     if not _within(target.__module__, _HOMES.get(package, (package,))):
-        return f"is defined in {target.__module__}, which no config may name. {OWN_CODE}"
+        return f"is defined in {target.__module__}, which no config may name. {own_code()}"
     if _full_name(target).startswith(_UNPICKLES):
-        return f"unpickles files, which can run any code in them. {OWN_CODE}"
+        return f"unpickles files, which can run any code in them. {own_code()}"
     if not any(kind.holds(target) for kind in expected.kinds):
         return _unfit(expected)
     if expected.classes and not issubclass(target, expected.classes):
@@ -185,7 +187,7 @@ def _unfit(expected: Expected) -> str:
         return f"is no {' or '.join(kind.__name__ for kind in expected.classes)}, which this key takes."
     if expected.place:
         return f"is no {expected.kinds[0].name}, which {expected.place} needs. {expected.remedy}".rstrip()
-    return f"is not of a kind that a config may name. {OWN_CODE}"
+    return f"is not of a kind that a config may name. {own_code()}"
 
 
 def _made_by(path: str, target: Any) -> Kind | type | None:
@@ -244,9 +246,9 @@ def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
     for name, value in node.items():
         key = f"{path}{name}"
         if name in ("trust_remote_code", "use_kernels") and value is not False and value is not None:
-            yield key, value, f"runs code that is downloaded. {OWN_CODE}"
+            yield key, value, f"runs code that is downloaded. {own_code()}"
         if "_implementation" in str(name) and isinstance(value, str) and "/" in value:
-            yield key, value, f"a name with / is a kernel that is downloaded and run. {OWN_CODE}"
+            yield key, value, f"a name with / is a kernel that is downloaded and run. {own_code()}"
         inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(inner, Mapping):
             yield from _of_transformers(inner, f"{key}.")

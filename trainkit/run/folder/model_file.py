@@ -15,6 +15,7 @@ import yaml
 from torch import nn
 
 from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
+from trainkit.config.door import trusting
 from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
@@ -55,6 +56,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
         ConfigError: there is no model, or its class is of a package that is not allowed.
         CheckpointError: the weights are damaged, or those of another model.
     """
+    refuse_unknown_checkpoint(checkpoint)
     folder = path.parent if path.name == WEIGHTS else path
     with allow_packages(packages):
         if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
@@ -68,6 +70,16 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
             return _load_trained(folder.parent.parent, load(folder))
     rule = "holds no model: it is not a run, not a checkpoint, and not a folder with a config.yaml or model.yaml."
     raise ConfigError([Problem(key=str(path), rule=rule)])
+
+
+def refuse_unknown_checkpoint(which: str) -> None:
+    """Refuse a name of a checkpoint that no run has.
+
+    Raises:
+        ConfigError: it is neither best nor last.
+    """
+    if which not in ("best", "last"):
+        raise ConfigError([Problem(key="checkpoint", value=which, rule="must be best or last.")])
 
 
 def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
@@ -91,6 +103,7 @@ def precision_of(cfg: RunConfig) -> Precision:
 
 def checkpoint_name(folder: RunFolder, which: Which) -> str | None:
     """Return the name of the best or the last checkpoint of a run; None if there is none."""
+    refuse_unknown_checkpoint(which)
     told = (folder.read_result() or {}).get(which)
     if not told:
         with suppress(UnreadableError):
@@ -133,7 +146,7 @@ def refuse_foreign(node: Mapping[str, Any]) -> None:
         if rule is not None and root_of(str(target)) not in allowed:
             package = root_of(str(target))
             rule = f"{package} is not among the packages that models may come from ({', '.join(allowed)}). "
-            rule += f"To trust it: load(..., packages=[{package!r}]), or --allow-package {package}."
+            rule += f"To trust it: {trusting(package)}."
         if rule is not None:
             problems.append(Problem(key=".".join(path), value=target, rule=rule))
     if problems:

@@ -107,6 +107,8 @@ def quantize_run(
 
 
 def _refuse_calibration(to: str, calibrate: int | None) -> None:
+    if calibrate is not None and calibrate < 1:
+        raise refusal(f"--calibrate {calibrate}", "must be a whole number of samples, 1 or more.")
     if calibrate is not None and not needs_calibration(to):
         raise refusal(f"--calibrate {calibrate}", f"has no effect: {to} observes no activations. Leave it out.")
 

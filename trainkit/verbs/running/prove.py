@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from trainkit.config.door import advice
 from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.support.call import Call, Flag
@@ -55,6 +56,7 @@ def prove_points(
     """
     from trainkit.run.equivalence import prove  # noqa: PLC0415 - imports torch
 
+    steps = _steps(str(steps))
     common = set.intersection(*(set(point.overrides) for point in points))
     candidates = [(_label(point, common), point.cfg) for point in points]
     try:
@@ -75,7 +77,7 @@ def _steps(text: str) -> int:
     if number is not None:
         return number
     rule = f"must be 1 or more steps, {_MOST_STEPS:,} at most."
-    raise ConfigError([Problem(key="--steps", value=text, rule=rule, origin="command line")])
+    raise ConfigError([Problem(key=advice("--steps", "steps"), value=text, rule=rule, origin="command line")])
 
 
 def _label(point: Composition, common: Container[str]) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import read_text
+from trainkit.models.sampling_settings import MAX_TOKENS, RULES, broken_settings, temperature_of
 from trainkit.verbs.support.call import Call, Flag
 from trainkit.verbs.support.weights import checkpoint_flag
 
@@ -30,7 +31,6 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "checkpoint": Flag(help="the checkpoint: last, or best; last without it", value="WHICH"),
     "json": Flag(help="print prompts and texts as JSON"),
 }
-N = TypeVar("N", int, float)
 
 
 def run(call: Call) -> int:
@@ -66,6 +66,10 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
 class _Settings:
     """The flags of a call, read and checked together.
 
@@ -75,16 +79,11 @@ class _Settings:
 
     def __init__(self, call: Call) -> None:
         self._flags, self._problems = call.flags, list[Problem]()
-        self.max_tokens = self._number("max-tokens", int, "a whole number, 1 or more", lambda n: n >= 1) or 200
-        self.seed = self._number("seed", int, "a whole number, 0 or more", lambda n: 0 <= n < 1 << 63) or 0
-        self.top_k = self._number("top-k", int, "a whole number, 1 or more", lambda n: n >= 1)
-        self.top_p = self._number("top-p", float, "a number above 0, at most 1", lambda x: 0 < x <= 1)
-        temperature = self._number("temperature", float, "a number, 0 or more", lambda x: 0 <= x < math.inf)
-        draws = not call.flags.keys().isdisjoint(("top-k", "top-p"))
-        self.temperature = (1.0 if draws else 0.0) if temperature is None else temperature
-        for name in ("top-k", "top-p", "seed"):
-            if name in call.flags and self.temperature == 0:
-                self._refuse(name, "has no effect: the most likely token is chosen. Add --temperature 0.8.")
+        given = {name: self._number(name) for name in RULES if _flag(name) in call.flags}
+        for name, rule in broken_settings(given):
+            self._refuse(_flag(name), rule)
+        self.max_tokens, self.seed = given.get("max_tokens", MAX_TOKENS), given.get("seed", 0)
+        self.top_k, self.top_p, self.temperature = given.get("top_k"), given.get("top_p"), temperature_of(given)
         self.checkpoint = self._checkpoint()
         self.prompts = self._prompts()
         if self._problems:
@@ -103,17 +102,13 @@ class _Settings:
             self._problems += error.problems
             return "last"
 
-    def _number(self, name: str, kind: type[N], rule: str, fits: Callable[[N], bool]) -> N | None:
-        if name not in self._flags:
-            return None
+    def _number(self, name: str) -> Any:
+        """Return the number of a flag; its text if it is none."""
+        text = self._flags[_flag(name)]
         try:
-            value = kind(self._flags[name])
+            return int(text) if RULES[name][0] is Integral else float(text)
         except ValueError:
-            value = None
-        if value is None or not fits(value):
-            self._refuse(name, f"must be {rule}.")
-            return None
-        return value
+            return text
 
     def _prompts(self) -> list[str]:
         if "prompts" not in self._flags:
