@@ -1,16 +1,21 @@
 """Each precision of conf/precision, and what keeps fp16 from overflowing."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import trainkit
+from tests.contract.running import run, weights
 from tests.contract.stepping import CONF, Case, train
+from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
-from trainkit.numerics.precision import LossScale, Precision, Scaling
+from trainkit.numerics.precision import LossScale, Precision, Scaling, Value, converted_floats
 from trainkit.strategies.core.buffers import StepBuffers
 
 BASE = Case(global_size=16, micro_size=4, max_norm=0.2)
@@ -109,12 +114,82 @@ def test_only_fp16_scales_its_loss() -> None:
     assert scales == {name: 65536.0 if name == "fp16_mixed" else 1.0 for name in TOLERANCES}
 
 
-@pytest.mark.parametrize("value", ["fp64", "fp32", "bf16"])
-def test_complex_buffers_keep_their_imaginary_part(value: Literal["fp64", "fp32", "bf16"]) -> None:
+@pytest.mark.parametrize("value", sorted(TOLERANCES))
+def test_buffers_keep_dtype_and_bits_in_every_precision_but_are_float64_in_fp64(value: Value) -> None:
+    tables = {
+        "positions": torch.tensor([1001.0, 2003.0]),
+        "wide": torch.tensor([1 + 2.0**-40], dtype=torch.float64),
+        "narrow": torch.tensor([1001.0], dtype=torch.float16),
+        "rotations": torch.tensor([1j, 1001 - 1j]),
+        "words": torch.tensor([2**30 + 1]),
+    }
     model = nn.Linear(1, 1)
-    model.register_buffer("rotations", torch.tensor([1j, 1 - 1j]))
-    assert Precision(value=value).adapt(model).get_buffer("rotations").tolist() == [1j, 1 - 1j]
-    assert model.weight.dtype == Precision(value=value).model_dtype
+    for name, table in tables.items():
+        model.register_buffer(name, table.clone(), persistent=name != "positions")
+    assert Precision(value=value).adapt(model).weight.dtype == Precision(value=value).model_dtype
+    for name, table in tables.items():
+        kept = model.get_buffer(name)
+        assert torch.equal(kept.to(table.dtype), table)
+        assert kept.dtype == (torch.float64 if value == "fp64" and table.is_floating_point() else table.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.BatchNorm1d(4), (5, 4)),
+        (lambda: nn.BatchNorm2d(4, affine=False), (2, 4, 3, 3)),
+        (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 3, 3)),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), (2, 4)),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4)),
+    ],
+)
+def test_layers_of_torch_that_keep_buffers_run_in_every_dtype(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(converted_floats(make(), dtype))
+    for training in (True, False):
+        outputs = model.train(training)(torch.ones(shape, dtype=dtype))
+        assert outputs.dtype == dtype
+
+
+class Tabled(zoo.Net):
+    """Scales its inputs by a float32 table, before a layer and batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        self.register_buffer("table", torch.linspace(1001, 1003, zoo.FEATURES))
+        self.register_buffer("inverse", 1 / torch.linspace(1001, 1003, zoo.FEATURES), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.equal(self.get_buffer("table"), torch.linspace(1001, 1003, zoo.FEATURES))
+        outputs: Tensor = super().forward(x * self.table * self.inverse)  # type: ignore[no-untyped-call, operator]
+        return outputs
+
+
+PLACES = [("one_device", {}), ("fsdp", {"replicas": 2}), ("parameter_server", {})]
+
+
+@pytest.mark.parametrize(("strategy", "settings"), PLACES)
+def test_a_model_in_bf16_trains_with_float32_tables_and_batch_statistics(
+    strategy: str, settings: dict[str, int], tmp_path: Path
+) -> None:
+    places = [f"strategy={strategy}", *(f"strategy.{key}={value}" for key, value in settings.items())]
+    keys = ["data=points", "steps=3", "batch.global_size=8", "precision=bf16", "eval.every_epochs=null", "callbacks=[]"]
+    result = run(tmp_path / "run", f"model={{_target_: {__name__}.Tabled}}", *keys, *places)
+    written = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert torch.equal(written["table"], torch.linspace(1001, 1003, zoo.FEATURES))
+    assert {tensor.dtype for name, tensor in written.items() if "tracked" not in name} == {torch.float32}
+    mean = weights(result)["1.running_mean"]
+    assert not torch.equal(mean, mean.bfloat16().float())  # the updates are not rounded to bfloat16
+    assert torch.equal(trainkit.load(tmp_path / "run", packages=["tests"]).get_buffer("1.running_mean"), mean)
+
+
+def test_a_float64_buffer_that_forward_changes_in_a_float32_run_is_refused() -> None:
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"mean is float64, .* Make it float32, or use precision=fp64"):
+        StepBuffers(model, torch.float32).settle([1.0])
 
 
 def test_a_complex_buffer_that_forward_changes_is_refused() -> None:

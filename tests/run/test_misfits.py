@@ -80,10 +80,13 @@ class Net(nn.Module):
             self.table = nn.Parameter(torch.zeros(3, 3))
         if kind == "complex":
             self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("rows", torch.ones(4, width))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
 
     def forward(self, x):
         scores = self.layer(x)
+        if self.kind == "table":
+            return functional.linear(self.rows, self.layer.weight)
         if self.kind == "raises":
             raise RuntimeError("a mistake of mine")
         if self.kind == "no_text":
@@ -127,6 +130,8 @@ class Own(Objective):
     def loss(self, model, batch):
         x, y = batch
         each = functional.cross_entropy(model(x), y, reduction="none")
+        if self.kind == "table":
+            return functional.linear(self.rows, self.layer.weight)
         if self.kind == "raises":
             raise ZeroDivisionError("a mistake of mine")
         if self.kind == "tensor":
@@ -234,6 +239,7 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (net("dict"), 2, "the model returns a dict"),
     (net("vector"), 2, "scores (4,) for targets (4,)", "there is no dim of classes"),
     (net("fewer"), 2, "scores (1, 3) for targets (4,)"),
+    ((*net("table"), "precision=bf16"), 2, "buffers keep their dtype: rows is float32", "rows.to(x.dtype)"),
     (net("detached"), 2, "the loss does not depend on a parameter that is trained"),
     (net("flag"), 2, "updates seen, of bool, in its forward pass", "a buffer of float32 or int64"),
     (net("in_place"), 2, "modified by an inplace operation"),

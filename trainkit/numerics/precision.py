@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from trainkit.errors import LossScaleError
@@ -41,7 +44,7 @@ class Precision:
     | fp64 | float64 | float64 |
     | fp32 | float32 | float32, matrix products in full precision |
     | tf32 | float32 | float32; on CUDA, matrix products with 10 bits of mantissa |
-    | bf16 | float32 masters of bfloat16 parameters | bfloat16 throughout |
+    | bf16 | float32 masters of bfloat16 parameters | bfloat16; batch normalisation has float32 parameters |
     | bf16_mixed | float32 | autocast: matrix products in bfloat16 |
     | fp16_mixed | float32 | autocast: matrix products in float16, with loss scaling |
 
@@ -112,12 +115,7 @@ class Precision:
     def accept_floats(self, model: nn.Module) -> None:
         """Let a model of this dtype accept floating inputs of any dtype."""
         if self.model_dtype is not torch.float32:
-            dtype = self.model_dtype
-
-            def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-
-            model.register_forward_pre_hook(cast, with_kwargs=True)
+            cast_inputs(model, self.model_dtype)
 
     def apply_globally(self, device_type: str, *, reproducible: bool = False) -> None:
         """Set the process-wide switches of CUDA: float32 matrix products, and the choice of convolution kernels.
@@ -141,23 +139,79 @@ class Precision:
 
 
 def converted_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert the floating parameters and buffers of a model to a dtype, in place, and return the model.
+    """Convert the floating parameters of a model to a dtype, in place, and return the model.
 
-    Complex numbers stay: `model.to(dtype)` would drop their imaginary part (the rotations of position embeddings).
+    Buffers keep dtype and bits, because no optimizer has a copy of them in higher precision: a table of positions
+    would be rounded for good. In float64 they become float64, which holds each of their values.
 
     Example:
         >>> model = nn.Linear(1, 1)
-        >>> model.register_buffer("rotations", torch.tensor([1j]))
-        >>> converted_floats(model, torch.float64).rotations, model.weight.dtype
-        (tensor([0.+1.j]), torch.float64)
+        >>> model.register_buffer("positions", torch.tensor([1001.0]))
+        >>> converted_floats(model, torch.bfloat16).positions, model.weight.dtype
+        (tensor([1001.]), torch.bfloat16)
     """
-    # `_apply` is what `model.to` calls.
-    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    for module in model.modules():
+        kept = {id(buffer): buffer_dtype(module, buffer, dtype) for buffer in module.buffers(recurse=False)}
+        convert = partial(_converted, dtype=param_dtype(module, dtype), kept=kept)
+        module._apply(convert, recurse=False)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `to` calls
     return model
 
 
+def _converted(tensor: Tensor, *, dtype: torch.dtype, kept: Mapping[int, torch.dtype]) -> Tensor:
+    return tensor.to(kept.get(id(tensor), dtype)) if tensor.is_floating_point() else tensor
+
+
+def param_dtype(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the parameters of one module in a model of a dtype.
+
+    Torch's kernels of batch normalisation take bfloat16 inputs with float32 parameters and statistics, or all in one
+    dtype; running statistics in bfloat16 would lose most updates.
+    """
+    return torch.promote_types(dtype, torch.float32) if isinstance(module, _BatchNorm) else dtype
+
+
+def buffer_dtype(module: nn.Module, buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a buffer of one module in a model of a dtype: its own, as `converted_floats` says."""
+    if not buffer.is_floating_point():
+        return buffer.dtype
+    return param_dtype(module, dtype) if dtype is torch.float64 or _follows(module, buffer) else buffer.dtype
+
+
+def _follows(module: nn.Module, buffer: Tensor) -> bool:
+    """Return whether torch's own code computes with a buffer in the dtype of parameters: batch statistics, and what
+    parametrizations keep of their weight.
+    """
+    names = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]  # noqa: SLF001
+    kept = (getattr(module, f"{name}_{part}") for name in names for part in ("u", "v"))
+    return isinstance(module, _BatchNorm | _SpectralNorm | _Orthogonal) or any(buffer is one for one in kept)
+
+
+def buffers_apart(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating buffers that keep another dtype than that of the model, with their names."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if buffer.is_floating_point() and buffer.dtype is not dtype and not _follows(module, buffer):
+                yield name, buffer
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert floating inputs of a model to its dtype.
+
+    A product with a float32 buffer is float32. So a model with such a buffer also converts the inputs of each module
+    with parameters.
+    """
+
+    def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+
+    mixes = any(True for _ in buffers_apart(model, dtype))
+    inner = (one for one in model.modules() if any(p.is_floating_point() for p in one.parameters(recurse=False)))
+    for module in {model: None, **dict.fromkeys(inner if mixes else ())}:
+        module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

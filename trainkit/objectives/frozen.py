@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from trainkit.errors import TrainingError
 from trainkit.numerics.copies import copied
-from trainkit.numerics.precision import converted_floats
+from trainkit.numerics.precision import cast_inputs, converted_floats
 
 LoadRun = Callable[[str, Literal["best", "last"]], nn.Module]
 """(run folder, which checkpoint) -> its trained model, on the CPU."""
@@ -56,13 +56,8 @@ class FrozenModel:
         if model is None:
             with self._lock:
                 model = self._copies.get(device) or self._copy_on(device)
-        if self._dtype not in (None, torch.float32):
-            args, kwargs = tree_map(self._cast, (args, kwargs))
         with torch.no_grad():
             return model(*args, **kwargs)
-
-    def _cast(self, value: Any) -> Any:
-        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def _copy_on(self, device: torch.device) -> nn.Module:
         if self._copies:
@@ -71,6 +66,8 @@ class FrozenModel:
             model = self._loaded().eval().requires_grad_(requires_grad=False).to(device)
             if self._dtype is not None:
                 converted_floats(model, self._dtype)
+                if self._dtype is not torch.float32:
+                    cast_inputs(model, self._dtype)
         self._copies[device] = model
         return model
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainkit.numerics.copies import computed_tensors
 from trainkit.numerics.generators import Untouched
-from trainkit.numerics.precision import Precision
+from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.workspace import workspace_of
 from trainkit.strategies.memory_capabilities import RankPass
@@ -260,11 +260,14 @@ class TracedPass:
     def _without_data(self) -> nn.Module:
         """Return a copy of the model whose parameters and buffers have no data; the data is not copied."""
         dtype, fakes = self.precision.model_dtype, dict[int, Any]()
-        for name, param in self.model.named_parameters():
-            trained = param.requires_grad and (self.updated is None or name in self.updated)
-            fakes[id(param)] = nn.Parameter(_fake(param, dtype), requires_grad=trained)
-        others = (*self.model.buffers(), *computed_tensors(self.model))
-        fakes.update({id(tensor): _fake(tensor, dtype) for tensor in others})
+        for prefix, module in self.model.named_modules():
+            for name, param in module.named_parameters(prefix, recurse=False):
+                trained = param.requires_grad and (self.updated is None or name in self.updated)
+                made = _fake(param, param_dtype(module, dtype))
+                fakes.setdefault(id(param), nn.Parameter(made, requires_grad=trained))
+            for buffer in module.buffers(recurse=False):
+                fakes[id(buffer)] = _fake(buffer, buffer_dtype(module, buffer, dtype))
+        fakes.update({id(tensor): _fake(tensor, dtype) for tensor in computed_tensors(self.model)})
         model = copy.deepcopy(self.model, fakes)
         self.precision.accept_floats(model)
         for name in self.recomputed:

@@ -202,7 +202,8 @@ def _load_written(config: Path) -> nn.Module:
         return restored_model(config, description[QUANTIZED], model, file)
     try:
         weights = {name: file.read(tied.get(name, name)) for name in model.state_dict()}
-        dtypes = (tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+        params = (weights[name] for name, _ in model.named_parameters())
+        dtypes = (tensor.dtype for tensor in params if tensor.is_floating_point())
         converted_floats(model, next(dtypes, torch.float32))
         model.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError) as error:

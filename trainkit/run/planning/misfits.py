@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,7 @@ from trainkit.data.splits import read_sample, size_of
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
 from trainkit.frames import named_first_line, text_of, with_frames
 from trainkit.numerics.generators import GeneratorStates
+from trainkit.numerics.precision import buffers_apart
 from trainkit.objectives.base import Loss, Objective
 from trainkit.objectives.from_hidden.output_layer import scores_kept
 from trainkit.objectives.targets import ScoredClasses
@@ -35,7 +36,7 @@ from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.per_sample import per_sample_problems
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import is_asynchronous
-from trainkit.strategies.core.buffers import complex_problem, sample_dims_of
+from trainkit.strategies.core.buffers import sample_dims_of, sum_problem
 from trainkit.strategies.core.graphs.refusals import shard_problems
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.trainer.events import Callback
@@ -133,12 +134,12 @@ def _try(plan: RunPlan, model: nn.Module, places: Sequence[int]) -> TrainkitErro
     return error
 
 
-def _updated_flag(model: nn.Module, before: Mapping[str, Tensor]) -> Problem | None:
+def _updated_flag(model: nn.Module, before: Mapping[str, Tensor], dtype: torch.dtype) -> Problem | None:
     """Return the problem of a buffer that a pass has updated, and whose values of several shards have no sum."""
     for name, buffer in model.named_buffers():
         if name in before and not torch.equal(buffer, before[name]):
-            if buffer.is_complex():
-                return complex_problem(name)
+            if (problem := sum_problem(name, buffer, dtype)) is not None:
+                return problem
             rule = f"updates {name}, of bool, in its forward pass, and the results of shards are added up. "
             return Problem(key="model", rule=rule + "Make it a buffer of float32 or int64.")
     return None
@@ -191,20 +192,25 @@ class _Trial:
     outputs: Any = None
     updated: tuple[str, ...] = ()
     """Buffers that the pass has changed, without the statistics of torch's normalisations, which are averaged."""
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    """Buffers of another floating dtype than the parameters."""
 
     def run(self, model: nn.Module) -> TrainkitError | None:
         """Compute the loss and its gradients; return the error."""
         precision = self.plan.components.precision
         batch = self.batch
         if self.numbers:
-            model = build_model(self.plan.cfg)
+            model = precision.adapt(build_model(self.plan.cfg))
+            self.tables = dict(buffers_apart(model, precision.model_dtype))
         elif any(param.device.type != "meta" for param in model.parameters()):
             return None
         else:
             batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
         objective = build_objective(self.plan.cfg)
         flags = {
-            name: one.clone() for name, one in model.named_buffers() if one.dtype is torch.bool or one.is_complex()
+            name: one.clone()
+            for name, one in model.named_buffers()
+            if one.dtype is torch.bool or sum_problem(name, one, precision.master_dtype) is not None
         }
         apart = _own_buffers(model) if self.numbers else {}
         hooks = [
@@ -215,14 +221,14 @@ class _Trial:
             kept = scores_kept() if objective.takes_hidden else nullcontext()
             with torch.enable_grad(), kept, precision.autocast(["cpu"]) if self.numbers else nullcontext():
                 before = GeneratorStates([])
-                loss = objective.loss(precision.adapt(model) if self.numbers else model, batch)
+                loss = objective.loss(model, batch)
             now = dict(model.named_buffers()) if apart else {}
             self.updated = tuple(name for name, one in apart.items() if not torch.equal(one, now[name]))
             _count(objective, loss, batch, numbers=self.numbers)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
             if problem is None and self.numbers:
                 _refuse_no_probabilities(loss, objective)
-                problem = self._other_weight(loss, objective) or _updated_flag(model, flags)
+                problem = self._other_weight(loss, objective) or _updated_flag(model, flags, precision.master_dtype)
             if problem is None and self.numbers and loss.loss_sum.requires_grad:
                 problem = _other_parameters(loss.loss_sum, model, objective)
                 self.part = "model"
@@ -342,6 +348,14 @@ class _Trial:
         return self._config_error(f"{rule} {self._seen(error)}", error, key=self._key_of(classes), value=classes)
 
     def _input_dtype(self, error: Exception) -> TrainkitError:
+        if self.tables:
+            name, table = next(iter(self.tables.items()))
+            rule = (
+                f"the model computes in {_name(self.plan.components.precision.model_dtype)}, and buffers keep their "
+                f"dtype: {name} is {_name(table.dtype)}. Convert it where forward uses it, "
+                f"{name.rpartition('.')[2]}.to(x.dtype), or use precision=bf16_mixed. {self._seen(error)}"
+            )
+            return self._config_error(rule, error)
         return DataError(
             with_frames(
                 f"the model computes in {_name(self.plan.components.precision.model_dtype)}, and the input has another "

@@ -130,9 +130,20 @@ def written_indices(before: Tensor, after: Tensor, dim: int) -> Tensor:
     return (before != after).movedim(dim, 0).unsqueeze(-1).flatten(1).any(1)
 
 
-def complex_problem(name: str) -> Problem:
-    """Return the problem of a complex buffer that a forward pass updates: no sum over shards keeps it."""
-    rule = f"buffer {name} holds complex numbers, and forward changes it. Keep torch.view_as_real of it."
+def sum_problem(name: str, buffer: Tensor, dtype: torch.dtype) -> Problem | None:
+    """Return the problem of a buffer that a forward pass updates, and that a sum over shards in a dtype does not keep.
+
+    Example:
+        >>> sum_problem("mean", torch.zeros(2, dtype=torch.float64), torch.float32).rule[:48]
+        'buffer mean is float64, and forward changes it: '
+    """
+    if buffer.is_complex():
+        rule = f"buffer {name} holds complex numbers, and forward changes it. Keep torch.view_as_real of it."
+    elif buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize:
+        rule = f"buffer {name} is float64, and forward changes it: results of shards are added up in float32. Make it "
+        rule += "float32, or use precision=fp64."
+    else:
+        return None
     return Problem(key="model", rule=rule)
 
 
@@ -187,12 +198,13 @@ class StepBuffers:
         """Keep only the buffers that a forward pass updates, on any rank; also in the middle of a step.
 
         Raises:
-            ConfigError: one of them holds complex numbers, which no sum over shards keeps.
+            ConfigError: no sum over shards keeps one of them.
         """
         kept = [place for place, flag in enumerate(changed) if flag]
         for name, (owner, leaf) in ((self.names[place], self._all[place]) for place in kept):
-            if owner._buffers[leaf].is_complex():  # type: ignore[union-attr]  # noqa: SLF001 - as in `tensors`
-                raise ConfigError([complex_problem(name)])
+            buffer = owner._buffers[leaf]  # noqa: SLF001 - as in `tensors`
+            if buffer is not None and (problem := sum_problem(name, buffer, self._dtype)) is not None:
+                raise ConfigError([problem])
         self._chosen = [self._all[place] for place in kept]
         if not self._groups:
             return

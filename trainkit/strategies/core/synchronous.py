@@ -143,9 +143,11 @@ def _stepper(request: SetupRequest, masters: Mapping[str, nn.Parameter]) -> Upda
 
 
 def broadcast_initial(replica: Replica) -> None:
-    """Broadcast rank 0's parameters and buffers: a model may draw numbers that no seed controls. Collective."""
+    """Broadcast rank 0's parameters and all buffers: a model may draw numbers that no seed controls. Collective."""
     if replica.num_ranks > 1 or replica.parts_made_of.is_grouped:
-        for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
+        model = replica.model
+        tensors = [*model.state_dict(keep_vars=True).values(), *model.buffers(), *replica.masters.values()]
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
             if isinstance(tensor, Tensor):  # not what `get_extra_state` of a module returns
                 broadcast_values(tensor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -40,7 +40,7 @@ from trainkit.strategies.core.sharded.fully import (
     without_shared,
 )
 from trainkit.strategies.core.sharded.gathered_pass import GatheredPass, Gathering
-from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice, joined_norms
+from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice, joined_norms, local_part
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
     MakeStep,
@@ -101,23 +101,23 @@ def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
 
 
 @torch.no_grad()
-def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
-    """Broadcast the whole tensors of the first rank, and the parts of the first replica; collective.
+def begin_alike(replica: ShardedReplica, place: OnMesh, cut: Container[str]) -> None:
+    """Broadcast what ranks hold alike from the first one of each axis; collective.
 
-    A model may draw numbers that no seed controls. Parts that are sharded over replicas are already equal.
+    A model may draw numbers that no seed controls. Along `shard`, `fully_sharded` has done so before it sharded.
+
+    Args:
+        replica: the model on its device.
+        place: the place of this rank.
+        cut: names of the parameters that are cut along `tensor`: its ranks hold other parts of them.
     """
-    if place.mesh is None or place.axes.shard > 1:
-        return
-    copies = place.group("replicate")
+    copies, whole = place.group("replicate"), place.group("tensor")
     rounded = replica.params if replica.masters_apart else {}
-    for name, param in (*{**replica.owners, **replica.masters}.items(), *rounded.items()):
-        cut = replica.cuts[name]
-        if cut.size == cut.shape:
-            broadcast_values(param)
-        elif copies is not None:
-            broadcast_values(param, copies)
-    for buffer in replica.model.buffers():
-        broadcast_values(buffer)
+    named = [*{**replica.owners, **replica.masters}.items(), *rounded.items(), *replica.model.named_buffers()]
+    for name, tensor in named:
+        for group in (copies, None if name in cut else whole):
+            if group is not None:
+                broadcast_values(local_part(tensor), group)
 
 
 def drifted_part(replica: ShardedReplica) -> str | None:
@@ -293,7 +293,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             ConfigError: the plan does not fit the model, or the degrees do not multiply to the number of ranks.
         """
         ranks = self.join(request.identity)
-        place, cuts = self._place(request.identity), dict[str, ShardSlice]()
+        fit, place, cuts = self._fitted(request.model), self._place(request.identity), dict[str, ShardSlice]()
         copies, sharers = place.group("replicate"), place.group("shard")
         parts = build_parts(
             request,
@@ -306,7 +306,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             parts = replace(parts, join_norms=joined_norms([cuts[name] for name in parts.held.params], parts.device))
         shares = place.axes.shard > 1
         replica = ShardedReplica(parts, cuts=cuts, reload=partial(gathers_anew, parts.held.model) if shares else None)
-        begin_alike(replica, place)
+        begin_alike(replica, place, fit.dims)
         step: MakeStep[ShardedReplica] = ShardStep if sharers is None else partial(ShardedWork, group=sharers)
         return ShardedExecutor(replica, request.training, ranks=ranks, make_step=step, check=drifted_part)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.cluster.host import return_freed_memory
 from trainkit.numerics.deferred import lazy_init_values
-from trainkit.numerics.precision import Precision
+from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
 from trainkit.strategies.groups.process_group import broadcast_values
 from trainkit.strategies.object_snapshot import watch_first_call
@@ -139,7 +139,10 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         units: modules that are gathered separately, inner ones first; the rest of the model is one more unit.
         sharding: the settings.
     """
-    precision, policy, values = sharding.precision, _policy(sharding.precision), lazy_init_values(model)
+    precision, values = sharding.precision, lazy_init_values(model)
+    # batch normalisation is gathered in a dtype of its own
+    apart = [one for one in model.modules() if param_dtype(one, precision.model_dtype) is not precision.model_dtype]
+    units = dict.fromkeys([*(one for one in apart if one is not model and list(one.parameters())), *units])
     if sharding.device.type == "cpu":
         return_freed_memory()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
@@ -150,7 +153,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
             module,
             mesh=sharding.mesh,
             reshard_after_forward=sharding.reshard_after_forward and module is not model,  # backward starts with it
-            mp_policy=policy,
+            mp_policy=_policy(precision, param_dtype(module, precision.model_dtype)),
             offload_policy=offload,
         )
         if module is not model:
@@ -231,30 +234,28 @@ def _sharded(model: nn.Module) -> Iterable[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP's precision policy; autocast casts by itself, so gathering casts only to a lower model dtype."""
-    if precision.model_dtype is precision.master_dtype:
+def _policy(precision: Precision, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return FSDP's precision policy for a module that computes in a dtype; autocast casts by itself."""
+    if dtype is precision.master_dtype:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(
-        param_dtype=precision.model_dtype, reduce_dtype=precision.master_dtype, cast_forward_inputs=False
-    )
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=precision.master_dtype, cast_forward_inputs=False)
 
 
 @torch.no_grad()
 def _move_and_cast(module: nn.Module, sharding: Sharding, precision: Precision) -> None:
     """Move parameters that are not sharded yet to the device, in their stored dtype, with the first rank's values."""
-    device = sharding.device
+    device, model_dtype = sharding.device, param_dtype(module, precision.model_dtype)
     for param in module.parameters():
         if not isinstance(param, DTensor):
-            dtype = precision.master_dtype if param.requires_grad else precision.model_dtype
+            dtype = precision.master_dtype if param.requires_grad else model_dtype
             target = param.device if param.is_meta else device
             param.data = param.data.to(target, dtype if param.is_floating_point() else param.dtype).contiguous()
             _broadcast_first(param.data, sharding.mesh)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():  # noqa: SLF001 - buffers are replaced by new tensors
             if buffer is not None and not isinstance(buffer, DTensor):
-                dtype = precision.model_dtype if buffer.is_floating_point() else buffer.dtype
                 target = buffer.device if buffer.is_meta else device
+                dtype = buffer_dtype(owner, buffer, precision.model_dtype)
                 owner._buffers[name] = moved = buffer.to(target, dtype)  # noqa: SLF001
                 _broadcast_first(moved, sharding.mesh)
 
