@@ -13,7 +13,6 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.core.refusals import is_elementwise
 from trainkit.strategies.core.sharded.base import unsharded_model_problems
 from trainkit.strategies.core.sharded.fully import blocks_of_model, modules_above, without_shared
 from trainkit.strategies.fsdp.strategy import Fsdp
@@ -87,15 +86,6 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(kind: type) -> N
             f"parts of them. Use an elementwise optimizer (torch.optim.AdamW), or strategy=mirrored."
         )
     ]
-
-
-def test_optimizers_are_known_by_name_and_by_what_they_say_of_themselves() -> None:
-    lamb = type("LAMB", (torch.optim.Optimizer,), {})
-    own = type("Muon", (torch.optim.Optimizer,), {"elementwise": True})
-    assert not is_elementwise(lamb)
-    assert not is_elementwise(type("Tuned", (lamb,), {}))
-    assert is_elementwise(own)
-    assert is_elementwise(torch.optim.Adam)
 
 
 def test_parameters_that_cannot_be_cut_are_named() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainkit.errors import TrainingError
 from trainkit.strategies.core.optimizer import OptimizerStepper
 
 
@@ -92,3 +95,56 @@ def test_slots_of_later_steps_are_gone_after_a_return_to_a_checkpoint_without_an
     stepper.restore({"a": param}, {})
 
     assert not stepper.optimizer.state
+
+
+def changed_after_two_steps(
+    change: Callable[[torch.optim.Optimizer], object], *, through_stepper: bool
+) -> torch.Tensor:
+    """A parameter after four steps of AdamW, whose optimizer is changed after the second."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    stepper = OptimizerStepper(optimizer, [param])
+    for step in range(4):
+        if step == 2:
+            change(optimizer)
+        if through_stepper:
+            stepper.step([torch.full((3,), 0.5 / (step + 1))], 1.0)
+        else:
+            param.grad = torch.full((3,), 0.5 / (step + 1))
+            optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weight_decay": 0.5}, {"betas": (0.5, 0.9)}, {"eps": 0.1}, {"amsgrad": True}, {"maximize": True}]
+)
+def test_settings_of_a_group_that_code_of_the_run_changes_hold_from_the_next_step_on(settings: dict[str, Any]) -> None:
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0].update(settings)
+        for slots in optimizer.state.values() if "amsgrad" in settings else ():
+            slots["max_exp_avg_sq"] = torch.ones(3)
+
+    ours = changed_after_two_steps(change, through_stepper=True)
+    assert torch.equal(ours, changed_after_two_steps(change, through_stepper=False))
+    assert not torch.equal(ours, changed_after_two_steps(lambda _: None, through_stepper=True))
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_that_is_registered_between_steps_is_called_from_the_next_step_on(is_global: bool) -> None:
+    calls: list[object] = []
+    handles = []
+
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        register = register_optimizer_step_post_hook if is_global else optimizer.register_step_post_hook
+        handles.append(register(lambda *args: calls.append(args)))
+
+    changed_after_two_steps(change, through_stepper=True)
+    handles[0].remove()
+    assert len(calls) == 2
+
+
+def test_a_rate_that_code_of_the_run_sets_is_refused() -> None:
+    with pytest.raises(
+        TrainingError, match=r"set the learning rate of group 0 of the optimizer to 0\.5, and the sched"
+    ):
+        changed_after_two_steps(lambda optimizer: optimizer.param_groups[0].update(lr=0.5), through_stepper=True)

@@ -15,6 +15,7 @@ from typing import ClassVar, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainkit.adapters.average import Average
 from trainkit.cluster.launch import LaunchEnvironment
@@ -140,6 +141,8 @@ class PlanContext:
     """Class of the optimizer; None if unknown."""
     optimizers: Mapping[str, type | None] = field(default_factory=dict)
     """The classes of several optimizers, by their keys in `optimizers`; empty if the run has one."""
+    optimizer_makers: Mapping[str, Sequence[Callable[[list[nn.Parameter]], Optimizer]]] = field(default_factory=dict)
+    """Full key of each `_target_` -> functions that build the optimizer, one per group of parameters."""
     objective: Objective | None = None
     """The objective; None if unknown."""
     sample: object = None

@@ -11,9 +11,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from torch import device, nn
+from torch.optim import Optimizer
 
 from trainkit.bounded import parse_json
 from trainkit.cluster.host import count_gpus, memory_share
@@ -22,6 +24,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import BatchConfig, NumericsConfig
+from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build, class_built_by
 from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.splits import size_of
@@ -49,6 +52,7 @@ from trainkit.strategies.capabilities import (
     runs_loop,
     sum_of_gradients,
 )
+from trainkit.strategies.core.elementwise import MakeOptimizer
 from trainkit.trainer.events import callback_problems
 
 
@@ -275,12 +279,32 @@ def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: La
         precision=parts.precision.value,
         optimizer=class_built_by(cfg.optimizer),
         optimizers={name: class_built_by(optimizer_node(cfg.optimizer, one)) for name, one in cfg.optimizers.items()},
+        optimizer_makers=_optimizer_makers(cfg),
         objective=parts.objective,
         sample=parts.sample,
         collate=parts.hooks.collate_function,
         average=average_of(cfg),
         launch=None if launch is None else launch.training,
     )
+
+
+def _optimizer_makers(cfg: RunConfig) -> dict[str, list[MakeOptimizer]]:
+    """Return functions that build each optimizer as the config sets it, for each of its groups of parameters."""
+    nodes = {f"optimizers.{name}": optimizer_node(cfg.optimizer, one) for name, one in cfg.optimizers.items()}
+    found: dict[str, list[MakeOptimizer]] = {}
+    for key, node in (nodes or {"optimizer": cfg.optimizer}).items():
+        settings = {name: value for name, value in node.items() if name != "groups"} | {"lr": 0.1}
+        groups = [
+            {name: one for name, one in group.items() if name != "match"}
+            for group in (node.get("groups") or {}).values()
+        ]
+        found[f"{key}.{TARGET}"] = [partial(_made, {**settings, **group}) for group in [{}, *groups]]
+    return found
+
+
+def _made(node: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+    optimizer: Optimizer = build(node, "optimizer", params=params)
+    return optimizer
 
 
 def _cut(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.average import AfterStep
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.strategies.step_values import NamedOptimizer
 from trainkit.strategies.tensors.layouts import in_layout
 
@@ -57,6 +57,8 @@ class OptimizerStepper:
         self._places: list[list[int]] = []
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._rates: list[float] = []
+        self._settings: list[dict[str, Any]] = []
+        """The settings of each group at the last step of torch's optimizer."""
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
         """Update the parameters.
@@ -66,7 +68,8 @@ class OptimizerStepper:
             lr_factor: factor of the learning rate of every group.
         """
         grads, none_missing = self._in_layout(grads)
-        if self._kernels is not None and none_missing:
+        self._refuse_other_rates()
+        if self._kernels is not None and none_missing and not self.has_changed and not _hooks(self.optimizer):
             for counter, one in self._counters:
                 counter.add_(one)
             for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):
@@ -82,6 +85,41 @@ class OptimizerStepper:
         for param in self._params:
             param.grad = None
         self._find_kernels(grads)
+        self._settings = _settings_of(self.optimizer)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether code of the run has changed settings of a group since the last step of torch's optimizer: kernels
+        and graphs hold those of that step.
+        """
+        return self._settings != _settings_of(self.optimizer)
+
+    def refuse_changes(self) -> None:
+        """Refuse changed settings and hooks of the optimizer, for graphs that hold the settings.
+
+        Raises:
+            TrainingError: there are some, or another rate.
+        """
+        self._refuse_other_rates()
+        if self.has_changed or self.has_other_hooks:
+            raise TrainingError(
+                "compile.mode=step: settings or hooks of the optimizer have changed, and a graph holds those of its "
+                "first step. Change them before it, or use compile.mode=default."
+            )
+
+    def _refuse_other_rates(self) -> None:
+        """Refuse a rate that code of the run has set, because the schedule sets that of each step.
+
+        Raises:
+            TrainingError: names the rate.
+        """
+        for place, (before, group) in enumerate(zip(self._settings, self.optimizer.param_groups, strict=False)):
+            if group["lr"] is not before["lr"] and group["lr"] != before["lr"]:
+                raise TrainingError(
+                    f"code of this run has set the learning rate of group {place} of the optimizer to "
+                    f"{float(group['lr']):g}, and the schedule sets that of each step. Use optimizer.lr, schedule, or "
+                    "lr of the group in optimizer.groups."
+                )
 
     def _in_layout(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], bool]:
         """Return gradients with the strides of their parameters, and whether each parameter has one.
@@ -252,6 +290,11 @@ def joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
             state["step"] = count
         joined.append(counts)
     return joined
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group, and its number of parameters."""
+    return [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
 
 
 def _hooks(optimizer: torch.optim.Optimizer) -> list[object]:

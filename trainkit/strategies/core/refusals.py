@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.core.elementwise import whole_reason
 
 
 def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
@@ -83,40 +82,32 @@ def launch_problems(launch: LaunchEnvironment | None, *, named: str, called: str
     return [Problem(key="strategy", value=named, rule=rule)]
 
 
-# By the name of the class, of torch's and of the packages that have one: matrices (Muon, Shampoo, SOAP), norms of whole
-# tensors (LAMB, LARS, NovoGrad), averages over rows and columns (Adafactor), the whole model (LBFGS).
-_WHOLE: Final = frozenset(
-    {"adafactor", "adafactorbigvision", "lamb", "lars", "larc", "lbfgs", "lion8bit", "muon", "nvnovograd", "novograd",
-     "shampoo", "distributedshampoo", "soap", "adamini", "adammini", "galore", "galoreadamw"}
-)  # fmt: skip
-
-
-def is_elementwise(kind: type) -> bool:
-    """Return whether an optimizer updates each element of a parameter only from that element's gradient and state.
-
-    A class of the user that is not elementwise must declare it: `elementwise = False`.
-
-    Example:
-        >>> import torch
-        >>> is_elementwise(torch.optim.AdamW), is_elementwise(torch.optim.Adafactor)
-        (True, False)
-    """
-    declared = getattr(kind, "elementwise", None)
-    if declared is not None:
-        return bool(declared)
-    return not any(one.__name__.replace("_", "").lower() in _WHOLE for one in kind.__mro__)
-
-
 def optimizer_problems(facts: PlanContext) -> list[Problem]:
     """Return a problem for each optimizer of the run that cannot update parts of parameters."""
     kinds = {f"optimizers.{name}._target_": kind for name, kind in facts.optimizers.items()}
-    kinds = kinds or {"optimizer._target_": facts.optimizer}
-    return [_whole_only(key, kind) for key, kind in kinds.items() if kind is not None and not is_elementwise(kind)]
+    found = [
+        whole_problem(key, kind, facts, "here a rank has only parts of them", "strategy=mirrored")
+        for key, kind in (kinds or {"optimizer._target_": facts.optimizer}).items()
+    ]
+    return [problem for problem in found if problem is not None]
 
 
-def _whole_only(key: str, kind: type) -> Problem:
-    rule = (
-        f"{kind.__name__} uses whole parameters, and here a rank has only parts of them. Use an elementwise optimizer "
-        "(torch.optim.AdamW), or strategy=mirrored."
+def whole_problem(key: str, kind: type | None, facts: PlanContext, parts: str, instead: str) -> Problem | None:
+    """Return the problem of an optimizer that cannot update parts of parameters.
+
+    Args:
+        key: the full key of its class.
+        kind: the class; None if a function builds it.
+        facts: the functions that build it.
+        parts: who has only parts of the parameters, for the message.
+        instead: the settings with which whole parameters are updated.
+    """
+    why = whole_reason(kind, facts.optimizer_makers.get(key, ()))
+    if why is None:
+        return None
+    name = "The optimizer of this function" if kind is None else kind.__name__
+    remedy = (
+        "" if why.startswith("uses") else ", declare elementwise = True in its class if it updates each element alone"
     )
-    return Problem(key=key, value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)
+    rule = f"{name} {why}, and {parts}. Use an elementwise optimizer (torch.optim.AdamW){remedy}, or {instead}."
+    return Problem(key=key, value=None if kind is None else f"{kind.__module__}.{kind.__qualname__}", rule=rule)

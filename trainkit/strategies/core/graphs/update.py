@@ -103,6 +103,7 @@ class Updates:
 
     def values(self, seed: float, divisor: float, update: UpdateParams) -> Tensor:
         """Return the numbers of the next update that differ between steps, in the masters' dtype, on the device."""
+        self._stepper.refuse_changes()
         numbers = [seed, divisor, 0.0 if update.max_norm is None else update.max_norm]
         for one in self._classes:
             numbers += one.formula.values(one.base_lr * update.lr_factor, one.count + 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core.buffers import sample_dims_of
-from trainkit.strategies.core.refusals import is_elementwise
+from trainkit.strategies.core.refusals import whole_problem
 from trainkit.strategies.tensors.layouts import dense_strides, part_strides
 
 Kind = Literal["param", "frozen", "buffer"]
@@ -293,17 +293,14 @@ def _is_rough(piece: RowShard) -> bool:
 
 def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
     """Return a problem if the optimizer cannot update split variables, or not to the bit if that is required."""
-    kind: Any = facts.optimizer
     if facts.numerics.reproducible and shares.roughly_split:
         rule = (
             f"{shares.num_servers} servers would cut {', '.join(shares.roughly_split)} within {_VECTOR} numbers that "
             "an optimizer steps together, and round differently from one device. Use strategy.servers=1, or false."
         )
         return [Problem(key="numerics.reproducible", value=True, rule=rule)]
-    if kind is None or is_elementwise(kind) or not shares.split:
+    if not shares.split:
         return []
-    rule = (
-        f"{kind.__name__} uses whole parameters, and {shares.num_servers} servers would have parts of "
-        f"{', '.join(shares.split)}. Use an elementwise optimizer (torch.optim.AdamW), or strategy.servers=1."
-    )
-    return [Problem(key="optimizer._target_", value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)]
+    parts = f"{shares.num_servers} servers would have parts of {', '.join(shares.split)}"
+    problem = whole_problem("optimizer._target_", facts.optimizer, facts, parts, "strategy.servers=1")
+    return [] if problem is None else [problem]
