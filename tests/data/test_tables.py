@@ -110,6 +110,7 @@ def table(path: Path, text: str, **settings: Any) -> CsvTable:
     ("header", "message"),
     [
         ("x,x,y", "two columns have the name 'x'"),
+        ("y", "has no column for a feature beside the target y."),
         (",x,y", "column 1 has no name. Name it, or list the features in data.columns."),
         ("1,2,3", "its first line holds numbers, and the names of the columns are needed there"),
         ("x, y,z", "has no column y. Its columns are x,  y, z. Names have blanks at their ends: give data.strip=true."),
@@ -117,7 +118,7 @@ def table(path: Path, text: str, **settings: Any) -> CsvTable:
 )
 def test_a_header_that_does_not_do_is_refused(header: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        table(tmp_path / "t.csv", f"{header}\n1,2,3\n")
+        table(tmp_path / "t.csv", f"{header}\n{','.join('123'[: header.count(',') + 1])}\n")
 
 
 def test_bytes_of_another_encoding_are_refused_by_their_line(tmp_path: Path) -> None:

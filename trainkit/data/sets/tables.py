@@ -83,6 +83,8 @@ class CsvTable(InMemory):
         table = self._table(self.path, "data.path")
         reference = table if self.reference is None else self._table(self.reference, "data.reference")
         names = [name for name in reference.names if name != self.target] if self.columns is None else self.columns
+        if not names:
+            raise DataError(f"{reference.where} has no column for a feature beside the target {self.target}.")
         if "" in names:
             rule = f"column {reference.names.index('') + 1} has no name. Name it, or list the features in data.columns."
             raise DataError(f"{reference.where}: {rule}")
