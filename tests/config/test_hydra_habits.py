@@ -1,11 +1,14 @@
 """What people are used to from Hydra's command line works, or is refused in our words: one table."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainkit.cli import main
 from trainkit.config.compose import compose, jobs
+from trainkit.config.resume import compose_resumed
 from trainkit.run import runner
 
 WORKS = [
@@ -112,3 +115,22 @@ def test_a_habit_is_refused_in_our_words(line: str, code: Any, capsys: pytest.Ca
 def test_a_deleted_list_group_has_no_choice_and_an_added_one_has_both(cwd: Any) -> None:
     assert compose(["~callbacks"]).values["callbacks"] == {}
     assert compose(["+callbacks=progress"]).choices["callbacks"] == ["progress", "plots"]
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("~callbacks", []),
+        ("~callbacks.plots", ["early_stop"]),
+        ("+callbacks=profiler", ["early_stop", "plots", "profiler"]),
+        ("callbacks=[progress]", ["progress"]),
+    ],
+)
+def test_a_habit_changes_the_callbacks_of_a_resumed_run(line: str, names: list[str], tmp_path: Path) -> None:
+    values = compose(["callbacks=[early_stop,plots]"]).values
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    assert sorted(compose_resumed(tmp_path, [line]).values["callbacks"]) == names
+
+
+def test_a_quoted_choice_of_a_launcher_is_that_choice() -> None:
+    assert compose(["hydra/launcher='basic'"]).launcher == "basic"

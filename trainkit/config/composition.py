@@ -125,7 +125,8 @@ class Composition:
 
     def _hydra_setting(self, key: str) -> str:
         """Return the last value that the arguments give to a key of Hydra, or an empty text."""
-        return dict(line.lstrip("+~").partition("=")[::2] for line in self.hydra_overrides).get(key, "")
+        given = dict(line.lstrip("+~").partition("=")[::2] for line in self.hydra_overrides)
+        return given.get(key, "").strip("'\"")
 
     @property
     def asks_for_folds(self) -> bool:

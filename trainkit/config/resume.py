@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Final
 
 from trainkit.config.compose import Composer
 from trainkit.config.compose.layers import resolve_exclusive
-from trainkit.config.composition import Composition, Level, Origin, TrackedTree, lookup
+from trainkit.config.composition import Composition, Level, Origin, TrackedTree, lookup, path_of
 from trainkit.config.grammar import key_of, replacing
 from trainkit.config.identity import run_config
 from trainkit.config.schema import GROUPS, NO_RUN, RunConfig, load_resolved
@@ -100,10 +101,18 @@ def _unused(overrides: Sequence[str]) -> list[str]:
 
 
 def _replace_chosen_groups(tree: TrackedTree, changes: Composition, overrides: Sequence[str]) -> None:
-    """Replace the run's node by the values of a choice given on the command line."""
-    chosen = {line.partition("=")[0] for line in overrides}
-    for group in GROUPS:
-        if group in chosen and group in changes.values:
-            tree.remove((group,))
-            origin = Origin(level=Level.choice, where=changes.origin(group).where)
-            tree.put((group,), copy.deepcopy(changes.values[group]), origin)
+    """Replace the run's node by the values of a choice given on the command line; `+callbacks=gpu` adds one to it, and
+    `~callbacks.plots` removes one from it.
+    """
+    for line in overrides:
+        group = key_of(line)
+        if line.startswith("~") and "." in group:
+            tree.remove(path_of(group))
+        elif group in GROUPS and group in changes.values:
+            found, origin = changes.values[group], Origin(level=Level.choice, where=changes.origin(group).where)
+            if line.startswith("+"):
+                added = re.findall(r"[\w-]+", line.partition("=")[2])
+                found = {name: node for name, node in found.items() if name in added}
+            else:
+                tree.remove((group,))
+            tree.put((group,), copy.deepcopy(found), origin)

@@ -125,8 +125,8 @@ def _gpus_elsewhere(point: Composition) -> int | None:
     """Return the GPUs of a job on the nodes of its queue; None if jobs run here."""
     if point.launcher != "submitit_slurm":
         return None
-    key = "hydra.launcher.gpus_per_node="
-    given = [line.partition("=")[2] for line in point.hydra_overrides if line.startswith(key)]
+    key = "hydra.launcher.gpus_per_node"
+    given = [line.partition("=")[2] for line in point.hydra_overrides if key_of(line) == key]
     return whole_number(given[-1], low=0, high=MOST_PROCESSES) or 0 if given else 0
 
 

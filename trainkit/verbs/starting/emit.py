@@ -142,7 +142,7 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
     for flag, why in needed.items():
         if flag in flags:
             continue
-        if flag == "shared" and any(line.startswith("hydra.run.dir=") for line in call.overrides):
+        if flag == "shared" and "hydra.run.dir" in map(key_of, call.overrides):
             continue
         also = (
             " They write into one run folder; or give hydra.run.dir, a folder that all see." if flag == "shared" else ""
