@@ -90,7 +90,7 @@ def test_the_error_of_a_missing_fashion_mnist_names_the_ways_to_get_it(
     monkeypatch.setattr(fashion_mnist, "_DEBIAN", tmp_path / "none")
 
     with pytest.raises(
-        DataError, match=r"Install the Debian package dataset-fashion-mnist, give the folder of its four"
+        ConfigError, match=r"Install the Debian package dataset-fashion-mnist, give the folder of its four"
     ):
         FashionMnist(split="train")
 

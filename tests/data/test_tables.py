@@ -197,7 +197,7 @@ def test_cifar_files_are_read_as_they_are_written(tmp_path: Path, monkeypatch: p
 
 
 def test_a_wrong_file_of_cifar_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"data\.path is not set\. Unpack cifar-10-binary\.tar\.gz"):
+    with pytest.raises(ConfigError, match=r"data\.path: is not set\. Unpack cifar-10-binary\.tar\.gz"):
         Cifar10(split="test")
     (tmp_path / "test_batch.bin").write_bytes(b"\x0a" * 3073)
     with pytest.raises(DataError, match=r"test_batch\.bin has 3,073 bytes, and a file of CIFAR-10 has 30,730,000\."):

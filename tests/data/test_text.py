@@ -11,7 +11,7 @@ import torch
 from trainkit.data.reading.windows import Windows, tile
 from trainkit.data.sets.text import PythonSource, TextFile
 from trainkit.data.sets.token_memmap import TokenMemmap
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_gathering_gives_what_reading_one_by_one_gives(padded: bool) -> None:
 def test_nothing_is_fetched_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(
-        DataError, match=r"^data.path is not set\. Give a text file, or data.download=true to fetch https"
+        ConfigError, match=r"data.path: is not set\. Give a text file, or data.download=true to fetch https"
     ):
         TextFile(split="train")
 

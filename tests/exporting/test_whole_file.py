@@ -203,8 +203,12 @@ def test_a_file_that_is_not_of_the_model_starts_no_training(tmp_path: Path) -> N
     (tmp_path / "text.safetensors").write_text("these are no tensors, however long the text may be")
     with pytest.raises(CheckpointError, match=r"param/0\.bias is missing there; param/0\.bais is not in this model"):
         run(tmp_path / "a", *PLAIN, f"init_from={tmp_path}/other.safetensors")
-    with pytest.raises(CheckpointError, match=r"text\.safetensors is not a complete safetensors file\."):
+    with pytest.raises(ConfigError, match=r"text\.safetensors: is no safetensors file: it begins with b'these ar'\."):
         run(tmp_path / "b", *PLAIN, f"init_from={tmp_path}/text.safetensors")
+    content = (tmp_path / "other.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors is not a complete safetensors file\."):
+        run(tmp_path / "c", *PLAIN, f"init_from={tmp_path}/cut.safetensors")
 
 
 def test_a_pickle_is_named_with_the_command_that_converts_it(

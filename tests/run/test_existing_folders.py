@@ -165,8 +165,8 @@ def test_a_file_in_the_place_of_a_run_folder_is_named_and_stays_alone(tmp_path: 
 def test_a_start_from_absent_weights_is_refused_before_anything_is_written(cwd: Path) -> None:
     (cwd / "text").write_text("no weights")
     (cwd / "itself").symlink_to(cwd / "itself")
-    for name, code in (("absent", 2), ("text", 4), ("itself", 2)):
-        assert main(["recipe=null", f"init_from={name}"]) == code
+    for name in ("absent", "text", "itself"):
+        assert main(["recipe=null", f"init_from={name}"]) == 2
     assert {path.name for path in cwd.iterdir()} == {"text", "itself"}
 
 

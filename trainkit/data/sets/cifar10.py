@@ -13,7 +13,7 @@ import torch
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing
 from trainkit.data.stored import ImagesInMemory, Normalisation
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import a_folder, below, placement
 
 _TRAIN: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
@@ -61,7 +61,7 @@ class Cifar10(ImagesInMemory):
 
     def __post_init__(self) -> None:
         if self.path is None:
-            raise DataError(f"data.path is not set. {_REMEDY}")
+            raise ConfigError([Problem(key="data.path", rule=f"is not set. {_REMEDY}")])
         folder = existing(self.path, a_folder, remedy=_REMEDY)
         names = ("test_batch.bin",) if self.split == "test" else _TRAIN
         records = np.concatenate([_records(folder / name) for name in names])

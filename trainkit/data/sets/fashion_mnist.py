@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from trainkit.data.declaration import Declared, image, label
 from trainkit.data.reading.files import existing, fetch
 from trainkit.data.stored import ImagesInMemory, Normalisation
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import Reads, a_folder, below, placement
 from trainkit.files import cache_folder
 
@@ -85,11 +85,11 @@ class FashionMnist(ImagesInMemory):
             return _DEBIAN
         cached = cache_folder() / "fashion_mnist"
         if not self.download and not cached.is_dir():
-            raise DataError(
-                "data.path is not set, and Fashion-MNIST is not on this machine. Install the Debian package "
-                "dataset-fashion-mnist, give the folder of its four idx.gz files as data.path, or use "
-                "data.download=true."
+            rule = (
+                "is not set, and Fashion-MNIST is not on this machine. Install the Debian package "
+                "dataset-fashion-mnist, give the folder of its four idx.gz files, or use data.download=true."
             )
+            raise ConfigError([Problem(key="data.path", rule=rule)])
         return cached
 
 

@@ -17,7 +17,7 @@ from trainkit.data.declaration import Declared, window
 from trainkit.data.reading.files import digest_of, download, existing, text_of
 from trainkit.data.reading.windows import Windows, split_tokens, tile
 from trainkit.data.stored import Samples, Stored
-from trainkit.errors import DataError
+from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import a_file, above, at_least, below, maths, placement
 from trainkit.files import cache_folder
 
@@ -121,9 +121,11 @@ class TextFile(_Tokens):
             return existing(self.path)
         cached = cache_folder() / "text" / f"{self.sha256}.txt"
         if not self.download and not cached.exists():
-            raise DataError("data.path is not set. Give a text file, or data.download=true to fetch " + self.url + ".")
+            rule = f"is not set. Give a text file, or data.download=true to fetch {self.url}."
+            raise ConfigError([Problem(key="data.path", rule=rule)])
         if self.sha256 is None:
-            raise DataError("data.sha256 is not set: a download is only accepted against its SHA-256.")
+            rule = "is not set: a download is only accepted against its SHA-256."
+            raise ConfigError([Problem(key="data.sha256", rule=rule)])
         if not self.download and digest_of(cached) == self.sha256:
             return cached
         return download(self.url, cached, sha256=self.sha256)

@@ -82,7 +82,7 @@ def _other_format(file: Path) -> str | None:
         return None
     what = next((text for first, text in _BEGINNINGS.items() if begin.startswith(first)), None)
     if what is None:
-        return None
+        return f"is no safetensors file: it begins with {begin[:8]!r}."
     code = (
         f"import torch; from safetensors.torch import save_file; "
         f"found = torch.load({str(file)!r}, map_location='cpu', weights_only=True); "
