@@ -285,6 +285,14 @@ class Callback:
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
         """Handle the end of a step; on the hot path."""
 
+    def rate_factor(self, step: int) -> float:
+        """Return a factor on the learning rate of update `step`, the same on every rank; called for each update.
+
+        It follows from what evaluations up to that step have shown, and is part of the state of the callback.
+        """
+        del step
+        return 1.0
+
     def row_figures(self, run: Run) -> Mapping[str, float]:
         """Return figures for the row that is about to be logged; those of rank 0 are kept."""
         del run

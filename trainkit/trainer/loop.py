@@ -273,6 +273,11 @@ class CallbackHooks:
         listeners = [found for one in self._callbacks if (found := one.gradient_listener()) is not None]
         return GradientListeners(listeners) if listeners else None
 
+    def rate_factor(self) -> Callable[[int], float] | None:
+        """Return the product of the callbacks' factors on the learning rate; None if no callback has one."""
+        factors = [one.rate_factor for one in self._callbacks if _overrides(one, "rate_factor")]
+        return (lambda step: math.prod(factor(step) for factor in factors)) if factors else None
+
     @property
     def change_steps(self) -> bool:
         """Whether a callback that does more than observe is called inside of a step, or after each one."""

@@ -154,6 +154,11 @@ class RunPlan:
         strategy = resolve(self.components.strategy, build, self.facts)
         return replace(self, components=replace(self.components, strategy=strategy))
 
+    def with_rate_factor(self, factor: Callable[[int], float]) -> RunPlan:
+        """Return the plan with another factor on the learning rate of every update, of all optimizers."""
+        optimizers = tuple(replace(one, rate=replace(one.rate, reduced=factor)) for one in self.optimizers)
+        return replace(self, rate=replace(self.rate, reduced=factor), optimizers=optimizers)
+
     def summary(self, num_params: int) -> dict[str, str]:
         """Return the effective values for the user, label -> text."""
         full, batch, cfg = self.batch.num_shards(0), self.batch, self.cfg

@@ -65,10 +65,12 @@ class TaskSession:
         given_loss: GivenLoss | None = None,
     ) -> None:
         self._presence, self._links = Presence(folder), links
+        self.callbacks = CallbackHooks(callbacks, observers_end_run=plan.cfg.observer_errors == "stop")
+        if (factor := self.callbacks.rate_factor()) is not None:
+            plan = plan.with_rate_factor(factor)
         self.plan = plan.resolved(lambda: meta_model(plan))
         self._account = Account(self.plan, identity)
         self.cfg, self.parts = self.plan.cfg, self.plan.components
-        self.callbacks = CallbackHooks(callbacks, observers_end_run=self.cfg.observer_errors == "stop")
         snapshot = snapshot_beside_steps(self.cfg, identity.task.device, own_loop=given_loss is not None)
         on_phase = heard_by(snapshot, links.on_phase)
         self._on_phase = self._account.heard(on_phase)
