@@ -112,7 +112,19 @@ def test_a_launcher_without_roles_starts_chief_worker_and_server(launcher: str, 
         )
     elif launcher == "srun":
         with slurm() as variables:
-            ended(start("srun", "--ntasks=3", sys.executable, "-m", "trainkit", *FIXED, *serving, **variables))
+            ended(
+                start(
+                    "srun",
+                    "--ntasks=3",
+                    "--overcommit",
+                    sys.executable,
+                    "-m",
+                    "trainkit",
+                    *FIXED,
+                    *serving,
+                    **variables,
+                )
+            )
     elif shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
     else:
