@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import trainkit
+from tests.contract.running import CONF
+from tests.support.zoo import Noisy
 from trainkit import cli
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.exporting import fresh_process, hub_folder, onnx_file, torch_program
-from trainkit.exporting.checking import Check, refuse_difference
+from trainkit.exporting.checking import Check, refuse_difference, refuse_draws
 from trainkit.exporting.fresh_process import tensors_of
 from trainkit.exporting.inputs import Inputs, model_inputs
 from trainkit.exporting.trained import NotExportableError
@@ -304,3 +307,81 @@ import trainkit
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "import of trainkit halted" in done.stderr
+
+
+class Shifted(nn.Module):
+    """Adds a number to its inputs."""
+
+    shift: Tensor
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(shift))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.shift
+
+
+@pytest.mark.parametrize(("times", "refused"), [(0.5, False), (2.0, True)])
+def test_outputs_may_differ_by_16_units_of_the_largest(times: float, refused: bool, tmp_path: Path) -> None:
+    samples = {"inputs": torch.tensor([[1.0, 0.5], [0.25, -1.0]])}  # a unit of the largest, 1, is 2^-23
+    check = replace(written("torch_export", Shifted(times * 2.0**-19), samples, tmp_path), exact=False)
+    if refused:
+        with pytest.raises(NotExportableError, match=r"largest difference is 3\.81e-06, and 1\.91e-06 is allowed"):
+            refuse_difference(check, Shifted(0.0), samples, tmp_path)
+    else:
+        refuse_difference(check, Shifted(0.0), samples, tmp_path)
+
+
+class Rounds(nn.Module):
+    """Rounds its inputs to parts of a large number, and adds a number."""
+
+    shift: Tensor
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(shift))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs + 1024.0) - 1024.0 + self.shift
+
+
+@pytest.mark.parametrize(("times", "refused"), [(0.5, False), (2.0, True)])
+def test_outputs_may_differ_by_16_times_their_own_rounding(times: float, refused: bool, tmp_path: Path) -> None:
+    samples = {"inputs": torch.tensor([[1.0 + 2.0**-15], [0.0]])}  # which the sum with 1024 rounds away
+    check = replace(written("torch_export", Rounds(times * 2.0**-11), samples, tmp_path), exact=False)
+    if refused:
+        with pytest.raises(NotExportableError, match=r"and 0\.000488 is allowed"):
+            refuse_difference(check, Rounds(0.0), samples, tmp_path)
+    else:
+        refuse_difference(check, Rounds(0.0), samples, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("adds", r"draws random numbers in evaluation mode \(in 0\): two calls .* differ by [0-9.]+\. Draw only"),
+        ("draws", r"draws random numbers in evaluation mode \(in 0\): two calls .* differ by 0\."),
+        ("counts", r"changes its outputs from call to call: two calls .* differ by 1\."),
+    ],
+)
+def test_a_model_that_draws_in_evaluation_mode_is_refused_by_name(how: str, said: str) -> None:
+    model = nn.Sequential(Noisy(how, 3)).eval()
+    state = torch.get_rng_state()
+    with pytest.raises(NotExportableError, match=said):
+        refuse_draws(model, {"input": torch.rand(4, 3, generator=torch.Generator().manual_seed(0))})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_draws_in_training_only_is_taken() -> None:
+    refuse_draws(nn.Sequential(Noisy("never", 3), nn.Dropout(0.5)).eval(), {"input": torch.ones(4, 3)})
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch_export", pytest.param("onnx", marks=needs_onnx)])
+def test_no_format_takes_a_run_whose_model_draws(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = trainkit.compose([*RUN, "model=noisy", "data=digits"], config_dirs=[CONF], packages=["tests"])
+    trainkit.train(train, run_dir=tmp_path / "run")
+    own = ["--config-dir", str(CONF), "--allow-package", "tests"]
+    assert cli.main(["export", str(tmp_path / "run"), "--to", form, *own]) == 4
+    assert "the model draws random numbers in evaluation mode: two calls with the same" in capsys.readouterr().err
+    assert not [path for path in (tmp_path / "run" / "exports").rglob("*") if path.is_file()]

@@ -486,3 +486,17 @@ class Columns(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         inputs, column = self.inputs[index], index % self.columns
         return {"input": inputs, "column": column, "both": (inputs, column), "target": index * index % CLASSES}
+
+
+class Noisy(nn.Module):
+    """Adds noise in evaluation too; or only draws it; or counts its calls."""
+
+    def __init__(self, how: str = "adds", features: int = 64) -> None:
+        super().__init__()
+        self.how, self.calls, self.layer = how, 0, nn.Linear(features, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        noise = torch.randn(10) if self.how in ("adds", "draws") or self.training else torch.zeros(10)
+        scores: Tensor = self.layer(inputs.flatten(1))
+        return scores + {"adds": noise, "draws": 0.0 * noise, "counts": float(self.calls)}.get(self.how, 0.0)

@@ -1,8 +1,9 @@
 """Check an export on real samples: a process without trainkit runs it, and its outputs must be those of the run.
 
-Where a format performs the same operations in the same order, the outputs must have the same bits. Otherwise they may
-differ by 16 times the rounding error of the run's own outputs, measured against the same model in float64, but at least
-one unit in the last place of the largest output.
+A model that draws random numbers is refused first: no two of its calls are equal. Where a format performs the same
+operations in the same order, the outputs must have the same bits. Otherwise they may differ by 16 times the rounding
+error of the run's own outputs, measured against the same model in float64, but at least by 16 units in the last place
+of the largest output.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import build
@@ -31,6 +33,7 @@ from trainkit.exporting.inputs import Inputs, model_inputs
 from trainkit.exporting.trained import NotExportableError
 from trainkit.frames import named_first_line
 from trainkit.numerics.copies import copied
+from trainkit.numerics.generators import GeneratorStates, Untouched
 
 _NUM_SAMPLES: Final = 8
 _BATCHES: Final = (_NUM_SAMPLES, 3, 1)
@@ -41,6 +44,10 @@ _MARGIN: Final = 16.0
 
 class NotBuiltError(Exception):
     """A process without trainkit has no model for the weights of an export."""
+
+
+class DrawsError(NotExportableError):
+    """The outputs of a model are no function of its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
     Raises:
         ConfigError: the objective passes the model more than tensors.
         DataError: the data of the run is missing or damaged.
+        DrawsError: the outputs are no function of the inputs.
     """
     splits = folded(build_splits(cfg.data), cfg.cv)
     split = next(iter(validation_splits(splits)), "train")
@@ -72,7 +80,67 @@ def real_samples(cfg: RunConfig, model: nn.Module) -> Inputs:
     batches = EvalBatches(splits[split], reading, batch_size=_NUM_SAMPLES, rank=0, num_ranks=1)
     inputs = model_inputs(build(cfg.objective, "objective"), model, next(iter(batches)))
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    samples = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    refuse_draws(model, samples)
+    return samples
+
+
+def refuse_draws(model: nn.Module, samples: Inputs) -> None:
+    """Refuse a model that draws random numbers in evaluation mode, or whose outputs change from call to call.
+
+    No file could be compared with it: its own randomness would pass as rounding.
+
+    Raises:
+        DrawsError: it does; the text has the largest difference of two calls.
+    """
+    with Untouched(seed=0):
+        before = GeneratorStates([])
+        try:
+            first, drew, second = _outputs(model, samples), before.moved(), _outputs(model, samples)
+        except Exception:  # noqa: BLE001 - the format reports what the model does not take
+            return
+    pairs = [(one, other) for one, other in zip(first, second, strict=True) if one.shape == other.shape]
+    if not drew and len(pairs) == len(first) and all(torch.equal(*pair) for pair in _comparable(pairs)):
+        return
+    gap = max(((one.double() - other.double()).abs().max().item() for one, other in pairs if one.numel()), default=0.0)
+    does = "changes its outputs from call to call"
+    if drew:
+        does = "draws random numbers in evaluation mode" + _drawing_layer(model, samples)
+    raise DrawsError(
+        f"the model {does}: two calls with the same {_length(samples)} real samples differ by {gap:.3g}. Draw only "
+        "where self.training is true, or make the random numbers an input of forward."
+    )
+
+
+def _drawing_layer(model: nn.Module, samples: Inputs) -> str:
+    """Return the first layer of a model during whose call a number is drawn, as a part of a sentence."""
+    found: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> list[RemovableHandle]:
+        calls: list[GeneratorStates] = []
+
+        def after(*_: object) -> None:
+            if calls.pop().moved():
+                found.append(name)  # an inner layer ends before the outer one
+
+        return [
+            module.register_forward_pre_hook(lambda *_: calls.append(GeneratorStates([]))),
+            module.register_forward_hook(after),
+        ]
+
+    handles = [handle for name, module in model.named_modules() if name for handle in watch(name, module)]
+    try:
+        with Untouched(seed=0):
+            _outputs(model, samples)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f" (in {found[0]})" if found else ""
+
+
+def _comparable(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs in which NaN at the same places counts as equal."""
+    return [(one.nan_to_num(), other.nan_to_num()) for one, other in pairs]
 
 
 def example_of(samples: Inputs) -> dict[str, Tensor]:

@@ -44,6 +44,16 @@ def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], found: Mapping[int
     return all(torch.equal(one, other) or _close(one, other, 0.0) for one, other in pairs)
 
 
+def moved_by_rounding(rates: Iterable[float]) -> float:
+    """Return how far rounding may move an element whose true gradient is zero: 1e-8 of the sum of the learning rates.
+
+    Example:
+        >>> moved_by_rounding([0.5, 0.5])
+        1e-08
+    """
+    return 1e-8 * sum(rates)
+
+
 def compare(
     expected: Mapping[int, Mapping[str, Tensor]],
     found: Mapping[int, Mapping[str, Tensor]],

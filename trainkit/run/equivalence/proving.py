@@ -17,7 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, StorageError
 from trainkit.run.diagnosis import Examiner
 from trainkit.run.equivalence.answers import Numbers, Proof, Sameness, same_training
-from trainkit.run.equivalence.comparing import compare
+from trainkit.run.equivalence.comparing import compare, moved_by_rounding
 from trainkit.run.equivalence.running import (
     Case,
     Diagnosis,
@@ -123,7 +123,7 @@ def _case(
         found,
         no_gradient=frozenset(f"param/{name}" for name in (examiner.without_gradient if examiner else ())),
         without_gradient={f"param/{name}": mask for name, mask in masks.items()},
-        allowed=1e-8 * sum(one.plan.highest_rate(step) for step in range(one.plan.last_step)),
+        allowed=moved_by_rounding(map(one.plan.highest_rate, range(one.plan.last_step))),
         exact=candidate.numerics.reproducible,
     )
     return Case(
