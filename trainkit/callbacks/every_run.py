@@ -175,7 +175,7 @@ class FinalSummary(Callback):
     def run_start(self, run: Run) -> None:
         """Count the time of torch.compile, if the run compiles."""
         if run.is_owner and run.cfg.compile.mode != "off":
-            self._compiling = CompileTime()
+            self._compiling = CompileTime(lambda: run.state.step)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Print the summary; not if the run only changes its size and continues at once."""
