@@ -63,6 +63,15 @@ def test_a_resumed_run_is_the_same_tracked_run_and_repeats_no_step(tmp_path: Pat
     assert len({run.id for run in service.opened}) == 1
 
 
+def test_a_run_that_moves_has_the_parameters_of_one_placement(tmp_path: Path, service: Recording) -> None:
+    first = "optimizer: {lr: 0.1}\nstrategy: {_target_: OneDevice, device: auto}\n"
+    sender_of(run_folder(tmp_path, resolved=first)).send_new()
+    moved = "optimizer: {lr: 0.1}\nepochs: 3\nstrategy: {_target_: Mirrored, replicas: 2}\n"
+    sender_of(run_folder(tmp_path, resolved=moved)).send_new()
+    same = {"optimizer.lr": 0.1, "strategy._target_": "OneDevice", "strategy.device": "auto"}
+    assert [run.parameters for run in service.opened] == [same, {**same, "epochs": 3}]
+
+
 def test_rows_of_a_file_that_was_replaced_meanwhile_are_read_anew(tmp_path: Path, service: Recording) -> None:
     sender = sender_of(run_folder(tmp_path))
     add_rows(tmp_path, {"step": 10, "train/loss": 0.5}, {"step": 20, "train/loss": 0.4})

@@ -37,6 +37,9 @@ def tracked_run(folder: Path, state: TrackingState) -> TrackedRun:
         raise UnreadableError(folder / "resolved.yaml", str(error)) from None
     values = values if isinstance(values, Mapping) else {}
     found = read_map(folder / "environment.json", {"fingerprint": str})
+    parameters = dict(islice(_flat(values, ""), _MOST_PARAMETERS))
+    if state.placement:  # a resumed run may be elsewhere, and a mixture of two placements is that of no run
+        parameters = {name: value for name, value in parameters.items() if not is_placement(name)} | state.placement
     return TrackedRun(
         folder=folder,
         id=state.id,
@@ -44,8 +47,18 @@ def tracked_run(folder: Path, state: TrackingState) -> TrackedRun:
         mode=state.mode,
         name=f"{values.get('name') or 'run'}/{folder.name}"[:_LONGEST_NAME],
         fingerprint=found["fingerprint"][:64],
-        parameters=dict(islice(_flat(values, ""), _MOST_PARAMETERS)),
+        parameters=parameters,
     )
+
+
+def is_placement(name: str) -> bool:
+    """Return whether a parameter is a key of the placement.
+
+    Example:
+        >>> is_placement("strategy.replicas"), is_placement("optimizer.lr")
+        (True, False)
+    """
+    return name.partition(".")[0] in ("strategy", "cluster")
 
 
 def _flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | float | bool]]:

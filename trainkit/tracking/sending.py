@@ -26,7 +26,7 @@ from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import UnreadableError
 from trainkit.files import open_descriptor
 from trainkit.redaction import mask
-from trainkit.tracking.records import NewRows, ending_of, files_of, tracked_run
+from trainkit.tracking.records import NewRows, ending_of, files_of, is_placement, tracked_run
 from trainkit.tracking.service import Service, service_of
 from trainkit.tracking.state import FOLDER, TrackingState, read_state, write_state
 
@@ -64,7 +64,11 @@ class Sender:
         self.tell(ASKS, "")
         if self.service is None:
             service = service_of(self.state.tracker)
-            service.open(tracked_run(self.folder, self.state))
+            run = tracked_run(self.folder, self.state)
+            service.open(run)
+            placement = {name: value for name, value in run.parameters.items() if is_placement(name)}
+            self.state = replace(self.state, placement=placement)
+            self._record()
             self.service = service
         for rows in self._rows.batches():
             self.service.log(rows)

@@ -46,6 +46,8 @@ class TrackingState:
     """Metric -> the last step that was sent."""
     files: list[str] = field(default_factory=list)
     """Files that were sent at the last end of the run."""
+    placement: dict[str, str | float | bool] = field(default_factory=dict)
+    """The parameters of `strategy` and `cluster` at the first start: trackers cannot remove those of an earlier one."""
     status: str | None = None
     """Status with which the tracked run was ended; null while it runs, or if the end was not sent."""
     not_sent: str | None = None
@@ -72,15 +74,17 @@ def read_state(folder: Path, tracker: str) -> TrackingState | None:
     """
     path = path_of(folder, tracker)
     try:
-        found = read_map(path, _KINDS)
+        found = read_map(path, _KINDS, optional={"placement": dict})
     except AbsentFileError:
         return None
     texts = (*found["artifacts"], *found["files"])
     steps = found["sent"].values()
     sound = _ID.fullmatch(found["id"]) and found["tracker"] == tracker and tracker in SERVICES
+    placement = found.get("placement", {})
+    sound = sound and all(isinstance(one, str | int | float) for one in placement.values())
     if not sound or not all(isinstance(one, str) for one in texts) or not all(type(one) is int for one in steps):
         raise UnreadableError(path, "it is not the state of a tracker")
-    return TrackingState(**{name: found[name] for name in _KINDS})
+    return TrackingState(**{name: found[name] for name in _KINDS}, placement=placement)
 
 
 def write_state(folder: Path, state: TrackingState) -> None:
@@ -112,6 +116,8 @@ def begun_state(folder: Path, wanted: TrackingState) -> TrackingState:
         StorageError: the file cannot be written.
     """
     earlier = read_state(folder, wanted.tracker)
-    state = wanted if earlier is None else replace(wanted, id=earlier.id, sent=earlier.sent)
+    state = (
+        wanted if earlier is None else replace(wanted, id=earlier.id, sent=earlier.sent, placement=earlier.placement)
+    )
     write_state(folder, state)
     return state
