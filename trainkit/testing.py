@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.config.door import called_from
+from trainkit.config.grammar import key_of
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
 from trainkit.verbs.support.call import Call
@@ -115,7 +116,7 @@ def assert_resumes(
     from trainkit.run.equivalence import compare, last_weights  # noqa: PLC0415
 
     folders = tuple(Path(folder).absolute() for folder in config_dirs)
-    quiet = [*(line for line in overrides if not line.startswith(("quiet=", "hydra.run.dir="))), "quiet=true"]
+    quiet = [*(line for line in overrides if key_of(line) not in ("quiet", "hydra.run.dir")), "quiet=true"]
     with tempfile.TemporaryDirectory(prefix="trainkit-testing-") as scratch, with_config_dirs(folders):
         whole, parts = Path(scratch, "whole"), Path(scratch, "parts")
         composed = compose(quiet, config_dirs=folders, packages=packages)

@@ -131,7 +131,7 @@ def test_nothing_is_written_without_out(
     content = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema_of("find_lr")).validate(content)
     assert (content["min_lr"], content["max_lr"], content["steps"], content["global_size"]) == (1e-4, 10.0, 30, 64)
-    assert content["command"] == "trainkit find lr recipe=null optimizer=sgd --steps=30 --min-lr=1e-4 --json"
+    assert content["command"] == "trainkit find lr recipe=null optimizer=sgd --steps 30 --min-lr 1e-4 --json"
     assert list(cwd.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ COMMAND_LINE: Final = "command line"
 
 _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTALL)
 
-_PLAIN_WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN_WORD: Final = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
 _OTHER_WORDS: Final = ("null", "true", "false", "inf", "nan")
 """Words that Hydra's grammar reads as something else than a text."""
 
