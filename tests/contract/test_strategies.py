@@ -129,6 +129,15 @@ def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas(micro_
             assert (count, unequal) == (count, [])
 
 
+@pytest.mark.parametrize("task", ["unlabelled", "masks"])
+@pytest.mark.slow
+def test_counted_targets_keep_the_bits_of_a_reproducible_run(task: str, pool: Pool) -> None:
+    base = Case(precision="fp32", reproducible=True, task=task, global_size=16, micro_size=3)
+    expected = train(pool, base)[0].state
+    for rank in train(pool, placed(base, "mirrored", 3)):
+        assert [key for key, tensor in expected.items() if not torch.equal(tensor, rank.state[key])] == []
+
+
 def test_dropout_is_the_same_on_any_number_of_replicas(pool: Pool) -> None:
     base = replace(CLASSES, micro_size=3, model={"dropout": 0.5})
     expected = train(pool, base)[0].weights
