@@ -67,7 +67,11 @@ def test_classes_are_numbered_in_the_order_of_their_texts(tmp_path: Path) -> Non
         (["1,red,2", ",red,2"], {}, "line 3, column size: is missing (size: 1). Correct it, or give data.on_missing="),
         (["1,red,nan", "2,red,1"], {}, "line 2, column price: 'nan' is not a finite number, and 1 of 2 cells are, as"),
         (["1,red,2", "NA,red,2"], {}, """line 3, column size: 'NA' is not a finite number, and 1 of 2 cells are."""),
-        (["1,red,2", "inf,red,2"], {}, """'data.categories=["size"]' or 'data.missing=["inf"]'."""),
+        (
+            ["1,red,2", "inf,red,2"],
+            {},
+            """'data.categories=["size"]' or 'data.missing=["inf"]' data.on_missing=drop.""",
+        ),
         (['"1,000",red,2', '"2,5",red,2'], {}, """line 2, column size: '1,000' is not a finite number, and 0 of 2"""),
         (['"1,5",red,2'], {}, """or 'data.decimal=","'."""),
         (["1,red,2", "1_0,red,2", "3,red,2"], {}, "line 3, column size: '1_0' is not a finite number"),

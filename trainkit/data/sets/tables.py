@@ -241,6 +241,7 @@ class CsvTable(InMemory):
         rule = f"{cells[row]!r} is not a finite number, and {count} of {present} cells are"
         named = {"data.categories": name, "data.missing": cells[row]}
         remedies = [shlex.quote(f"{key}=[{json.dumps(text, ensure_ascii=False)}]") for key, text in named.items()]
+        remedies[1] += " data.on_missing=drop"
         remedies[:1] = ["data.target_kind=class"] if name == self.target else remedies[:1]
         remedies += [quoted_form("data.decimal=,")] if "," in cells[row] and self.decimal == "." else []
         raise table.error(row, name, rule + must_be, f"Correct it, or give {either(remedies)}.")
