@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from trainkit.bounded import Kind, expect_map
-from trainkit.cluster.host import ProcessId, host_id
+from trainkit.cluster.host import ProcessId, host_id, mig_instances
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig
@@ -458,7 +458,11 @@ def check_same_plan(barrier: ProcessBarrier, plan: RunPlan) -> None:
     """Refuse hosts whose devices or data differ: they would plan different runs."""
     ranks_per_process = len(plan.training_tasks) // len(barrier.ranks)
     own = plan.tasks[barrier.launch.rank * ranks_per_process]
-    facts = {"strategy, replicas a process": ranks_per_process, "strategy, device": own.device.partition(":")[0]}
+    facts = {
+        "strategy, replicas a process": ranks_per_process,
+        "strategy, device": own.device.partition(":")[0],
+        "strategy, on MIG instances": bool(mig_instances(os.environ)),  # they exchange over another backend
+    }
     splits = plan.components.datasets.items()
     sizes = {f"data, samples of {name}": size_of(split) for name, split in splits if hasattr(split, "__len__")}
     plans = barrier.all_gather_object({**facts, **sizes})
