@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -298,3 +299,13 @@ def test_a_worker_that_ends_or_cannot_send_is_an_error_instead_of_a_wait(
             list(results(ahead))
     finally:
         shut_down(ahead)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_by_a_signal_ends_with_the_loader() -> None:
+    loader = make_loader(Squares(9), num_workers=1)
+    loader.fetch(Ticket(0, (0, 1)))
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    loader.close()
+    assert worker.exitcode == -signal.SIGKILL

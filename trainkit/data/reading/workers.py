@@ -195,6 +195,9 @@ def shut_down(iterator: Iterator[Any] | None) -> None:
     stop = getattr(iterator, "_shutdown_workers", None)
     if stop is not None:
         stop()
+        for worker in getattr(iterator, "_workers", ()):
+            worker.kill()  # one that is stopped by a signal takes no SIGTERM, and Python would wait for it at its exit
+            worker.join()
 
 
 def _enter_worker(_worker: int) -> None:
