@@ -52,15 +52,22 @@ class BatchesAsRead(Sequence[Any]):
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        place = range(len(self))[index]
+            return [self._take(place) for place in range(len(self._batches))[index]]
+        return self._take(range(len(self._batches))[index])
+
+    def _take(self, place: int) -> Any:
         if place not in self._seen:
             batch = self._batches[place]
             if self._keeps and self._kept is None:
                 self._kept = [_copied(one) for one in self._batches]
+            # Batches of small models are tuples of tensors: a call of a function for each takes more than the rest
+            plain = batch.__class__ is tuple
+            tensors = (
+                batch if plain and [1 for one in batch if one.__class__ is not Tensor] == [] else _all_tensors(batch)
+            )
             # `_version` has no public name
-            versions = [(tensor, tensor._version) for tensor in _all_tensors(batch)]  # noqa: SLF001
-            self._seen[place] = _mapped(batch, lambda tensor: tensor), versions
+            versions = [(tensor, tensor._version) for tensor in tensors]  # noqa: SLF001
+            self._seen[place] = batch if tensors is batch else _mapped(batch, lambda tensor: tensor), versions
             return batch
         batch, versions = self._seen[place]
         if all(tensor._version == version for tensor, version in versions):  # noqa: SLF001

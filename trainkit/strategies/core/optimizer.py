@@ -302,7 +302,7 @@ def _hooks(optimizer: torch.optim.Optimizer) -> list[object]:
 
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
     shared = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)  # noqa: SLF001
-    return [hook for hooks in (*own, *shared) for hook in hooks.values()]
+    return [hooks[key] for hooks in (*own, *shared) for key in hooks]
 
 
 def _adam_kernel(
