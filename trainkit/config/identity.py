@@ -9,6 +9,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
+from trainkit.config.commands import shell_word
 from trainkit.config.composition import (
     NOWHERE,
     Composition,
@@ -19,7 +20,7 @@ from trainkit.config.composition import (
     leaves,
     lookup,
 )
-from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.grammar import COMMAND_LINE, setting
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, load_resolved
 from trainkit.config.secrets import is_below, redacted, secret_keys
 from trainkit.config.targets.allowed import DATA_HOOKS, TARGET
@@ -253,7 +254,8 @@ def run_config(run: Path) -> RunConfig:
         if begun.to_dict() == redacted(cfg.to_dict())[0]:
             return cfg
         origin = str(run / "resolved.yaml")
-        rule = f"Set it back in the file. For another training from these weights, start a new run: init_from={run}."
+        other = shell_word(setting("init_from", run))
+        rule = f"Set it back in the file. For another training from these weights, start a new run with {other}"
         problems = [
             Problem(
                 key=one.key,
