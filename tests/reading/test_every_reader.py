@@ -45,6 +45,7 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "run/process/fork_server.py": {
         "json.loads": "a pair of sockets between a process and its child",
     },
+    "trainer/checkpoint/saving.py": {"open": "a new file in a folder of this run's own"},
     "tracking/sending.py": {"open": "the null device, and a service"},
     "callbacks/alerting/channels.py": {"open": "a URL of the user's own environment, whose answer is not read"},
     "report/drawing.py": {"json.load": "the input that the parent writes"},
