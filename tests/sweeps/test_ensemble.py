@@ -138,8 +138,10 @@ def test_what_cannot_be_combined_is_refused(sweep: Path, tmp_path: Path) -> None
     assert refused(sweep, k="1") == "--k 1: an ensemble needs at least 2 members."
     assert refused(sweep, checkpoint="first") == "--checkpoint first: must be best or last."
     two(sweep, tmp_path)
-    text = (tmp_path / "1/resolved.yaml").read_text()
-    (tmp_path / "1/resolved.yaml").write_text(text.replace("scaling: unit", "scaling: standard"))
+    for file, unit in (("resolved.yaml", "scaling: unit"), ("environment.json", '"scaling": "unit"')):
+        text = (tmp_path / "1" / file).read_text()
+        assert unit in text
+        (tmp_path / "1" / file).write_text(text.replace(unit, unit.replace("unit", "standard")))
     assert "Members are scored on the same samples by the same loss" in refused(tmp_path, k="2")
 
 

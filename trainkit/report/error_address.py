@@ -38,7 +38,7 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "callbacks-and-loggers": ("callbacks", "logger", "observer_errors", "log_every_steps", "report_page"),
         "hardware-of-a-plan": ("hardware", "tflops"),
         "sweeps-and-searches": ("sweep", "hydra"),
-        "runs-and-resuming": ("resume", "init_from", "checkpoint", "run folder", "name"),
+        "runs-and-resuming": ("resume", "resume_allows", "changes", "init_from", "checkpoint", "run folder", "name"),
         "recipes": ("recipe", "defaults"),
     }
 )

@@ -296,6 +296,16 @@ _ADDED: Final[Mapping[str, object]] = {
     "compile.cuda_graphs": False,
     "resume_allows": [],
     "changes": [],
+    "objective.ignore_index": -100,
+    "objective.temperature_squared": True,
+    "data.exif": "apply",
+    "data.encoding": "utf-8",
+    "data.categories": [],
+    "data.missing": [""],
+    "data.on_missing": "refuse",
+    "data.delimiter": ",",
+    "data.decimal": ".",
+    "data.strip": False,
 }
 """Key that earlier versions do not have -> its value that does not count."""
 
