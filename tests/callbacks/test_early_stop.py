@@ -21,9 +21,10 @@ def reason_after(
     folder: Path = Path(),
     **settings: Any,
 ) -> str | None:
-    run = run_double(folder, step=10, eval={"metric": metric, "mode": mode})
+    run = run_double(folder, eval={"metric": metric, "mode": mode, "every_steps": 1, "every_epochs": None})
     stop = stop or EarlyStop(**settings)
     for value in values:
+        run.state.step = stop.state()["counted"] + 1
         stop.eval_end(run, {"step": 10.0, "val/loss": 9.0, metric or "val/loss": value})
     return run.stop_reason
 
@@ -57,16 +58,25 @@ def test_less_is_better_without_a_choice(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     first = EarlyStop(patience=3)
     reason_after([0.5, 0.4, 0.4], folder=tmp_path, stop=first)
-    assert first.state() == {"best": 0.5, "waited": 2}
+    assert first.state() == {"best": 0.5, "waited": 2, "counted": 3}
     second = EarlyStop(patience=3)
     second.restore(first.state())
     assert reason_after([0.5], folder=tmp_path, stop=second) == "val/accuracy has not improved for 3 evaluations"
 
 
+def test_the_evaluation_of_a_run_that_is_stopped_between_two_others_does_not_count(tmp_path: Path) -> None:
+    run = run_double(tmp_path, eval={"every_steps": 10, "every_epochs": None})
+    stop = EarlyStop(patience=1)
+    for step, loss in ((10, 0.5), (14, 0.6), (20, 0.4)):  # stop_at_step=14, then a resume
+        run.state.step = step
+        stop.eval_end(run, {"val/loss": loss})
+    assert (run.stop_reason, stop.state()) == (None, {"best": 0.4, "waited": 0, "counted": 20})
+
+
 def test_the_evaluation_of_another_split_does_not_count(tmp_path: Path) -> None:
     run, stop = run_double(tmp_path), EarlyStop(patience=1)
     stop.eval_end(run, {"test/loss": 1.0})
-    assert stop.state() == {"best": None, "waited": 0}
+    assert stop.state() == {"best": None, "waited": 0, "counted": 0}
 
 
 def test_a_run_at_its_end_is_not_stopped(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from trainkit.callbacks.evaluations import counted_value
 from trainkit.config.schema import MonitoredMetric
-from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, maths
 from trainkit.trainer.events import Callback, Row, Run
 
@@ -17,13 +17,16 @@ from trainkit.trainer.events import Callback, Row, Run
 class _Seen:
     best: float | None = None
     waited: int = 0
+    counted: int = 0
+    """The step of the last evaluation that counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop(Callback):
     """Ends the run when `eval.metric` has not improved for several evaluations in a row.
 
-    Every rank sees the same metrics, so every rank requests the same stop. A resumed run continues the count.
+    Every rank sees the same metrics, so every rank requests the same stop. A resumed run continues the count; the
+    evaluation at the end of a run that is stopped early does not count, unless it was due.
     """
 
     decides_by_figures: ClassVar[bool] = True
@@ -37,21 +40,17 @@ class EarlyStop(Callback):
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Compare the metric with the best, count, and request a stop."""
         watched = MonitoredMetric.of(run.cfg.eval)
-        name = watched.metric
-        split = name.partition("/")[0]
-        figures = [figure for figure in metrics if figure.startswith(f"{split}/")]
-        if not figures:
-            return  # the evaluation of another split
-        if name not in metrics:
-            rule = f"early_stop compares this metric, and the evaluation returns {', '.join(figures)}."
-            raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
-        if self._improves(metrics[name], watched.sign):
-            self._seen.best, self._seen.waited = metrics[name], 0
+        value = counted_value(run, metrics, since=self._seen.counted, callback="early_stop")
+        if value is None:
+            return
+        self._seen.counted = run.state.step
+        if self._improves(value, watched.sign):
+            self._seen.best, self._seen.waited = value, 0
             return
         self._seen.waited += 1
         if self._seen.waited >= self.patience and run.state.step < run.num_steps:
             times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations"
-            run.request_stop(f"{name} has not improved for {times}")
+            run.request_stop(f"{watched.metric} has not improved for {times}")
 
     def _improves(self, value: float, sign: float) -> bool:
         """Return whether a value beats the best; NaN never does."""
@@ -60,9 +59,10 @@ class EarlyStop(Callback):
         return self._seen.best is None or sign * value < sign * self._seen.best - self.min_delta
 
     def state(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since."""
-        return {"best": self._seen.best, "waited": self._seen.waited}
+        """Return the best value, and the number of evaluations since."""
+        return asdict(self._seen)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the count."""
-        self._seen.best, self._seen.waited = saved["best"], saved["waited"]
+        for name, value in saved.items():
+            setattr(self._seen, name, value)

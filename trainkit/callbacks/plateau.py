@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from trainkit.callbacks.evaluations import counted_value
 from trainkit.config.schema import MonitoredMetric
-from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, below, maths
 from trainkit.trainer.events import Callback, Row, Run
-from trainkit.trainer.loop import every_steps_or_epochs
 
 
 @dataclass
@@ -59,20 +58,12 @@ class Plateau(Callback):
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Compare the metric with the best, and reduce the rate of the updates from here on."""
         seen, watched, step = self._seen, MonitoredMetric.of(run.cfg.eval), run.state.step
-        name = watched.metric
-        figures = [figure for figure in metrics if figure.startswith(f"{name.partition('/')[0]}/")]
-        if not figures:
-            return  # the evaluation of another split
-        if name not in metrics:
-            rule = f"plateau compares this metric, and the evaluation returns {', '.join(figures)}."
-            raise ConfigError([Problem(key="eval.metric", value=name, rule=rule)])
-        every = run.cfg.eval
-        due = every_steps_or_epochs(lambda: None, every.every_steps, every.every_epochs, run.plan.steps_per_epoch)
-        if not any(trigger.next_after(seen.counted) <= step for trigger in due):
+        value = counted_value(run, metrics, since=seen.counted, callback="plateau")
+        if value is None:
             return
         seen.counted = step
-        if self._improves(metrics[name], watched.sign):
-            seen.best, seen.waited = metrics[name], 0
+        if self._improves(value, watched.sign):
+            seen.best, seen.waited = value, 0
         else:
             seen.waited += 1
         if seen.cooldown:
