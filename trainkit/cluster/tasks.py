@@ -27,7 +27,7 @@ class Task:
     """The number among all tasks, from 0; rank 0 owns the run folder."""
     device: str = "cpu"
     """The device of its replica: `cpu`, `cuda:0`."""
-    computes_on: tuple[str, ...] = ()
+    computes_on: tuple[str, ...] = field(default=(), repr=False)
     """The devices on which it computes, if they are not just that one."""
 
     @classmethod

@@ -37,7 +37,7 @@ _ENDINGS: Final = (
     (
         re.compile(
             r"lr|eps|betas|momentum|dampening|weight_decay|temperature|gamma|end|mean|deviation|delta|min_delta"
-            r"|class_weights|ignore_index|max_norm|initial_scale|min_scale|shape|powersgd_rank"
+            r"|class_weights|ignore_index|max_norm|initial_scale|min_scale|min_factor|threshold|shape|powersgd_rank"
         ),
         PLAIN_NUMBER,
     ),
