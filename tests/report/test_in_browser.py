@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import trainkit
 from tests.report.test_fitting import everything_in, rows_of
 from tests.report.test_run_page import leaves
-from tests.report.test_screens import watched
 from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings, tab
 from tests.support.settings import latest
 from trainkit.cli import main
@@ -22,8 +20,6 @@ from trainkit.report.web.comparison_document import ComparedRun, Comparison, Dif
 from trainkit.report.web.curves import LoggedRows
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import write_page, write_run_page
-from trainkit.watching.documents import Watched
-from trainkit.watching.server import serving
 
 SMALL = (
     "recipe=null",
@@ -307,15 +303,13 @@ def test_a_hostile_name_is_text(browser: Any, tmp_path: Path, name: str, kind: s
 
 
 @needs_axe
-@pytest.mark.parametrize("name", [*PAGES, "watch"])
+@ALL
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_has_no_serious_finding(browser: Any, pages: Path, name: str, scheme: str) -> None:
-    found: Watched = {"version": 1, "root": "o", "runs": [watched("digits/1", "running")], "not_shown": 0}
-    with serving(lambda: found) if name == "watch" else nullcontext() as server:
-        page = tab(browser, scheme=scheme, bypass_csp=True)
-        page.goto(server.url if server else (pages / name).as_uri())
-        page.locator("td, footer").first.wait_for()
-        for width in (1280, 360):
-            page.set_viewport_size({"width": width, "height": 900})
-            assert serious_findings(page) == []
-        page.context.close()
+    page = tab(browser, scheme=scheme, bypass_csp=True)
+    page.goto((pages / name).as_uri())
+    page.locator("td, footer").first.wait_for()
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert serious_findings(page) == []
+    page.context.close()

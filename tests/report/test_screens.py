@@ -1,4 +1,4 @@
-"""Six screens kept as pictures: the pages and `trainkit watch --serve` look as they did."""
+"""Five screens kept as pictures: the pages look as they did."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.browsing import needs_browser, opened, tab
+from tests.support.browsing import needs_browser, opened
 from tests.support.pictures import TOLERANCE, difference, difference_from_kept, shrunk
 from trainkit.config.schema import MonitoredMetric
 from trainkit.report.web.comparison_document import ComparedRun, Comparison, DifferingKey, comparison_page
 from trainkit.report.web.curves import LoggedRows
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.page import write_page, write_run_page
-from trainkit.watching.documents import Watched, WatchedRun
-from trainkit.watching.server import serving
 
 pytestmark = needs_browser
 KEPT = Path(__file__).parent / "screens"
@@ -68,13 +66,6 @@ def comparison_at(path: Path, *, number: int, is_sweep: bool) -> Path:
     return path
 
 
-def watched(name: str, state: str) -> WatchedRun:
-    return {
-        "folder": name, "name": name, "state": state, "note": "", "step": 120, "last_step": 200, "remaining_s": 61.0,
-        "samples_per_s": 5000.0, "metrics": {"train/loss": 0.5, "val/loss": 0.6}, "updated": 0.0,
-    }  # fmt: skip
-
-
 def screen(page: Any, font: str = "DejaVu Sans") -> bytes:
     """A picture of a page whose charts are drawn, without its last line (time, folder), in a font of Debian's."""
     page.add_style_tag(
@@ -103,16 +94,6 @@ def test_a_comparison_looks_as_it_did(browser: Any, tmp_path: Path) -> None:
     path = comparison_at(tmp_path / "comparison.html", number=2, is_sweep=False)
     page = opened(browser, path, height=1500, bypass_csp=True)
     assert difference_from_kept(KEPT / "comparison_1280_light.png", screen(page)) <= TOLERANCE
-
-
-def test_the_page_of_watch_looks_as_it_did(browser: Any) -> None:
-    runs = [watched("digits/1", "running"), watched("digits/2", "finished")]
-    found: Watched = {"version": 1, "root": "outputs", "runs": runs, "not_shown": 0}
-    with serving(lambda: found) as server:
-        page = tab(browser, height=400, bypass_csp=True)
-        page.goto(server.url)
-        page.get_by_text("digits/2").wait_for()
-        assert difference_from_kept(KEPT / "watch_1280_light.png", screen(page)) <= TOLERANCE
 
 
 BROKEN = {

@@ -91,12 +91,9 @@ def test_a_folder_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
 
 
-def test_what_makes_no_sense_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(tmp_path), "--port", "0"]) == 2
-    error = capsys.readouterr().err
-    assert "--port 0: must be a whole number from 1 to 65535." in error
-    assert "--port: has no effect without --serve." in error
-    assert main(["watch", str(tmp_path / "absent")]) == 2
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path / "absent"), "--json"]) == 2
+    assert "absent: is not a folder." in capsys.readouterr().err
 
 
 def test_the_terminal_is_drawn_until_it_is_interrupted(tmp_path: Path) -> None:

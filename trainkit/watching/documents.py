@@ -1,4 +1,4 @@
-"""Define the document that `trainkit watch --json` prints and that its page receives."""
+"""Define the document that `trainkit watch --json` prints."""
 
 from __future__ import annotations
 

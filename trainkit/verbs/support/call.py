@@ -36,7 +36,7 @@ VERBS: Final[Mapping[str, str]] = {
     "calibrate": "measure this machine for plans with hardware=this, in about a minute",
     "init": "write a package of your own that can train at once: init NAME",
     "schema": "print the JSON schema of your YAML files, for editors, or of a JSON output: schema config",
-    "watch": "show all runs below a folder, live: watch [DIR]; --serve in a browser of this machine",
+    "watch": "show all runs below a folder, live: watch [DIR]",
     "ls": "list groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
 }
 """Verb -> its description, in the order of the help."""
