@@ -258,7 +258,7 @@ strategies.sharded.base strategies.sharded.cuts strategies.sharded.elementwise s
 strategies.sharded.freeing strategies.sharded.fully strategies.sharded.norms strategies.sharded.replica
 strategies.sharded.stand_in strategies.sharded.units strategies.sharded.work strategies.sparse strategies.spread
 strategies.stored strategies.synchronous strategies.telling strategies.tensor_parallel.regions strategies.update
-sweeps.engines sweeps.engines.base sweeps.engines.described sweeps.engines.joblib_workers sweeps.engines.launching
+sweeps.engines sweeps.engines.base sweeps.engines.described sweeps.engines.launching
 sweeps.engines.ray_tasks sweeps.engines.starting sweeps.engines.submitit_jobs sweeps.ensemble sweeps.entries
 sweeps.folds sweeps.jobs sweeps.leaderboard sweeps.processes sweeps.progress sweeps.record sweeps.round sweeps.slots
 sweeps.spaces.asking sweeps.spaces.drawing sweeps.spaces.rows sweeps.spaces.sweeping sweeps.stopping sweeps.sweep

@@ -22,8 +22,8 @@ def install_command(extra: str, package: str) -> str:
         package: the package to install if there is no such extra.
 
     Example:
-        >>> install_command("joblib", "joblib")
-        'pip install "joblib>=1.4"'
+        >>> install_command("slurm", "submitit")
+        'pip install "submitit>=1.5"'
     """
     return " ".join(["pip install", *(f'"{name}"' for name in packages_of(extra) or (package,))])
 
@@ -32,8 +32,8 @@ def packages_of(extra: str) -> tuple[str, ...]:
     """Return the requirements of an extra, as pyproject.toml or the metadata of the installed package lists them.
 
     Example:
-        >>> packages_of("joblib"), packages_of("no such extra")
-        (('joblib>=1.4',), ())
+        >>> packages_of("slurm"), packages_of("no such extra")
+        (('submitit>=1.5',), ())
     """
     if _PROJECT.is_file():
         import tomllib  # noqa: PLC0415 - for error messages, and every command imports this module

@@ -50,7 +50,6 @@ class EngineLauncher(Launcher):
 
 _LOCAL = {"jobs_at_once": "auto", "timeout_min": 1440}
 _KEYS: dict[str, dict[str, Any]] = {
-    "joblib": {"jobs_at_once": "auto"},
     "ray": {"jobs_at_once": "auto", "address": None, "cpus_per_process": 1.0, "gpus_per_process": "auto"},
     "submitit_local": _LOCAL,
     "submitit_slurm": {

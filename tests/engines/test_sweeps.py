@@ -1,4 +1,4 @@
-"""The jobs of a sweep on joblib, submitit, Ray and SLURM for real."""
+"""The jobs of a sweep on submitit, Ray and SLURM for real."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from tests.support.settings import latest
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 JOB = ("recipe=digits", "epochs=1", "callbacks=[]", "logger=[]", "quiet=true", "eval.metric=val/accuracy")
-PACKAGES = {"joblib": "joblib", "submitit_local": "submitit", "ray": "ray"}
+PACKAGES = {"submitit_local": "submitit", "ray": "ray"}
 
 
 def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -61,10 +61,9 @@ def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, 
     none_is_left(cwd)
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_jobs_end_with_a_sweep_that_is_killed(launcher: str, cwd: Path) -> None:
-    needs(PACKAGES[launcher])
-    command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}")
+def test_jobs_end_with_a_sweep_that_is_killed(cwd: Path) -> None:
+    needs("submitit")
+    command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local")
     sweep = subprocess.Popen([sys.executable, "-m", "trainkit", *command], stdout=subprocess.DEVNULL)
     while not Path("sweep/0/metrics.jsonl").exists():
         assert sweep.poll() is None

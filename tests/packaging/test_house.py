@@ -26,7 +26,7 @@ def test_no_old_name_is_left() -> None:
 
 def test_config_checks_and_memory_remedies_contain_no_name_of_a_choice() -> None:
     choices = {file.stem for group in ("strategy", "precision") for file in ROOT.glob(f"conf/{group}/*.yaml")}
-    choices |= {"basic", "slots", "joblib", "ray", "submitit_local", "submitit_slurm"}  # hydra/launcher
+    choices |= {"basic", "slots", "ray", "submitit_local", "submitit_slurm"}  # hydra/launcher
     choices |= {"grid", "random", "optuna", "halving"}  # hydra/sweeper
     asking = ("trainkit/config/", "trainkit/run/planning/", "trainkit/run/estimates/remedies")
     assert [

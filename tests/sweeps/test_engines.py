@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -64,10 +64,10 @@ class InThreads:
         self.threads: list[threading.Thread] = []
         self.requested: list[int] = []
 
-    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Self:
+    def submit(self, path: str, *, slots: int) -> Self:
         self.requested.append(slots)
         if not self.loses:
-            thread = threading.Thread(target=run_described, args=(path, secrets))
+            thread = threading.Thread(target=run_described, args=(path,))
             thread.start()
             self.threads.append(thread)
         return self
@@ -100,26 +100,6 @@ def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(
     assert run_described(str(path)) == 3
     assert exit_code_file(path).read_text() == "3"
     assert (tmp_path / "run/output.log").read_text() == "7\n"
-
-
-def test_a_secret_reaches_a_job_and_no_file(tmp_path: Path) -> None:
-    ends: SimpleQueue[Any] = SimpleQueue()
-    engine, code = InThreads(), "import os, sys; sys.exit(len(os.environ['PIN']))"
-    remote, log = Remote(tmp_path, lambda _: 1), tmp_path / "0" / "output.log"
-    with remote.connected(engine):
-        command = [sys.executable, "-c", code]
-        remote(JobCommand(number=1, command=command, environ={}, log=log, report=ends.put, secrets={"PIN": "canary"}))
-        described_as = [file.read_text() for file in tmp_path.glob(".jobs/*.json")]
-        assert ends.get(timeout=60).code == len("canary")
-    assert "canary" not in described_as[0]
-
-
-def test_engines_that_write_jobs_to_a_disk_carry_no_secret() -> None:
-    kinds = {
-        name: getattr(import_module(f"trainkit.sweeps.backends.{file}"), kind) for name, (file, kind) in ENGINES.items()
-    }
-    carrying = {name for name, kind in kinds.items() if kind.carries_secrets}
-    assert carrying == {"joblib"}
 
 
 def test_a_run_that_has_begun_goes_on(tmp_path: Path) -> None:
@@ -193,7 +173,7 @@ def test_keys_that_do_not_fit_are_refused_together() -> None:
     ]
 
 
-@pytest.mark.parametrize(("launcher", "extra"), [("joblib", "joblib"), ("ray", "ray"), ("submitit_local", "slurm")])
+@pytest.mark.parametrize(("launcher", "extra"), [("ray", "ray"), ("submitit_local", "slurm")])
 def test_an_engine_that_is_not_installed_says_how_to_install_it(
     launcher: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,8 +218,8 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_only_slots_reads_is_refused_before_anything_runs(cwd: Path) -> None:
-    done = sweep("hydra/launcher=joblib", "sweep.slots=3")
+    done = sweep("hydra/launcher=submitit_local", "sweep.slots=3")
     assert done.returncode == 2
-    rule = "has no effect with hydra/launcher=joblib: it is for slots. Give hydra.launcher.jobs_at_once."
+    rule = "has no effect with hydra/launcher=submitit_local: it is for slots. Give hydra.launcher.jobs_at_once."
     assert done.stderr.splitlines()[1:] == [f"  sweep.slots=3: {rule} (command line)"]
     assert not list(cwd.glob("outputs/**/resolved.yaml"))

@@ -32,13 +32,12 @@ class Handle(Protocol):
 class Submitter(Protocol):
     """A connected backend."""
 
-    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Handle:
-        """Submit a job: `run_described(path, secrets)`, with resources for `slots` processes.
+    def submit(self, path: str, *, slots: int) -> Handle:
+        """Submit a job: `run_described(path)`, with resources for `slots` processes.
 
         Args:
             path: path of the file that describes the job.
             slots: number of processes of the job.
-            secrets: environment variables that must not be in a file; empty if the backend cannot pass them.
         """
 
 
@@ -52,9 +51,6 @@ class JobBackend:
     """The packages that it needs."""
     extra: ClassVar[str]
     """The extra of trainkit that installs them."""
-
-    carries_secrets: ClassVar[bool] = False
-    """Whether it can pass environment variables to a job without writing them to a disk."""
 
     jobs_at_once: Annotated[int | Literal["auto"], placement, at_least(1)] = "auto"
     """Limit of processes of jobs submitted at a time; auto: one per core here, or as many as a cluster queues."""

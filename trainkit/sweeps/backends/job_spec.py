@@ -11,8 +11,6 @@ import json
 import os
 import queue
 import signal
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -116,19 +114,8 @@ def exit_code_file(path: Path) -> Path:
     return path.with_suffix(".ended")
 
 
-def exit_with_driver(driver: Driver) -> None:
-    """Exit this process when the driver exits, with or without a running job: for workers that are reused."""
-
-    def watch() -> None:
-        while not driver.is_gone:
-            time.sleep(_POLL_S)
-        os._exit(1)  # the job of this process ends too
-
-    threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
-
-
-def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
-    """Run the job of a file to its end; return its exit code. `secrets`: variables that the file does not hold."""
+def run_described(path: str) -> int:
+    """Run the job of a file to its end; return its exit code."""
     place = Path(path)
     spec = JobSpec.read(place)
     exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
@@ -136,7 +123,7 @@ def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
     if not log.with_name(_BEGUN).is_file():  # left by a run that was killed before it began
         discard_lock(log.with_name(".lock"))
     with WorkerGroup(0, exits.put) as group:
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ, **(secrets or {})}
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ}
         group.start(0, spec.line, environ, log, cwd=Path(spec.cwd))
         _NOW.append(group)
         try:

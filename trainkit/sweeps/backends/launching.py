@@ -1,4 +1,4 @@
-"""The launchers `joblib`, `submitit_local`, `submitit_slurm` and `ray`: the sweep loop of `slots` with a backend."""
+"""The launchers `submitit_local`, `submitit_slurm` and `ray`: the sweep loop of `slots` with a backend."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Remote:
             driver=Driver.here(),
         )
         described.write(path)
-        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent), secrets=job.secrets)
+        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent))
         remote = _Remote(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
         self._jobs.append(remote)
         return remote
@@ -144,7 +144,6 @@ class Remote:
 
 
 ENGINES: Final[Mapping[str, tuple[str, str]]] = {
-    "joblib": ("joblib_workers", "Joblib"),
     "ray": ("ray_tasks", "RayTasks"),
     "submitit_local": ("submitit_jobs", "SubmititLocal"),
     "submitit_slurm": ("submitit_jobs", "SubmititSlurm"),
@@ -186,8 +185,7 @@ class EngineLaunching(Launching):
             super().run(source)
 
     def _refuse_to_carry(self, secrets: Sequence[str]) -> None:
-        if not self._engine.carries_secrets:
-            refuse_to_carry(secrets, f"a job of {self._engine.name}", key=f"hydra/launcher={self._launcher}")
+        refuse_to_carry(secrets, f"a job of {self._engine.name}", key=f"hydra/launcher={self._launcher}")
 
     def _slots_of(self, cfg: RunConfig) -> int:
         return self._engine.slots_of(super()._slots_of(cfg))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class _Cluster:
     cpus: float
     gpus: float
 
-    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Task:  # noqa: ARG002 - a job with secrets is refused before
+    def submit(self, path: str, *, slots: int) -> _Task:
         """Submit a job with resources for its processes; the sweep retries failed jobs, not Ray."""
         task = self.ray.remote(run_described).options(
             num_cpus=self.cpus * slots, num_gpus=self.gpus * slots, max_retries=0

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +141,7 @@ class _Executor:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _SubmittedJob:  # noqa: ARG002 - the allocation fixes the resources; jobs with secrets are refused before
+    def submit(self, path: str, *, slots: int) -> _SubmittedJob:  # noqa: ARG002 - the allocation fixes the resources
         """Queue a job for submission."""
         job = _SubmittedJob(path)
         with self._lock:
