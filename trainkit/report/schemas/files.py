@@ -30,6 +30,8 @@ class Result(TypedDict):
     """Hash of the keys that decide the result."""
     changes: NotRequired[list[str]]
     """Changes of the training that resumes were allowed to make; absent without any."""
+    notes: NotRequired[list[str]]
+    """What the summary notes: keys and files that were left out, and what changes the training; absent without any."""
     weights_sha256: NotRequired[str | None]
     """Hash of the final weights."""
     best: NotRequired[str | None]

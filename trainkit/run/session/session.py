@@ -403,5 +403,5 @@ class TaskSession:
         """Return the progress of the run, as recorded in result.json."""
         failed = {"callback_errors": found} if (found := self.callbacks.failures) else {}
         kept = {**progress_of(self.run), **self._scorer.results(), **failed, "fingerprint": self.fingerprint}
-        changes = {"changes": self.cfg.changes} if self.cfg.changes else {}
-        return {**kept, **changes, **self._account.result()}
+        said = {"changes": self.cfg.changes, "notes": list(self.run.notes)}
+        return {**kept, **{name: lines for name, lines in said.items() if lines}, **self._account.result()}
