@@ -82,7 +82,7 @@ def test_what_is_no_function_of_the_step_is_refused_by_name(name: str, settings:
 def test_milestones_in_epochs_and_steps_count_from_the_start_of_the_training() -> None:
     expected = [0.05] + [0.1] * 3 + [0.01] * 4 + [0.001] * 4
     step = {"_target_": f"{Step.__module__}.Step", "gamma": 0.1}
-    warm = {"warmup": {"steps": 2}}
+    warm: dict[str, Any] = {"warmup": {"steps": 2}}
     assert rates({**step, "milestones_epochs": [1, 2]}, **warm) == pytest.approx(expected)
     assert rates({**step, "milestones_steps": [4, 8]}, **warm) == pytest.approx(expected)
     assert rates({**step, "milestones_epochs": [1, 2]}, num_steps=20, **warm)[:12] == pytest.approx(expected)
