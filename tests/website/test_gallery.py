@@ -102,5 +102,4 @@ def test_a_card_has_its_picture_and_a_report_of_the_same_weights(record: Path) -
     values = json.loads(record.read_text())
     report = record.with_suffix(".html").read_text()
     assert values["runs"][0]["weights_sha256"] in report
-    assert len(report) <= 300_000
     assert record.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final
 
 from trainkit.config.schema import MonitoredMetric
 from trainkit.fields import Tag
 from trainkit.redaction import mask
 from trainkit.report.web.commands import printable_command
-from trainkit.report.web.curves import LoggedRows, Point, number
-from trainkit.report.web.fitting import Draft, Resolution, fit
-from trainkit.report.web.packing import column, compact_curve
-from trainkit.report.web.page import COMPARISON_BYTES, printable, to_json
+from trainkit.report.web.curves import LoggedRows, Point, column, compact_curve, number
+from trainkit.report.web.page import make_page, printable, to_json
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "coordinates.js", "comparison.js")
-_POINTS: Final = (2_000, 1_000, 500, 250, 100, 40, 12, 4)
-_FEW_POINTS: Final = 12
-"""Number of points per curve below which other parts are left out first."""
-_ALL: Final = 1 << 62
+_POINTS: Final = 500
+"""Largest number of points of a curve."""
+_MOST_DRAWN: Final = 200
+"""Largest number of runs with curves: the best by the metric."""
+_MOST_RUNS: Final = 1_000
+"""Largest number of runs: the best by the metric."""
 _FEW: Final = 8
 """Up to this many runs, every metric is drawn; with more, only the monitored metric and the training loss."""
 _MOST_METRICS: Final = 40
@@ -71,49 +70,14 @@ class Comparison:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Sizes of the parts of a comparison; the best runs are those by the metric."""
-
-    text: int = 400
-    """Largest number of characters of a text; of a key at least 80."""
-    commands: int = _ALL
-    """Number of best runs with a command."""
-    curves: int = _ALL
-    """Number of best runs with curves."""
-    keys: int = _ALL
-    """Number of keys that differ."""
-    runs: int = _ALL
-    """Number of best runs."""
-
-
-_LIMITS: Final = (
-    Limits(),
-    Limits(text=60),
-    Limits(text=60, commands=20),
-    Limits(text=60, commands=20, curves=200),
-    Limits(text=60, commands=20, curves=40),
-    Limits(text=60, commands=20, curves=40, keys=40),
-    Limits(text=60, commands=20, curves=40, keys=40, runs=1_000),
-    Limits(text=20, commands=8, curves=8, keys=12, runs=200),
-    Limits(text=20, commands=8, curves=8, keys=6, runs=40),
-)
-"""Limits for a page that would be too large, in the order in which they are tried."""
-
-
 def comparison_page(comparison: Comparison) -> str:
-    """Return the page, of at most 1 MB: if it is larger, curves have fewer points, and parts are left out."""
-    drafts = [partial(_draft, comparison, limits) for limits in _LIMITS]
-    return fit(drafts, scripts=SCRIPTS, limit=COMPARISON_BYTES, points=_POINTS, few=_FEW_POINTS)
-
-
-def _draft(comparison: Comparison, limits: Limits) -> Draft:
-    best = sorted(range(len(comparison.runs)), key=lambda place: _rank(comparison.runs[place], comparison.goal))
-    kept, drawn = sorted(best[: limits.runs]), {*best[: limits.curves]}
-    data = _document(comparison, limits, kept, {*best[: limits.commands]})
-    runs = [(at, comparison.runs[place]) for at, place in enumerate(kept) if place in drawn]
-    names = _names(comparison)
-    return Draft(data=data, curves=lambda resolution: _curves(names, runs, resolution))
+    """Return the page, with the best 1,000 runs by the metric, and the curves of the best 200."""
+    runs = comparison.runs
+    best = sorted(range(len(runs)), key=lambda place: _rank(runs[place], comparison.goal))
+    kept, drawn = sorted(best[:_MOST_RUNS]), {*best[:_MOST_DRAWN]}
+    shown = [(at, runs[place]) for at, place in enumerate(kept) if place in drawn]
+    data = {**_document(comparison, kept), "curves": [_curves_of(name, shown) for name in _names(comparison)]}
+    return make_page(data["title"], to_json(data), scripts=SCRIPTS)
 
 
 def _rank(run: ComparedRun, goal: MonitoredMetric) -> tuple[bool, bool, float]:
@@ -122,33 +86,18 @@ def _rank(run: ComparedRun, goal: MonitoredMetric) -> tuple[bool, bool, float]:
     return run.is_faded, value is None, 0.0 if value is None else goal.sign * value
 
 
-def _left_out(comparison: Comparison, limits: Limits) -> str:
-    """Return the line that names the parts that the page leaves out."""
-    number_of, metric = len(comparison.runs), printable(comparison.goal.metric, 60)
-    parts = {
-        f"texts after {limits.text} characters": limits.text < Limits().text,
-        f"the commands of all but the {limits.commands} best": number_of > limits.commands,
-        f"the curves of all but the {limits.curves} best": number_of > limits.curves,
-        f"keys that differ after the first {limits.keys}": len(comparison.differences) > limits.keys,
-        f"of {number_of:,} runs all but the {limits.runs:,} best by {metric}": number_of > limits.runs,
-    }
-    left = [words for words, holds in parts.items() if holds]
-    return f"Left out, since this page has at most {COMPARISON_BYTES // 1000} KB: {'; '.join(left)}." if left else ""
+def _notes(comparison: Comparison) -> Iterator[str]:
+    yield from comparison.notes
+    number_of, metric = len(comparison.runs), comparison.goal.metric
+    for most, what in ((_MOST_RUNS, "only"), (_MOST_DRAWN, "the curves of")):
+        if number_of > most:
+            yield f"Of {number_of:,} runs, {what} the {most:,} best by {metric} are shown."
 
 
-def _document(
-    comparison: Comparison, limits: Limits, kept: Sequence[int], with_command: Collection[int]
-) -> dict[str, Any]:
-    """Return the content of the page without its curves.
-
-    Args:
-        comparison: all runs.
-        limits: sizes of the parts.
-        kept: indices of the runs on the page.
-        with_command: indices of the runs with a command.
-    """
-    ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))[: limits.keys]
-    columns = {one.key: printable(one.key, max(80, min(200, limits.text))) for one in ordered}
+def _document(comparison: Comparison, kept: Sequence[int]) -> dict[str, Any]:
+    """Return the content of the page without its curves, of the runs at the indices `kept`."""
+    ordered = sorted(comparison.differences, key=lambda one: _ORDER.index(one.tag))
+    columns = {one.key: printable(one.key, 200) for one in ordered}
     return {
         "version": 1,
         "kind": "sweep" if comparison.is_sweep else "comparison",
@@ -161,17 +110,13 @@ def _document(
             {
                 "key": printable(one.key),
                 "tag": one.tag,
-                "values": [printable(mask(one.values[place]), limits.text) for place in kept],
+                "values": [printable(mask(one.values[place])) for place in kept],
             }
             for one in ([] if comparison.is_sweep else ordered)
         ],
         "tags": {columns[one.key]: one.tag for one in ordered},
-        "runs": [
-            _run(comparison.runs[place], comparison.goal, columns, limits.text, has_command=place in with_command)
-            for place in kept
-        ],
-        "notes": [printable(mask(text)) for text in comparison.notes],
-        "left_out": _left_out(comparison, limits),
+        "runs": [_run(comparison.runs[place], comparison.goal, columns) for place in kept],
+        "notes": [printable(mask(text)) for text in _notes(comparison)],
     }
 
 
@@ -198,41 +143,32 @@ def sentence(comparison: Comparison) -> str:
     return f"{whole} differ in {matter} key{'' if matter == 1 else 's'} that can change the result."
 
 
-def _run(
-    one: ComparedRun, goal: MonitoredMetric, columns: Mapping[str, str], longest: int, *, has_command: bool
-) -> dict[str, Any]:
+def _run(one: ComparedRun, goal: MonitoredMetric, columns: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "name": printable(one.name, min(200, longest)),
-        "folder": printable(one.folder, longest),
+        "name": printable(one.name, 200),
+        "folder": printable(one.folder),
         "status": printable(one.status, 60),
         "faded": one.is_faded,
-        "command": printable_command(one.command) if has_command else "",
+        "command": printable_command(one.command),
         "value": number(one.metrics.get(goal.metric)),
         "seconds": number(one.seconds),
         "usd_s": number(one.usd_s),
         "steps": one.steps,
         "settings": {
-            columns[key]: printable(mask(value), min(200, longest))
-            for key, value in one.settings.items()
-            if key in columns
+            columns[key]: printable(mask(value), 200) for key, value in one.settings.items() if key in columns
         },
     }
 
 
-def _curves(names: Sequence[str], runs: Sequence[tuple[int, ComparedRun]], resolution: Resolution) -> Iterator[str]:
-    """Yield the curves by metric as pieces of a JSON list, each point with the samples and seconds of its step.
+def _curves_of(name: str, runs: Sequence[tuple[int, ComparedRun]]) -> dict[str, Any]:
+    """Return the curves of a metric, each point with the samples and seconds of its step.
 
     Args:
-        names: the metrics.
+        name: the metric.
         runs: the runs, each with its place on the page.
-        resolution: how much of a curve is shown.
     """
-    for number_of, name in enumerate(names):
-        yield f'{"," if number_of else ""}{{"name":{to_json(printable(name))},"runs":['
-        having = [(place, run) for place, run in runs if name in run.rows.curves]
-        for at, (place, run) in enumerate(having):
-            yield ("," if at else "") + to_json({"run": place, **_curve(run.rows, name, resolution)})
-        yield "]}"
+    curves = [{"run": place, **_curve(run.rows, name)} for place, run in runs if name in run.rows.curves]
+    return {"name": printable(name), "runs": curves}
 
 
 def _names(comparison: Comparison) -> list[str]:
@@ -244,12 +180,12 @@ def _names(comparison: Comparison) -> list[str]:
     return sorted(known, key=lambda name: (name != goal, "loss" not in name))[:_MOST_METRICS]
 
 
-def _curve(rows: LoggedRows, name: str, resolution: Resolution) -> dict[str, Any]:
-    curve, is_packed = rows.curves[name], resolution.is_packed
-    points = curve.points(resolution.points)
-    found = compact_curve(points, curve.seen, is_packed=is_packed)
+def _curve(rows: LoggedRows, name: str) -> dict[str, Any]:
+    curve = rows.curves[name]
+    points = curve.points(_POINTS)
+    found = compact_curve(points, curve.seen)
     for unit, clock in rows.clock.items():
-        found[unit] = column(_along(points, clock.points()), digits=6, is_packed=is_packed)
+        found[unit] = column(_along(points, clock.points()), digits=6)
     return found
 
 

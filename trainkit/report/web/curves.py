@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,35 @@ def _merged(buckets: Sequence[_Bucket]) -> _Bucket:
     for bucket in buckets:
         whole.add(bucket)
     return whole
+
+
+def compact_curve(points: Sequence[Point], seen: int) -> dict[str, Any]:
+    """Return a curve for a page: its steps as differences, its values with 7 significant digits.
+
+    Args:
+        points: step and value of each point, in order.
+        seen: number of points before any were left out.
+
+    Example:
+        >>> compact_curve([(10, 0.5), (20, 0.25), (30, None)], 3)
+        {'seen': 3, 'every': [10, 10, 3], 'y': [0.5, 0.25, None]}
+    """
+    steps = [step for step, _ in points]
+    between = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    values = column([value for _, value in points])
+    if steps and len(set(between)) <= 1:
+        return {"seen": seen, "every": [steps[0], between[0] if between else 1, len(steps)], "y": values}
+    return {"seen": seen, "dx": [*steps[:1], *between], "y": values}
+
+
+def column(values: Sequence[float | None], *, digits: int = 7) -> list[float | int | None]:
+    """Return numbers for a page, with at most 7 significant digits; None for a number that is not finite."""
+    return [None if value is None else _rounded(value, digits) for value in values]
+
+
+def _rounded(value: float, digits: int) -> float | int:
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and math.fabs(rounded) < 1e15 else rounded
 
 
 @dataclass

@@ -11,10 +11,6 @@ from typing import Any, Final
 
 MARK: Final = b"<!doctype html><!-- trainkit report -->"
 """The first bytes of every page: a file that lacks them was not written by trainkit."""
-RUN_PAGE_BYTES: Final = 300_000
-"""Largest size of the page of a run."""
-COMPARISON_BYTES: Final = 1_000_000
-"""Largest size of a comparison."""
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Policy that makes the browser load nothing, whatever the page contains."""
 _LONGEST_TITLE: Final = 200

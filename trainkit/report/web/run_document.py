@@ -6,10 +6,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final
 
 from trainkit.config.commands import printed_command
@@ -17,27 +16,19 @@ from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.redaction import mask
 from trainkit.report.numbers import count, duration, figure
 from trainkit.report.web.commands import printable_command, repeating_command
-from trainkit.report.web.curves import Curve, LoggedRows, number
+from trainkit.report.web.curves import Curve, LoggedRows, compact_curve, number
 from trainkit.report.web.figures_document import figures_of
-from trainkit.report.web.fitting import Draft, Resolution, fit
-from trainkit.report.web.packing import compact_curve
-from trainkit.report.web.page import RUN_PAGE_BYTES, printable, to_json
-from trainkit.report.web.run_cuts import versions_of
+from trainkit.report.web.page import make_page, printable, to_json
 from trainkit.report.web.run_files import RunFiles
 from trainkit.report.web.trust import trust_strip
 
 SCRIPTS: Final = ("dom.js", "charts.js", "paper.js", "figures.js", "run.js")
-_POINTS: Final = (2_000, 1_500, 1_000, 500, 250, 100, 40, 12, 4)
-_FEW_POINTS: Final = 40
-"""Number of points per curve below which other parts are left out first."""
 _MOST_MARKS: Final = 300
 _NAMES_STEP: Final = re.compile(r": (after |rank \d+, )?step \d")
 """Pattern of the reason of an end that already names the step."""
 _RESULT_BYTES: Final = 60_000
 _MOST_ROWS: Final = 600
 _MOST_SETTINGS: Final = 200
-_LONGEST: Final = 400
-"""Largest number of characters of the name of a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,25 +79,10 @@ class RunFacts:
 
 
 def run_page(facts: RunFacts) -> str:
-    """Return the page of a run, of at most 300 KB: if it is larger, curves have fewer points, and parts are left
-    out.
-    """
-
-    def draft_of(make: Callable[[], dict[str, Any]]) -> Draft:
-        data = make()
-        return Draft(data=data, curves=lambda resolution: _curves(facts, resolution, data["longest"]))
-
-    versions = versions_of(run_document(facts), limit=RUN_PAGE_BYTES)
-    drafts = [partial(draft_of, make) for make in versions]
-    return fit(drafts, scripts=SCRIPTS, limit=RUN_PAGE_BYTES, points=_POINTS, few=_FEW_POINTS)
-
-
-def _curves(facts: RunFacts, resolution: Resolution, longest: int) -> Iterator[str]:
-    """Yield the curves as pieces of a JSON list."""
-    for place, (name, curve) in enumerate(_ordered(facts)):
-        points = curve.points(resolution.points)
-        compact = compact_curve(points, curve.seen, is_packed=resolution.is_packed)
-        yield ("," if place else "") + to_json({"name": printable(name, longest), **compact})
+    """Return the page of a run; a curve has at most 2,000 points."""
+    curves = [{"name": printable(name), **compact_curve(curve.points(), curve.seen)} for name, curve in _ordered(facts)]
+    data = {**run_document(facts), "curves": curves}
+    return make_page(data["title"], to_json(data), scripts=SCRIPTS)
 
 
 def _ordered(facts: RunFacts) -> list[tuple[str, Curve]]:
@@ -146,8 +122,6 @@ def run_document(facts: RunFacts) -> dict[str, Any]:
         "environment": list(_environment(files.environment)),
         "result": list(flattened(files.result)),
         "notes": [printable(mask(text)) for text in _notes(facts)],
-        "longest": _LONGEST,
-        "left_out": "",
     }
 
 

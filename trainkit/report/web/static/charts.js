@@ -3,20 +3,11 @@ const charts = [];
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const color = (at) => css(`--c${at % 8}`);
 
-// A column of numbers: a list, {r: [value, repetitions, ...]}, or 32-bit floats in base64 (packing.py).
-function numbers(column) {
-  if (Array.isArray(column)) return column;
-  if (typeof column !== "string") return column.r.flatMap((value, at) => (at % 2 ? [] : Array(column.r[at + 1]).fill(value)));
-  const bytes = Uint8Array.from(atob(column), (one) => one.charCodeAt(0)), view = new DataView(bytes.buffer);
-  return Array.from({length: bytes.length / 4}, (_, at) => view.getFloat32(4 * at, true))
-    .map((value) => (Number.isNaN(value) ? null : Number(value.toPrecision(7))));
-}
-
 // {every: [first, stride, number]} or {dx: [first, differences...]} -> the steps of a curve
 function steps(curve) {
   if (curve.every) return Array.from({length: curve.every[2]}, (_, at) => curve.every[0] + at * curve.every[1]);
   let here = 0;
-  return numbers(curve.dx).map((by) => (here += by));
+  return curve.dx.map((by) => (here += by));
 }
 
 // The point at a place, or the last one before it.

@@ -5,7 +5,6 @@ const isSweep = data.kind === "sweep", LINES = 8, AXES = 11;
 const UNITS = {step: null, sample: "samples", second: "seconds", "US dollar": "cost"};
 for (const one of data.curves.flatMap((curve) => curve.runs)) {
   const run = runs[one.run];
-  for (const name of ["y", "samples", "seconds"]) if (one[name]) one[name] = numbers(one[name]);
   if (one.seconds && isNumber(run.usd_s)) one.cost = one.seconds.map((value) => Number((value * run.usd_s).toPrecision(6)));
 }
 const units = Object.keys(UNITS).filter((name) => UNITS[name] !== "cost" || data.curves.every((curve) => curve.runs.every((one) => one.cost)));
@@ -13,7 +12,7 @@ let inside = runs.map((_, at) => at), chosen = null, unit = "step";
 
 function header() {
   page.append(el("header", {}, el("h1", {}, text(data.title)), el("p", {class: "verdict"}, text(data.sentence)),
-    ...[...data.notes, data.left_out].filter(Boolean).map((note) => el("p", {class: "soft"}, text(note)))));
+    ...data.notes.map((note) => el("p", {class: "soft"}, text(note)))));
 }
 
 function differences() {

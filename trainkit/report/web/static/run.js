@@ -10,8 +10,7 @@ function header() {
         el("span", {class: "soft"}, best.spread || "spread over seeds not known: one run")) : null,
       ...data.commands.map((one) => commandLine(one.what, one.command)),
       el("dl", {class: "strip"}, ...data.trust.map((one) => el("div", {class: one.good === null ? null : one.good ? "good" : "bad"},
-        el("dt", {}, one.name), el("dd", {class: "value"}, text(one.value)), el("dd", {class: "detail"}, text(one.detail))))),
-      data.left_out ? el("p", {class: "soft left-out"}, text(data.left_out)) : null));
+        el("dt", {}, one.name), el("dd", {class: "value"}, text(one.value)), el("dd", {class: "detail"}, text(one.detail)))))));
 }
 
 // Curves of one quantity share a chart: train/loss and val/loss.
@@ -20,7 +19,7 @@ function groups() {
   for (const curve of data.curves) {
     const name = curve.name.slice(curve.name.lastIndexOf("/") + 1);
     if (!found.has(name)) found.set(name, []);
-    found.get(name).push({name: curve.name, x: steps(curve), y: numbers(curve.y), seen: curve.seen});
+    found.get(name).push({name: curve.name, x: steps(curve), y: curve.y, seen: curve.seen});
   }
   return found;
 }
