@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
-from scripts import words
+from scripts import size, words
 from tests.packaging.conftest import ROOT
 
 
@@ -45,6 +45,17 @@ def test_no_function_is_longer_than_150_lines() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 150
     } == set()
+
+
+def test_a_size_counts_code_alone_and_a_room_above_its_ceiling_is_named() -> None:
+    source = '"""Text\nof a module."""\n\n# why\nx = f(\n    1)\n'
+    assert size.measure(source) == (2, 6)
+    now = size.sizes_of({"trainkit/run/begin.py": source, "trainkit/cli.py": source, "tests/run/test_x.py": source})
+    assert now == {"tests": (2, 6), "trainkit": (2, 6), "trainkit/run": (2, 6)}
+    assert size.rows(now, {"tests": [2, 6], "trainkit": [2, 5]}) == [
+        "trainkit: 2 lines of 2, 6 tokens of 5",
+        "trainkit/run: has no ceiling in sizes.toml; it has 2 lines and 6 tokens",
+    ]
 
 
 def test_no_module_imports_itself_in_the_end() -> None:
