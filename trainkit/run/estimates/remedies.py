@@ -98,9 +98,8 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[S
         model: the model without data; unchanged.
         placing: whether the memory ran out before the first step, where activations and checkpoints do not count.
     """
-    memory = HostMemory(
-        memory_bytes=0, whole_host=plan.tasks[0].device == "cpu"
-    )  # its tasks share the memory of a host
+    # on the CPU all tasks of a host share its memory, so that a model cut over them needs no less
+    memory = HostMemory(memory_bytes=0, whole_host=plan.tasks[0].device == "cpu")
 
     def needs(other: RunPlan) -> int:
         found = device_memory(other, model, evaluates=False)
