@@ -87,6 +87,11 @@ def test_a_remedy_that_the_run_would_refuse_is_not_named(monkeypatch: pytest.Mon
         assert [one for one in savings(plan) if refused in one.overrides] == []
 
 
+def test_shards_help_processes_of_one_host_that_have_a_limit_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 30, 1 << 30))
+    assert any("strategy=fsdp strategy.replicas=4  " in line for line in told(step=None))
+
+
 def test_a_cut_that_leaves_replicas_without_a_shard_comes_with_one_that_does_not() -> None:
     lines = told("batch.micro_size=8", num_gpus=4)
     assert any("strategy=fsdp strategy.replicas=4 batch.micro_size=4  " in line for line in lines)

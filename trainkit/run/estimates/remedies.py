@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +31,8 @@ MOST: Final = 3
 """Number of remedies."""
 _ENOUGH_S: Final = 3.0
 """Time for planning changes after an error: the other ranks wait for its text. Those of later kinds are not named."""
+_OF_A_PROCESS: Final = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+"""Limits of the memory of a process; -1 is none."""
 _ANOTHER: Final = "another training"
 
 
@@ -98,8 +102,10 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[S
         model: the model without data; unchanged.
         placing: whether the memory ran out before the first step, where activations and checkpoints do not count.
     """
-    # on the CPU all tasks of a host share its memory, so that a model cut over them needs no less
-    memory = HostMemory(memory_bytes=0, whole_host=plan.tasks[0].device == "cpu")
+    # On the CPU all tasks of a host share its memory, so that a model cut over them needs no less, unless each process
+    # has a limit of its own (ulimit -d, -v).
+    on_host = plan.tasks[0].device == "cpu" and not any(resource.getrlimit(kind)[0] > 0 for kind in _OF_A_PROCESS)
+    memory = HostMemory(memory_bytes=0, whole_host=on_host)
 
     def needs(other: RunPlan) -> int:
         found = device_memory(other, model, evaluates=False)
@@ -110,8 +116,9 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[S
 
     before, count = needs(plan), plan.facts.num_gpus or 4
     savings: list[Saving] = []
-    until = time.monotonic() + _ENOUGH_S
-    for kind in _KINDS:
+    until = time.monotonic() + (_ENOUGH_S if len(plan.tasks) > 1 else math.inf)
+    # what can save most comes first, in case that the time is too short for all
+    for kind in sorted(_KINDS, key=lambda kind: kind is not _sharded):
         if time.monotonic() > until:
             break
         for change in kind(plan, model) if kind is not _sharded else _sharded_over(plan, count):
