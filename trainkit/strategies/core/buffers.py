@@ -256,8 +256,7 @@ class StepBuffers:
         parts = [group.advanced(own, self._dtype) for group, own in self._split(self.tensors())]
         whole = float(share > 0)  # a shard that only takes part in collectives counts nothing
         if within is None:
-            for group, part in zip(self._groups, parts, strict=True):
-                part.mul_(whole if group.is_added else share)
+            torch._foreach_mul_(parts, [whole if group.is_added else share for group in self._groups])
         else:
             shares = [
                 (whole if holds_samples(owner, leaf) else share) if owner in within else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import groupby
 
 import torch
@@ -140,9 +140,12 @@ class ShardStep:
                 yield lane, self._lane([(shard, cloned_batch(batch)) for shard, batch in shards])
 
     def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
-        weight: Tensor | float = 0.0
-        for shard, batch in shards:
-            weight = added(weight, self._shard(shard, batch))
+        weights = [self._shard(shard, batch) for shard, batch in shards]
+        weight = weights[0]
+        if len(weights) > 1:
+            # two kernels for the counts of any number of shards; other weights keep their order of addition
+            counts = [one for one in weights if isinstance(one, Tensor) and not one.is_floating_point()]
+            weight = torch.stack(counts).sum() if len(counts) == len(weights) else reduce(added, weights)
         self.weight = added(self.weight, weight)
         if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")
