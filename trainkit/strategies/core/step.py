@@ -141,11 +141,9 @@ class ShardStep:
 
     def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
         weights = [self._shard(shard, batch) for shard, batch in shards]
-        weight = weights[0]
-        if len(weights) > 1:
-            # two kernels for the counts of any number of shards; other weights keep their order of addition
-            counts = [one for one in weights if isinstance(one, Tensor) and not one.is_floating_point()]
-            weight = torch.stack(counts).sum() if len(counts) == len(weights) else reduce(added, weights)
+        # two kernels for the counts of many shards; other weights keep their order of addition
+        counts = [one for one in weights if isinstance(one, Tensor) and not one.is_floating_point()]
+        weight = torch.stack(counts).sum() if len(counts) == len(weights) > 2 else reduce(added, weights)
         self.weight = added(self.weight, weight)
         if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")
