@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from tests.contract.stepping import Case, _Rank, train
-from tests.contract.test_shaping import EAGERLY, TOKENS, gpt, kept_bytes, two_shards
+from tests.contract.stepping import Case, train
+from tests.contract.test_shaping import EAGERLY, TOKENS, gpt, two_shards
 from tests.support.pool import Pool
 from tests.support.present import present
 from tests.support.storages import Counting
@@ -161,96 +160,9 @@ def test_weights_have_the_bits_of_a_training_that_keeps_all(settings: dict[str, 
         assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
 
 
-BUDGET = ModelTransforms(**EAGERLY, memory_budget=0.5)
-
-
-def kept_in_a_step(shaping: ModelTransforms) -> int:
-    """Bytes that autograd keeps of the shards of a training step."""
-    rank, kept = _Rank(None, Case(task="gpt", global_size=4, micro_size=2, shaping=shaping)), list[int]()
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.nbytes)
-        return tensor
-
-    executor = rank.setup(0)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        rank.steps(executor, 1)
-    return sum(kept)
-
-
-@pytest.mark.long
-def test_a_memory_budget_is_what_the_compiled_blocks_of_a_training_keep() -> None:
-    whole, half, none = (kept_in_a_step(replace(BUDGET, memory_budget=share)) for share in (1.0, 0.5, 0.0))
-    assert none < half < whole
-
-
-@pytest.mark.slow
-def test_a_memory_budget_changes_no_gradient() -> None:
-    found = []
-    for shaping in (ModelTransforms(**EAGERLY), BUDGET):
-        model = apply_transforms(gpt(), shaping)
-        model(TOKENS).square().sum().backward()
-        found.append([present(param.grad) for param in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_a_memory_budget_is_refused_for_a_model_with_dropout_and_taken_without() -> None:
-    assert shaping_problems(gpt(), BUDGET, compiles="model", strategy="mine") == []
-    assert BUDGET.graph_settings is None  # blocks are compiled, by the backend that has the budget
-    (problem,) = shaping_problems(gpt(dropout=0.1), BUDGET, compiles="model", strategy="mine")
+def test_what_a_compiler_chooses_is_not_chosen_twice() -> None:
+    (problem,) = shaping_problems(gpt(), replace(SELECTIVE, **EAGERLY), compiles="model", strategy="mine")
     assert str(problem) == (
-        "compile.memory_budget=0.5: is for models that draw no random numbers: a compiled backward pass would draw "
-        "different ones from the forward pass. Set the dropout to 0, or use activation_checkpointing=selective without "
-        "compile.mode."
+        "activation_checkpointing=selective: does not work with compile.mode=default: the compiler chooses the tensors "
+        "that a compiled block keeps. Use full."
     )
-
-
-class Hidden(nn.Module):
-    """Draws random numbers by an argument, which no name in its code shows."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.5)
-
-
-@pytest.mark.slow
-def test_a_budgeted_graph_that_draws_ends_the_run() -> None:
-    hidden = nn.Sequential(Hidden(), nn.Linear(4, 4))
-    assert shaping_problems(hidden, BUDGET, compiles="model", strategy="mine") == []
-    with pytest.raises(TrainkitError, match=r"^compile\.memory_budget: the model draws random numbers"):
-        apply_transforms(hidden, BUDGET, compiles="model")(torch.ones(1, 1, 4, 4))
-
-
-@pytest.mark.slow
-def test_a_memory_budget_is_that_of_its_model_alone() -> None:
-    kept_bytes(replace(BUDGET, memory_budget=0.0))
-    assert torch._functorch.config.activation_memory_budget == 1.0
-
-
-MIXED = "activation_checkpointing=selective: does not work with compile.mode=default: the compiler chooses the "
-EAGER = (
-    "compile.memory_budget=0.5: is a limit for a compiler, and compile.mode=off compiles no forward pass of its own. "
-)
-BOTH = (
-    "compile.memory_budget=0.5: does not work with activation_checkpointing, which keeps only the inputs of a block. "
-)
-WHOLE = "compile.memory_budget=0.5: has no effect with compile.backend=eager. Use one of inductor, aot_eager, "
-
-
-@pytest.mark.parametrize(
-    ("shaping", "text"),
-    [
-        (
-            replace(SELECTIVE, **EAGERLY),
-            f"{MIXED}tensors that a compiled block keeps. Use compile.memory_budget=0.5 instead, or full.",
-        ),
-        (
-            ModelTransforms(memory_budget=0.5),
-            f"{EAGER}Use compile.mode=default, or activation_checkpointing=selective without it.",
-        ),
-        (replace(BUDGET, recompute="full"), f"{BOTH}Leave one out."),
-        (replace(BUDGET, backend="eager"), f"{WHOLE}aot_eager_decomp_partition."),
-    ],
-)
-def test_impossible_selective_settings_are_problems_before_the_start(shaping: ModelTransforms, text: str) -> None:
-    found = shaping_problems(gpt(), shaping, compiles="model", strategy="mine")
-    assert [str(problem) for problem in found] == [text]

@@ -14,7 +14,7 @@ from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.core.sharded.base import unsharded_model_problems
-from trainkit.strategies.core.sharded.fully import blocks_of_model, modules_above, without_shared
+from trainkit.strategies.core.sharded.fully import blocks_of_model, without_shared
 from trainkit.strategies.fsdp.strategy import Fsdp
 
 CPU = PlanContext()
@@ -39,8 +39,7 @@ def refusals(facts: PlanContext = CPU, model: nn.Module | None = None, **setting
             {"replicas": 4, "replicate": 4},
             "strategy.replicate=4: leaves each of the 4 replicas a whole model. Use at most 2, or strategy=mirrored.",
         ),
-        ({"wrap_mb": 1.0}, "strategy.wrap_mb=1.0: has no effect without strategy.wrap=size."),
-        ({"wrap": ()}, "strategy.wrap=[]: names no class. Name some, [Block], or use blocks or size."),
+        ({"wrap": ()}, "strategy.wrap=[]: names no class. Name some, [Block], or use blocks."),
         (
             {"offload": True},
             (
@@ -105,12 +104,6 @@ def test_blocks_are_gathered_by_themselves_and_tied_weights_with_the_model() -> 
     with torch.device("meta"):
         resnet = ResNet(depth=18)
     assert [*without_shared(resnet, blocks_of_model(resnet))][:4] == ["stem.0", "stem.1", "blocks.0", "blocks.1"]
-
-
-def test_modules_by_size_are_the_smallest_that_hold_so_much() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(16, 16)), nn.Linear(4, 4), nn.Linear(4, 4))
-    assert list(modules_above(model, 200)) == ["0.1"]
-    assert list(modules_above(model, 80)) == ["0.0", "0.1", "1", "2"]
 
 
 def test_parameters_in_a_list_are_gathered_with_the_model_that_reads_them() -> None:

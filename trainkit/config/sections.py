@@ -88,12 +88,6 @@ class CompileConfig:
     """
     backend: Annotated[str, speed] = "inductor"
     """The compiler of the graphs: inductor generates code, aot_eager runs them unchanged, for debugging."""
-    memory_budget: Annotated[float | None, speed, at_least(0), at_most(1)] = None
-    """The share of its activations that a compiled graph keeps for backward, which recomputes the rest.
-
-    1 keeps what the compiler keeps by itself, 0 only the inputs of a graph; the cheapest operations are recomputed
-    first.
-    """
     cuda_graphs: Annotated[bool, speed] = False
     """Capture the kernels of a compiled step, and launch all of them by one call; for mode=step on a CUDA device.
 

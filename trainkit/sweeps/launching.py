@@ -292,7 +292,6 @@ _ADDED: Final[Mapping[str, object]] = {
     "objective.cross_entropy": "auto",
     "strategy.process_group": "auto",
     "memory_format": "auto",
-    "compile.memory_budget": None,
     "compile.cuda_graphs": False,
     "resume_allows": [],
     "changes": [],

@@ -221,7 +221,6 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
         compile_mode=cfg.compile.mode,
         backend=cfg.compile.backend,
         memory_format=format_for(cfg.memory_format, build(cfg.precision, "precision"), device, is_kept=keeps_format),
-        memory_budget=cfg.compile.memory_budget,
         cuda_graphs=cfg.compile.cuda_graphs,
     )
 

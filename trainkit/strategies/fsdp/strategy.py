@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import Problem
-from trainkit.fields import above, at_least, at_most, placement, speed
+from trainkit.fields import at_least, at_most, placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
@@ -30,7 +30,6 @@ from trainkit.strategies.core.sharded.fully import (
     blocks_of_model,
     fully_sharded,
     gathers_anew,
-    modules_above,
     modules_of_classes,
     reduces_when,
     without_shared,
@@ -78,10 +77,8 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
     """Groups of ranks, each with a whole model sharded over its ranks; above 1 (hybrid) gradients are summed over
     groups.
     """
-    wrap: Annotated[Literal["blocks", "size"] | tuple[str, ...], placement] = "blocks"
-    """Unit of the gathers: `blocks` as a map names them; modules by `size`; or of some classes, `[Block]`."""
-    wrap_mb: Annotated[float, above(0), placement] = 25.0
-    """MiB of parameters from which a module is gathered separately, with `wrap=size`."""
+    wrap: Annotated[Literal["blocks"] | tuple[str, ...], placement] = "blocks"
+    """Unit of the gathers: `blocks` as a map names them, or modules of some classes, `[Block]`."""
     reshard_after_forward: Annotated[bool, speed] = True
     """Whether all blocks but the last reshard after forward; false keeps the whole model unsharded until backward."""
     sync: Annotated[Literal["each", "last"], speed] = "each"
@@ -110,11 +107,8 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
 
     def _own_problems(self, context: PlanContext) -> list[Problem]:
         found = []
-        if self.wrap != "size" and self.wrap_mb != Fsdp.wrap_mb:
-            rule = "has no effect without strategy.wrap=size."
-            found.append(Problem(key="strategy.wrap_mb", value=self.wrap_mb, rule=rule))
         if self.wrap == ():
-            rule = "names no class. Name some, [Block], or use blocks or size."
+            rule = "names no class. Name some, [Block], or use blocks."
             found.append(Problem(key="strategy.wrap", value=[], rule=rule))
         if self.offload and any(task.device == "cpu" for task in self.tasks(context)):
             rule = "moves parameters of GPUs to the memory of the host, and the replicas are on the CPU. Leave "
@@ -239,11 +233,6 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that are gathered separately, inner ones first."""
-        if self.wrap == "blocks":
-            found = blocks_of_model(model)
-        elif self.wrap == "size":
-            found = modules_above(model, self.wrap_mb * 2**20)
-        else:
-            found = modules_of_classes(model, self.wrap)
+        found = blocks_of_model(model) if self.wrap == "blocks" else modules_of_classes(model, self.wrap)
         chosen = without_shared(model, found)
         return [chosen[name] for name in sorted(chosen, key=lambda name: -name.count("."))]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from trainkit.numerics.randomness import sets_key
-from trainkit.strategies.model_transforms.memory_budget import BudgetedBackend
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
 _MOST_VARIANTS = 64
@@ -26,15 +25,14 @@ class Compiled:
 
     Args:
         mode: a mode of the inductor backend; None for any other.
-        budget: the share of activations that backward keeps; None: the backend chooses.
     """
 
     runs_once: ClassVar[bool] = True
     """Whether a forward pass is computed once: a loss may be computed inside."""
 
-    def __init__(self, module: nn.Module, *, backend: str, mode: str | None, budget: float | None = None) -> None:
+    def __init__(self, module: nn.Module, *, backend: str, mode: str | None) -> None:
         self.module, self.inner = module, module.forward
-        self.backend, self.mode, self.budget = backend, mode, budget
+        self.backend, self.mode = backend, mode
         self.is_eager = False
         """Whether the module runs its original forward."""
         self._compiled: Callable[..., Any] | None = None
@@ -59,9 +57,6 @@ class Compiled:
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         for module in self.module.modules():
             _keep_keys_out(module)
-        if self.budget is not None:
-            limited = BudgetedBackend(self.backend, self.mode, self.budget)
-            return torch.compile(self.inner, backend=limited)
         made: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)
         return made
 

@@ -13,13 +13,11 @@ from torch import nn
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.random_calls import random_call
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.from_hidden.cross_entropy import score_rows
 from trainkit.objectives.from_hidden.output_layer import offered_by
 from trainkit.strategies.model_transforms.autotuning import quiet_autotuning
 from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
-from trainkit.strategies.model_transforms.memory_budget import BACKENDS
 from trainkit.strategies.model_transforms.memory_format import (
     MemoryFormat,
     apply_format,
@@ -100,8 +98,6 @@ class ModelTransforms:
     """The backend of torch.compile."""
     memory_format: MemoryFormat = "contiguous"
     """Memory format of a convnet's weights; `auto`: channels last, if it has convolutions."""
-    memory_budget: float | None = None
-    """The share of activations that compiled graphs keep for backward; None: the backend chooses."""
     cuda_graphs: bool = False
     """Whether compiled steps are replayed as CUDA graphs."""
 
@@ -135,12 +131,12 @@ class ModelTransforms:
 
     @property
     def graph_settings(self) -> GraphSettings | None:
-        """Settings of what an executor compiles as a whole: a step, or a shard unless parts are recomputed, by a budget
-        too: a graph of all blocks would compute them all again before the backward pass of the last one.
+        """Settings of what an executor compiles as a whole: a step, or a shard unless parts are recomputed: a graph of
+        all blocks would compute them all again before the backward pass of the last one.
         """
         if self.compile_mode == "step":
             return GraphSettings(covers="step", backend=self.backend, cuda_graphs=self.cuda_graphs)
-        if not self.compiles or self.recomputes or self.memory_budget is not None:
+        if not self.compiles or self.recomputes:
             return None
         return GraphSettings(covers="shard", backend=self.backend, mode=self.inductor_mode)
 
@@ -206,7 +202,7 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
         if shaping.compile_mode == "max-autotune":
             quiet_autotuning()
         for module in _compiled(model, recomputed, compiles):
-            module.forward = Compiled(module, backend=shaping.backend, mode=mode, budget=shaping.memory_budget)
+            module.forward = Compiled(module, backend=shaping.backend, mode=mode)
         if isinstance(layer := offered_by(model), nn.Module):  # the loop over chunks stays outside
             layer.compiled_score_rows = CompiledFunction(score_rows, backend=shaping.backend)  # type: ignore[assignment]
     for module in recomputed:  # outside of compiled code: a recomputation runs the same code
@@ -219,7 +215,6 @@ def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     return [
         *format_problems(model, shaping.memory_format),
         *_recompute_problems(model, shaping.recompute),
-        *_budget_problems(model, shaping),
         *_compile_problems(model, shaping, compiles, strategy),
     ]
 
@@ -290,37 +285,6 @@ def _recompute_problems(model: nn.Module, asked: Recomputation) -> Iterator[Prob
         yield Problem(key=key, value=asked, rule=rule)
 
 
-def _budget_problems(model: nn.Module, shaping: ModelTransforms) -> Iterator[Problem]:
-    if shaping.is_selective and shaping.compiles_modules:
-        mode = shaping.compile_mode
-        rule = (
-            f"does not work with compile.mode={mode}: the compiler chooses the tensors that a compiled block keeps. "
-            "Use compile.memory_budget=0.5 instead, or full."
-        )
-        yield Problem(key="activation_checkpointing", value="selective", rule=rule)
-    key, budget = "compile.memory_budget", shaping.memory_budget
-    if budget is None:
-        return
-    if not shaping.compiles_modules:
-        rule = (
-            f"is a limit for a compiler, and compile.mode={shaping.compile_mode} compiles no forward pass of its own. "
-            "Use compile.mode=default, or activation_checkpointing=selective without it."
-        )
-        yield Problem(key=key, value=budget, rule=rule)
-    elif shaping.recomputes:
-        rule = "does not work with activation_checkpointing, which keeps only the inputs of a block. Leave one out."
-        yield Problem(key=key, value=budget, rule=rule)
-    elif shaping.backend not in BACKENDS:
-        rule = f"has no effect with compile.backend={shaping.backend}. Use one of {', '.join(BACKENDS)}."
-        yield Problem(key=key, value=budget, rule=rule)
-    elif random_call(model, None) is not None:
-        rule = (
-            "is for models that draw no random numbers: a compiled backward pass would draw different ones from the "
-            "forward pass. Set the dropout to 0, or use activation_checkpointing=selective without compile.mode."
-        )
-        yield Problem(key=key, value=budget, rule=rule)
-
-
 def _compile_problems(
     model: nn.Module, shaping: ModelTransforms, compiles: Compiles, strategy: str
 ) -> Iterator[Problem]:
@@ -341,6 +305,12 @@ def _compile_problems(
     elif not _compiled(model, recomputed_modules(model, shaping), compiles):
         rule = f"{strategy} compiles blocks, and the model has no block of several modules. Leave it out."
         yield Problem(key=key, value=value, rule=rule)
+    if shaping.is_selective and shaping.compiles_modules:
+        rule = (
+            f"does not work with compile.mode={value}: the compiler chooses the tensors that a compiled block keeps. "
+            "Use full."
+        )
+        yield Problem(key="activation_checkpointing", value="selective", rule=rule)
     if shaping.backend == _INDUCTOR:
         if not any(map(shutil.which, _COMPILERS)):
             rule = "needs a C++ compiler, and there is none here. Install one, such as g++, or leave it out."

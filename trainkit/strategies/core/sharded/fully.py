@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -76,11 +76,6 @@ def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.M
     return {name: module for name, module in model.named_modules() if name and type(module).__name__ in wanted}
 
 
-def modules_above(model: nn.Module, num_bytes: float) -> dict[str, nn.Module]:
-    """Return the smallest modules with at least `num_bytes` of parameters outside of already chosen modules."""
-    return dict(_above("", model, num_bytes, set()))
-
-
 def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules that share no parameter with the rest of the model, which keeps the shared ones."""
     owners = Counter(
@@ -101,15 +96,6 @@ def _reaches_out(module: nn.Module, shared: set[int], owners: Counter[int]) -> b
         if id(param) in shared
     )
     return any(count < owners[place] for place, count in inside.items())
-
-
-def _above(name: str, module: nn.Module, num_bytes: float, taken: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    for leaf, child in module.named_children():
-        yield from _above(f"{name}.{leaf}" if name else leaf, child, num_bytes, taken)
-    left = {id(p): p.numel() * p.element_size() for p in module.parameters() if id(p) not in taken}
-    if name and sum(left.values()) >= num_bytes and not isinstance(module, _UNCALLED):
-        taken.update(left)
-        yield name, module
 
 
 @dataclass(frozen=True, kw_only=True)
