@@ -1,4 +1,4 @@
-"""Axes are multiplied in one place."""
+"""A group of some ranks that waits longer than the group of all is caught here alone; so are axes in another order."""
 
 import pytest
 import torch
@@ -6,31 +6,25 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.support.pool import Place, Pool
 from trainkit.cluster.tasks import Identity
-from trainkit.errors import Problem
 from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.groups import process_group
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.pipeline.groups import new_groups
 
 
-def test_ranks_of_the_last_axis_are_neighbours() -> None:
+def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of_its_own() -> None:
     axes = Axes(replicate=2, shard=3, tensor=2)
-    assert axes.num_ranks == 12
     assert [axes.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 0, 1]
     assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "tensor": 1}
-
-
-def test_every_rank_has_its_own_coordinates() -> None:
-    axes = Axes(replicate=2, shard=2, tensor=3)
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
-    assert len(set(places)) == axes.num_ranks
-    assert places == sorted(places)
+    assert places == sorted(set(places))
+    assert len(places) == 12
 
 
 def test_axes_that_do_not_make_up_the_world_are_a_problem() -> None:
     assert Axes(shard=2, tensor=2).problems(4) == []
-    rule = "2 (shard) x 2 (tensor) make 4 ranks, and the run has 6."
-    assert Axes(shard=2, tensor=2).problems(6) == [Problem(key="strategy", rule=rule)]
+    (problem,) = Axes(shard=2, tensor=2).problems(6)
+    assert "make 4 ranks, and the run has 6" in str(problem)
 
 
 def limits(place: Place) -> list[float]:

@@ -1,4 +1,7 @@
-"""What mirrored strategies refuse, choose and check about their exchange."""
+"""A reducer that sums the gradients of a host twice, or a chosen one that cannot compress, is caught here alone.
+
+What mirrored strategies refuse, choose and check about their exchange.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from torch import Tensor, nn
 
 from tests.contract.stepping import Case, train
 from tests.contract.test_sparse import SparseAdamWords
+from tests.launchers.launches import launch_of
 from tests.support import zoo
 from tests.support.pool import Place, Pool, TaskError
-from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.process_group import GroupCollective
@@ -27,74 +29,36 @@ from trainkit.strategies.reducers.shared_memory import shared_memory_obstacle
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
 CPU = torch.device("cpu")
-TWO_HOSTS = LaunchEnvironment(
-    kind="torchrun",
-    tasks=tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2)),
-    rank=0,
-    local_rank=0,
-    num_local=1,
-    num_hosts=2,
-    store=("10.0.0.1", 29400),
-)
-FIXED = "does not work with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
-OTHERS = "Use backend, hierarchical or auto."
-BACKEND = "Use strategy.reduce=backend."
-IDLE_KEY = "has no effect without strategy.compression=powersgd."
-LASTING = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
-
-
-REFUSED: list[tuple[Any, Any, list[str]]] = [
-    (
-        {"reduce": "ring", "compression": "bf16"},
-        {"numerics": Numerics(reproducible=True)},
-        [f"reduce=ring: {FIXED}", f"compression=bf16: {FIXED}"],
-    ),
-    (
-        {"reduce": "shared_memory"},
-        {"num_gpus": 2},
-        ["reduce=shared_memory: sums in the memory of the host, and the replicas are on GPUs. Use backend."],
-    ),
-    (
-        {"reduce": "shared_memory"},
-        {"launch": TWO_HOSTS},
-        [f"reduce=shared_memory: reaches the processes of one host, and there are 2. {OTHERS}"],
-    ),
-    (
-        {"reduce": "ring", "bucket_mb": 1.0, "compression": "fp16"},
-        {},
-        [
-            "bucket_mb=1.0: has no effect with strategy.reduce=ring: only backend sends buckets.",
-            f"compression=fp16: is done by the backend, and strategy.reduce=ring. {BACKEND}",
-        ],
-    ),
-    (
-        {"powersgd_rank": 2, "powersgd_after": 5},
-        {},
-        [f"powersgd_rank=2: {IDLE_KEY}", f"powersgd_after=5: {IDLE_KEY}"],
-    ),
-    (
-        {"compression": "powersgd"},
-        {"precision": "fp16_mixed", "numerics": Numerics(on_nonfinite="skip")},
-        [
-            f"compression=powersgd: cannot leave out a step that overflows, as precision=fp16_mixed does: {LASTING}",
-            f"compression=powersgd: cannot leave out a step, as numerics.on_nonfinite=skip does: {LASTING}",
-        ],
-    ),
+TWO_HOSTS = launch_of(2, local_rank=0, num_local=1, num_hosts=2)
+REPRODUCIBLE = Numerics(reproducible=True)
+REFUSED: list[tuple[Any, Any, list[tuple[str, str]]]] = [
+    ({"reduce": "ring", "compression": "bf16"}, {"numerics": REPRODUCIBLE},
+     [("reduce=ring", "whose order of summation is fixed"), ("compression=bf16", "whose order of summation is fixed")]),
+    ({"reduce": "shared_memory"}, {"num_gpus": 2}, [("reduce=shared_memory", "on GPUs. Use backend.")]),
+    ({"reduce": "shared_memory"}, {"launch": TWO_HOSTS}, [("reduce=shared_memory", "one host, and there are 2")]),
+    ({"reduce": "ring", "bucket_mb": 1.0, "compression": "fp16"}, {},
+     [("bucket_mb=1.0", "no effect with strategy.reduce=ring"), ("compression=fp16", "Use strategy.reduce=backend.")]),
+    ({"powersgd_rank": 2, "powersgd_after": 5}, {},
+     [("powersgd_rank=2", "without strategy.compression=powersgd"), ("powersgd_after=5", "has no effect")]),
+    ({"compression": "powersgd"}, {"precision": "fp16_mixed", "numerics": Numerics(on_nonfinite="skip")},
+     [("compression=powersgd", "as precision=fp16_mixed does"), ("compression=powersgd", "on_nonfinite=skip does")]),
     ({"reduce": "hierarchical", "bucket_mb": 25.0, "allow_unused": True}, {"launch": TWO_HOSTS}, []),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "facts", "expected"), REFUSED)
-def test_what_cannot_go_together_is_refused(settings: Any, facts: Any, expected: list[str]) -> None:
-    found = MultiWorkerMirrored(**settings).validate(PlanContext(**facts))
-    assert [str(problem) for problem in found] == [f"strategy.{text}" for text in expected]
+def test_what_cannot_go_together_is_refused() -> None:
+    for settings, facts, wanted in REFUSED:
+        found = [str(problem) for problem in MultiWorkerMirrored(**settings).validate(PlanContext(**facts))]
+        for said, (key, word) in zip(found, wanted, strict=True):
+            assert said.startswith(f"strategy.{key}: ")
+            assert word in said
 
 
-@pytest.mark.parametrize("name", ["/gpu:0", "gpu:0", 0, "cuda:0", "/device:GPU:0"])
-def test_a_subset_of_the_devices_is_named_in_either_spelling(name: Any) -> None:
-    strategy = Mirrored(devices=(name, "/gpu:2"))
-    assert strategy.validate(PlanContext(num_gpus=3)) == []
-    assert [task.device for task in strategy.tasks(PlanContext(num_gpus=3))] == ["cuda:0", "cuda:2"]
+def test_a_subset_of_the_devices_is_named_in_either_spelling() -> None:
+    for name in ("/gpu:0", "gpu:0", 0, "cuda:0", "/device:GPU:0"):
+        strategy = Mirrored(devices=(name, "/gpu:2"))
+        assert strategy.validate(PlanContext(num_gpus=3)) == []
+        assert [task.device for task in strategy.tasks(PlanContext(num_gpus=3))] == ["cuda:0", "cuda:2"]
 
 
 class Idle(zoo.Net):
@@ -119,12 +83,8 @@ IDLE = IdleCase(strategy="mirrored", settings={"replicas": 2}, global_size=16, m
 
 
 def test_parameters_without_a_gradient_are_named_with_the_setting_that_allows_them(pool: Pool) -> None:
-    with pytest.raises(TaskError) as caught:
+    with pytest.raises(TaskError, match=r"for spare.weight, spare.bias\. .* strategy\.allow_unused=true"):
         train(pool, IDLE)
-    assert (
-        "no gradient in the first step for spare.weight, spare.bias. Freeze what is not trained "
-        "(requires_grad=False), or set strategy.allow_unused=true, which excludes it from the exchange."
-    ) in str(caught.value)
 
 
 @pytest.mark.parametrize("reduce", ["backend", "shared_memory"])
@@ -150,7 +110,7 @@ def grouped(place: Place, hosts: list[int]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("hosts", [[7, 7, 9, 9], [7, 9, 7, 9], [7, 8, 9, 9], [7, 8, 9, 10]])
+@pytest.mark.parametrize("hosts", [[7, 9, 7, 9], [7, 8, 9, 9]])
 def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: Pool) -> None:
     found = pool.run("tests.strategies.test_reducing.grouped", hosts, num_ranks=4, group=True)
     assert found == [[1111.0] * 3] * 4
@@ -159,23 +119,12 @@ def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: P
 MEBIBYTE = FlatBuffer([torch.Size([1 << 18])], torch.float32, CPU)
 
 
-@pytest.mark.parametrize("compression", ["bf16", "powersgd"])
-def test_auto_takes_the_reducer_that_can_compress(compression: Any, pool: Pool) -> None:
-    assert Mirrored(reduce="auto", compression=compression).validate(PlanContext()) == []
-    found = pool.run("tests.strategies.test_reducing.made", compression, num_ranks=2, group=True)
-    assert found == ["BackendReducer"] * 2
-
-
-def made(place: Place, compression: Any) -> str:
-    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    return type(Mirrored(reduce="auto", compression=compression).make_reducer(collective, Numerics())).__name__
-
-
 @pytest.mark.parametrize(
     ("settings", "ranks", "expected"),
     [({}, (2, 1, False), "shared_memory"), ({}, (2, 1, True), "backend"), ({}, (1, 1, False), "backend"),
      ({}, (4, 2, False), "backend"), ({"bucket_mb": 1.0}, (2, 1, False), "backend"),
-     ({"compression": "bf16"}, (4, 2, False), "backend"), ({"reduce": "ring"}, (2, 1, True), "ring")],
+     ({"compression": "bf16"}, (2, 1, False), "backend"), ({"compression": "powersgd"}, (2, 1, False), "backend"),
+     ({"reduce": "ring"}, (2, 1, True), "ring")],
 )  # fmt: skip
 def test_auto_is_a_rule_where_one_is_known(settings: Any, ranks: tuple[int, int, bool], expected: str) -> None:
     num_ranks, num_hosts, on_gpus = ranks
@@ -183,13 +132,12 @@ def test_auto_is_a_rule_where_one_is_known(settings: Any, ranks: tuple[int, int,
     assert options.known_reducer(num_ranks=num_ranks, num_hosts=num_hosts, on_gpus=on_gpus) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "why"),
-    [(0, "rank 1 may not open the memory that rank 0 would share"),
-     (1 << 60, "there are no 3298534883328 MiB of memory to share gradients in"), (8, None)],
-)  # fmt: skip
-def test_ranks_that_cannot_share_memory_all_see_why(size: int, why: str | None, pool: Pool) -> None:
-    assert pool.run("tests.strategies.test_reducing.hindered", size, num_ranks=2, group=True) == [why] * 2
+def test_ranks_that_cannot_share_memory_all_see_why(pool: Pool) -> None:
+    for size, why in ((0, "rank 1 may not open the memory"), (1 << 60, "there are no 3298534883328 MiB of memory")):
+        found = pool.run("tests.strategies.test_reducing.hindered", size, num_ranks=2, group=True)
+        assert found[0] == found[1]
+        assert found[0].startswith(why)
+    assert pool.run("tests.strategies.test_reducing.hindered", 8, num_ranks=2, group=True) == [None, None]
 
 
 def hindered(place: Place, size: int) -> str | None:

@@ -1,4 +1,4 @@
-"""One changed bit of a replica is found, and named."""
+"""A check of replicas that misses one changed bit, or blames the wrong rank, is caught here alone."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from trainkit.strategies.groups.process_group import GroupCollective, LocalColle
 CPU = torch.device("cpu")
 
 
+@dataclass
+class Replica:
+    """What the check reads of a replica."""
+
+    model: nn.Module
+    data_ranks: GroupCollective | LocalCollective
+    masters_apart: bool = False
+
+
 def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
     """What the check of a replica says, once some ranks have changed one bit of a parameter."""
-
-    @dataclass
-    class Replica:
-        model: nn.Module
-        data_ranks: GroupCollective
-        masters_apart: bool = False
-
     model = zoo.Net()
     if place.rank in wrong:
         with torch.no_grad():
@@ -35,15 +37,11 @@ def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
     return drifted_parameter(Replica(model, collective))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "name", "said"),
-    [
-        ((), "0.weight", None),
-        ((1,), "2.bias", "the parameter 2.bias differs on rank 1 from rank 0."),
-        ((0,), "0.weight", "the parameter 0.weight differs on rank 0 from rank 1."),
-        ((0, 1), "0.bias", "the parameter 0.bias differs on rank 2 from rank 0."),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "name", "said"), [
+    ((), "0.weight", None), ((1,), "2.bias", "the parameter 2.bias differs on rank 1 from rank 0."),
+    ((0,), "0.weight", "the parameter 0.weight differs on rank 0 from rank 1."),
+    ((0, 1), "0.bias", "the parameter 0.bias differs on rank 2 from rank 0."),
+])  # fmt: skip
 def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, said: str | None, pool: Pool) -> None:
     found = pool.run("tests.strategies.test_replica_check.drift", wrong, name, num_ranks=3, group=True)
     assert found == [said] * 3
@@ -57,12 +55,6 @@ def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> No
 
 
 def test_parameters_on_two_devices_are_compared() -> None:
-    @dataclass
-    class Replica:
-        model: nn.Module
-        data_ranks: LocalCollective
-        masters_apart: bool = False
-
     model = zoo.Net()
     with SecondDevice():
         send(model.get_submodule("2"))

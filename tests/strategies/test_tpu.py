@@ -1,4 +1,4 @@
-"""strategy=tpu: what is to be installed, and the calls it makes of torch_xla where there is none to make them of."""
+"""A shard on TPUs that is not keyed, spread or handed over is caught here alone, by a double of torch_xla."""
 
 from __future__ import annotations
 
@@ -85,27 +85,23 @@ def test_every_step_is_handed_over_and_every_shard_is_keyed_and_spread(xla: Xla)
     ]
 
 
-def test_another_version_of_torch_is_refused(xla: Xla) -> None:
-    xla.modules["torch_xla"].__version__ = "1.13.0"
-    here = ".".join(torch.__version__.split(".")[:2])
-    assert told(PlanContext()) == [f"torch_xla: version 1.13 does not work with torch {here}. {INSTALL}"]
-
-
 @pytest.mark.usefixtures("xla")
 def test_what_xla_cannot_keep_is_refused() -> None:
-    assert told(PlanContext(numerics=Numerics(reproducible=True), precision="fp16_mixed")) == [
-        "numerics.reproducible=true: XLA chooses the order of sums itself. Use strategy=mirrored, or leave it out.",
-        ("precision=fp16_mixed: TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."),
-    ]
+    order, scale = told(PlanContext(numerics=Numerics(reproducible=True), precision="fp16_mixed"))
+    assert "numerics.reproducible=true: XLA chooses the order of sums itself" in order
+    assert "precision=fp16_mixed: TPUs compute in bfloat16" in scale
 
 
-def test_where_xla_finds_no_device_it_says_what_to_set(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_and_a_host_without_a_device_are_refused(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> int:
         raise OSError("libtpu not found")
 
     monkeypatch.setattr(xla.modules["torch_xla.runtime"], "global_runtime_device_count", none)
-    remedy = "On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it on the CPU."
-    assert told(PlanContext()) == [f"torch_xla: finds no device (libtpu not found). {remedy}"]
+    (said,) = told(PlanContext())
+    assert "finds no device (libtpu not found). On a TPU host set PJRT_DEVICE=TPU" in said
+    xla.modules["torch_xla"].__version__ = "1.13.0"
+    (said,) = told(PlanContext())
+    assert "version 1.13 does not work with torch" in said
 
 
 @pytest.mark.engine

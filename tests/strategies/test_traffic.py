@@ -1,4 +1,4 @@
-"""The bytes of a step that a strategy gives before a run, by purpose and by link."""
+"""A plan whose bytes of a step differ from what ranks send is caught here alone: each strategy, by purpose and link."""
 
 import subprocess
 from collections.abc import Collection, Sequence
@@ -10,8 +10,8 @@ from torch import nn
 
 import trainkit
 from benchmarks.loopback import NAME
+from tests.launchers.launches import launch_of
 from tests.support import quick
-from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.traffic import Traffic, step_traffic
 from trainkit.run.planning.memory import meta_model
@@ -40,13 +40,11 @@ def test_one_device_sends_nothing() -> None:
     assert sent(OneDevice()) == []
 
 
-@pytest.mark.parametrize(
-    ("reduce", "num_bytes"),
-    [("backend", 4 * SIZE), ("ring", 4 * SIZE), ("to_one_device", 14 / 3 * SIZE), ("hierarchical", 14 / 3 * SIZE)],
-)
-def test_each_reducer_sends_its_own_bytes_over_three_ranks(reduce: str, num_bytes: float) -> None:
-    ((_, found),) = sent(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
-    assert found == pytest.approx(num_bytes)
+def test_each_reducer_sends_its_own_bytes_over_three_ranks() -> None:
+    sizes = {"backend": 4, "ring": 4, "to_one_device": 14 / 3, "hierarchical": 14 / 3}
+    for reduce, times in sizes.items():
+        ((_, found),) = sent(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
+        assert found == pytest.approx(times * SIZE), reduce
 
 
 def test_two_bytes_an_element_halve_the_exchange_and_lanes_keep_it() -> None:
@@ -75,6 +73,13 @@ def test_fsdp_gathers_a_model_of_one_block_once_and_gloo_sums_whole_vectors() ->
     assert sent(Fsdp(replicas=2)) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * 2 * SIZE)]
     once = Fsdp(replicas=2, reshard_after_forward=False, sync="last")
     assert sent(once) == [("all-gather", 2 * SIZE), ("reduce-scatter", 2 * SIZE)]
+
+
+def test_hybrid_groups_sum_the_part_of_a_rank_between_them() -> None:
+    found = traffic_of(Fsdp(replicas=4, replicate=2), MODEL, PlanContext(), CUT) or ()
+    summed = found[1].flows  # each rank sums its half with that of its twin, by an all-reduce of two
+    assert summed[0, 2] == summed[2, 0] == 2 * SIZE / 2
+    assert (0, 3) not in summed
 
 
 def test_workers_pull_once_a_step_and_push_each_shard() -> None:
@@ -136,22 +141,8 @@ def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -
 
 
 def test_processes_of_two_hosts_sum_by_an_all_reduce() -> None:
-    found = traffic_of(
-        MultiWorkerMirrored(),
-        MODEL,
-        PlanContext(
-            launch=LaunchEnvironment(
-                kind="torchrun",
-                tasks=workers(2),
-                rank=0,
-                local_rank=0,
-                num_local=1,
-                num_hosts=2,
-                store=("10.0.0.1", 29400),
-            )
-        ),
-        CUT,
-    )
+    context = PlanContext(launch=launch_of(2, num_local=1, num_hosts=2))
+    found = traffic_of(MultiWorkerMirrored(), MODEL, context, CUT)
     assert [(one.num_bytes, one.note) for one in found or ()] == [(2 * SIZE, None)]
 
 
@@ -182,10 +173,8 @@ def test_a_cut_block_sums_activations_twice_in_each_direction_and_once_more_wher
 
 
 def test_a_ring_over_two_hosts_crosses_between_them_once_in_each_direction() -> None:
-    launch = LaunchEnvironment(
-        kind="torchrun", tasks=workers(4), rank=0, local_rank=0, num_local=2, num_hosts=2, store=("10.0.0.1", 29400)
-    )
-    found = traffic_of(MultiWorkerMirrored(), MODEL, PlanContext(launch=launch), CUT)
+    context = PlanContext(launch=launch_of(4, num_local=2, num_hosts=2))
+    found = traffic_of(MultiWorkerMirrored(), MODEL, context, CUT)
     traffic = Traffic(transfers=found or (), ranks_a_host=2)
     assert traffic.by_link() == {"within_host": 2 * 1.5 * SIZE, "between_hosts": 2 * 1.5 * SIZE}
 
