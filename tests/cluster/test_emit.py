@@ -1,4 +1,7 @@
-"""What `trainkit emit` prints: held against the engine's schema, and run with the engine stood in for."""
+"""A script that starts too few processes, or splits an argument with a space or a dollar, is caught here alone.
+
+The engine is stood in for by a command that prints its arguments.
+"""
 
 from __future__ import annotations
 
@@ -89,13 +92,6 @@ def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(
         "torchrun", "--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=[fd00::1]:3000", "--rdzv-id=monday",
         "--nproc-per-node=4", "--max-restarts=3", "-m", "trainkit", "strategy=multi_worker_mirrored",
     ]  # fmt: skip
-
-
-def test_a_torchrun_script_for_hosts_asks_for_the_name_of_the_launch(emit: Callable[..., str]) -> None:
-    script = emit("torchrun", "--head", "n1", *TWO_HOSTS)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "give the launch a NAME, the same on every host" in done.stderr
 
 
 def test_a_batch_script_starts_a_task_a_gpu(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
@@ -212,56 +208,51 @@ def test_names_that_kubernetes_refuses_are_respelt() -> None:
 
 
 def test_all_missing_or_refused_flags_of_an_engine_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = "is missing: vertex needs it for several hosts. --shared PLACE. "
-    shared += "They write into one run folder; or give hydra.run.dir, a folder that all see."
-    assert refused(capsys, "vertex", "--hosts", "2", "--gpus-per-host", "x", "--head", "n", "--time", "90") == [
-        "--gpus-per-host=x: must be a whole number, 1 or more.",
-        "--head=n: has no effect on vertex: only torchrun use it.",
-        "--time=90: must be [DAYS-]HH:MM:SS, as in 12:00:00.",
-        "--image: is missing: vertex needs it. --image IMAGE.",
-        "--machine: is missing: vertex needs it. --machine TYPE.",
-        "--accelerator: is missing: vertex needs it for GPUs. --accelerator TYPE.",
-        f"--shared: {shared}",
-    ]
+    flags = ("--hosts", "2", "--gpus-per-host", "x", "--head", "n", "--time", "90")
+    keys = [problem.partition(": ")[0] for problem in refused(capsys, "vertex", *flags)]
+    assert keys == [
+        "--gpus-per-host=x", "--head=n", "--time=90", "--image", "--machine", "--accelerator", "--shared",
+    ]  # fmt: skip
+
+
+POD = ("kubernetes", "--image", "i", "--shared", "runs")
+VERTEX = ("vertex", "--image", "i", "--machine", "m")
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ((), "emit: takes one of torchrun, slurm, kubernetes, vertex, skypilot, mpirun, tf_config, spec."),
-        (("slrm",), ("emit=slrm: no such engine. Did you mean slurm? "
-         "There are: torchrun, slurm, kubernetes, vertex, skypilot, mpirun, tf_config, spec.")),
-        (("slurm", "torchrun"), ("emit slurm torchrun: takes one of torchrun, slurm, kubernetes, vertex, skypilot, "
-         "mpirun, tf_config, spec.")),
-        (("slurm", "--partition", "a b"),
-         "--partition=a b: must be one word of letters, digits and . _ : / @ , + -."),
-        (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line. Put longer text into a script of your own."),
-        (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"),
-         "--processes-per-host=2: a host has processes with or without GPUs: give only one of the two."),
-        (("vertex", "--image", "i", "--machine", "m", "--processes-per-host", "2"),
-         "--processes-per-host=2: has no effect on vertex: it starts one process per host. Give strategy.replicas."),
-        (("vertex", "--image", "i", "--machine", "m", "--shared", "server:runs"),
-         "--shared=server:runs: must be SERVER:/PATH of NFS."),
-        (("kubernetes", "--image", "i", "--shared", "server:/runs"),
-         "--shared=server:/runs: must be the name of a volume."),
-        (("torchrun", "--hosts", "2"), "--head: is missing: torchrun needs it for several hosts. --head HOST."),
-        (("torchrun", "--head", "n1"), "--head=n1: has no effect on one host. Give --hosts."),
-        (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "1"),
-         "--min-hosts=1: needs --restarts: the remaining hosts restart together."),
+        (("slrm",), "emit=slrm: no such engine. Did you mean slurm?"),
+        (("slurm", "--partition", "a b"), "--partition=a b: must be one word"),
+        (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line"),
+        (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"), "--processes-per-host=2: a host has"),
+        ((*VERTEX, "--processes-per-host", "2"), "--processes-per-host=2: has no effect on vertex"),
+        ((*VERTEX, "--shared", "server:runs"), "--shared=server:runs: must be SERVER:/PATH of NFS."),
+        ((*POD[:4], "server:/runs"), "--shared=server:/runs: must be the name of a volume."),
+        (("torchrun", "--hosts", "2"), "--head: is missing"),
+        (("torchrun", "--head", "n1"), "--head=n1: has no effect on one host"),
+        (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "1"), "--min-hosts=1: needs --restarts"),
         (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "3", "--restarts", "1"),
          "--min-hosts=3: must be --hosts=2 or less."),
-        (("slurm", "cluster.launcher=none"),
-         "cluster.launcher=none: the engine sets the tasks. Leave it out."),
-        (("slurm", "cluster=spec", "cluster.worker=[a:1]"),
-         "cluster=spec: the engine sets the tasks. Leave it out."),
-        (("slurm", "--hosts", "2", "strategy=mirrored"),
-         ("strategy=mirrored: runs on one host, and SLURM started 2. "
-         "Use strategy=multi_worker_mirrored: the same training over hosts.")),
-        (("slurm", "--hosts", "8", "strategy=multi_worker_mirrored", "batch.global_size=4"),
-         "batch.global_size=4: fewer samples than the 8 shards of a step on 8 replicas. Use 8 or more."),
+        (("slurm", "cluster.launcher=none"), "cluster.launcher=none: the engine sets the tasks"),
+        (("slurm", "--hosts", "2", "strategy=mirrored"), "strategy=mirrored: runs on one host, and SLURM started 2"),
+        (("tf_config",), "--names: is missing"),
+        (("tf_config", "--names", "a,,b"), "--names=a,,b: contains an empty name."),
+        (("spec", "--names", "a,a"), "--names=a,a: names a twice"),
+        (("spec", "--names", "a,b", "--hosts", "3"), "--hosts=3: but --names has 2"),
+        (("spec", "--names", "a,localhost"), "--names: 127.0.0.1:2222 is the local machine on every host: worker:1"),
+        (("slurm", "--names", "a"), "--names=a: has no effect on slurm"),
+        (("mpirun", "--processes-per-host", "2", "strategy=parameter_server", "strategy.servers=2"),
+         "strategy=parameter_server: needs a chief and 2 to keep the variables, and Open MPI started 2"),
+        ((*POD, "--hosts", "2", "strategy=parameter_server"), "--hosts=2: has no effect on kubernetes with parameter"),
+        ((*VERTEX, "--shared", "s:/r", "strategy=parameter_server", "strategy.workers=1"), "strategy.workers=1: "),
+        (("slurm", "--hosts", "4", "strategy=parameter_server"), "--hosts=4: are more than the 3 tasks"),
+        (("slurm", "--processes-per-host", "2", "strategy=parameter_server"), "--processes-per-host=2: has no effect"),
     ],
 )  # fmt: skip
 def test_what_could_not_run_is_refused_before_it_is_queued(
     arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "\n".join(refused(capsys, *arguments)) == problem
+    (found,) = refused(capsys, *arguments)
+    assert found.startswith(problem)

@@ -1,4 +1,4 @@
-"""What `trainkit emit` prints, given to the real thing: torchrun, and schemas in packages too big for every test."""
+"""A script that the real torchrun, sbatch, mpirun or an engine's own schema refuses is caught here alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trainkit emit` prints for parameter servers and by hand, read back as the processes read it."""
+"""Two tasks of one role at one address, or a task that no line starts, are caught here alone: lines are read back."""
 
 from __future__ import annotations
 
@@ -59,12 +59,7 @@ def test_tf_config_is_read_by_every_task(emit: Callable[..., str]) -> None:
 
 def test_workers_of_a_synchronous_run_are_a_task_a_process(emit: Callable[..., str]) -> None:
     text = emit("tf_config", "--names", "a,b", "--processes-per-host", "2", "strategy=multi_worker_mirrored")
-    assert tasks_read([variables for variables, _ in commands(text)]) == [
-        "worker:0",
-        "worker:1",
-        "worker:2",
-        "worker:3",
-    ]
+    assert tasks_read([variables for variables, _ in commands(text)]) == [f"worker:{rank}" for rank in range(4)]
     assert "# worker:2 on b\n" in text
 
 
@@ -107,7 +102,7 @@ def test_kubernetes_gives_each_role_a_job_and_each_pod_its_task(emit: Callable[.
 
 
 def test_vertex_has_a_pool_for_each_role(emit: Callable[..., str]) -> None:
-    flags = (
+    flags = [
         "--image",
         "i",
         "--machine",
@@ -118,7 +113,7 @@ def test_vertex_has_a_pool_for_each_role(emit: Callable[..., str]) -> None:
         "1",
         "--accelerator",
         "L4",
-    )
+    ]
     pools = yaml.safe_load(emit("vertex", *flags, *SERVERS))["workerPoolSpecs"]
     assert [(pool["replicaCount"], "acceleratorType" in pool["machineSpec"]) for pool in pools] == [
         (1, True), (2, True), (2, False), (1, False),
@@ -157,42 +152,3 @@ def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:
     assert alone.splitlines()[-1] == "exec mpirun -n 2 --bind-to none python -m trainkit strategy=mirrored"
     serving = emit("mpirun", "--processes-per-host", "3", "strategy=parameter_server")
     assert serving.splitlines()[-1] == "exec mpirun -n 3 --bind-to none python -m trainkit strategy=parameter_server"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problems"),
-    [
-        (("tf_config",), ["--names: is missing: tf_config needs it. --names HOST,HOST."]),
-        (("tf_config", "--names", "a,,b"), ["--names=a,,b: contains an empty name."]),
-        (("spec", "--names", "a,a"), ["--names=a,a: names a twice. Give each host once."]),
-        (("spec", "--names", "a,b", "--hosts", "3"), ["--hosts=3: but --names has 2. Leave it out."]),
-        (("spec", "--names", "a,localhost"),
-         [("--names: 127.0.0.1:2222 is the local machine on every host: worker:1 needs a name that other hosts can "
-          "reach.")]),
-        (("slurm", "--names", "a"), ["--names=a: has no effect on slurm: only mpirun, tf_config, spec use it."]),
-        (("mpirun", "--hosts", "2"), ["--names: is missing: mpirun needs it for several hosts. --names HOST,HOST."]),
-        (("mpirun", "--processes-per-host", "2", "strategy=parameter_server", "strategy.servers=2"),
-         [("strategy=parameter_server: needs a chief and 2 to keep the variables, and Open MPI started 2 processes. "
-          "Start 3 or more.")]),
-        (("kubernetes", "--image", "i", "--hosts", "2", "--shared", "runs", "strategy=parameter_server"),
-         [("--hosts=2: has no effect on kubernetes with parameter servers: each task is a separate host (1 chief, 1 "
-          "worker, 1 ps).")]),
-        (("kubernetes", "--image", "i", "strategy=parameter_server"),
-         ["--shared: is missing: kubernetes needs it for several hosts. --shared PLACE."]),
-        (("vertex", "--image", "i", "--machine", "m", "--shared", "s:/r", "strategy=parameter_server",
-          "strategy.workers=1"),
-         [("strategy.workers=1: vertex needs a pool of workers between the chief and the servers. Give "
-          "strategy.workers=2 or more.")]),
-        (("slurm", "--hosts", "4", "strategy=parameter_server"),
-         ["--hosts=4: are more than the 3 tasks (1 chief, 1 worker, 1 ps)."]),
-        (("slurm", "--processes-per-host", "2", "strategy=parameter_server"),
-         [("--processes-per-host=2: has no effect with parameter servers: strategy.workers and "
-           "strategy.servers set the tasks (1 chief, 1 worker, 1 ps).")]),
-    ],
-)  # fmt: skip
-def test_misuse_is_refused(arguments: tuple[str, ...], problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emit", *arguments]) == 2
-    lines = [
-        re.sub(r" \((?:command line|conf/[^()]*)\)$", "", line) for line in capsys.readouterr().err.splitlines()[1:]
-    ]
-    assert lines == [f"  {problem}" for problem in problems]

@@ -1,8 +1,10 @@
-"""Which GPU each process takes: MIG instances, and launches in which each process sees one GPU of its own."""
+"""Two processes of one host that would take the same GPU, or the same MIG instance, are caught here alone."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 import trainkit
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
-from trainkit.cluster.host import count_gpus, use_device
+from trainkit.cluster.host import count_gpus, keep_freed_memory, use_device
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import make_plan
@@ -50,13 +52,9 @@ def test_a_process_that_sees_another_gpu_than_the_others_has_its_own() -> None:
     assert not owns("GPU-1", "GPU-1")
     assert not owns("", "GPU-2")
     assert not owns("", "GPU-2", num_local=1, num_hosts=2)  # the place on the host is the same
-
-
-def test_a_process_with_a_gpu_of_its_own_takes_it_whatever_its_place() -> None:
-    launch = replace(launch_of(2, rank=1, local_rank=1), has_own_gpu=True)
-    context = PlanContext(launch=launch, num_gpus=1)
+    context = PlanContext(launch=replace(launch_of(2, rank=1, local_rank=1), has_own_gpu=True), num_gpus=1)
     assert Mirrored().validate(context) == []
-    assert Mirrored().tasks(context)[1].device == "cuda:0"
+    assert Mirrored().tasks(context)[1].device == "cuda:0", "whatever its place on the host"
 
 
 def test_each_rank_gets_one_mig_instance() -> None:
@@ -69,30 +67,18 @@ def test_each_rank_gets_one_mig_instance() -> None:
 
 def test_mig_instances_are_counted_where_cuda_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert count_gpus() == 2
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert count_gpus() == 0
+    for shown, counted in ((1, 2), (0, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda shown=shown: shown)
+        assert count_gpus() == counted
 
 
-@pytest.mark.parametrize("strategy", ["strategy=device_map", "strategy=one_device strategy.device=cuda:1"])
-def test_one_process_does_not_get_several_mig_instances(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mig_instances_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", TWO["CUDA_VISIBLE_DEVICES"])
-    with pytest.raises(ConfigError) as caught:
-        make_plan(trainkit.compose(["recipe=digits", *strategy.split()]).cfg, num_gpus=2)
-    assert [str(problem) for problem in caught.value.problems] == [
-        "strategy: a process uses one MIG instance, and CUDA_VISIBLE_DEVICES names 2. Name one, or use one per process."
-    ]
-
-
-def test_cublas_is_configured_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str | None] = []
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(synchronous, "use_device", lambda _: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
-    run = ["recipe=digits", "steps=1", "numerics.reproducible=true", "callbacks=[]", "quiet=true"]
-    assert main([*run, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
-    assert found == [":4096:8"]
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    for strategy in (["strategy=device_map"], ["strategy=one_device", "strategy.device=cuda:1"]):
+        with pytest.raises(ConfigError, match="strategy: a process uses one MIG instance, and CUDA_VISIBLE_DEVICES"):
+            make_plan(trainkit.compose(["recipe=digits", *strategy]).cfg, num_gpus=2)
+    (problem,) = Pipeline(stages=2).validate(PlanContext(num_gpus=1))
+    assert str(problem).startswith("strategy=pipeline: sends tensors between GPUs, which MIG instances cannot")
 
 
 def test_the_device_of_a_task_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +89,41 @@ def test_the_device_of_a_task_becomes_the_current_one(monkeypatch: pytest.Monkey
     assert used == [torch.device("cuda:1")]
 
 
-def test_a_pipeline_is_refused_on_mig_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-4e5f")
-    (problem,) = Pipeline(stages=2).validate(PlanContext(num_gpus=1))
-    assert str(problem).startswith("strategy=pipeline: sends tensors between GPUs, which MIG instances cannot")
+def test_cublas_and_malloc_are_set_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(synchronous, "keep_freed_memory", lambda: found.append("memory is kept"))
+    monkeypatch.setattr(synchronous, "use_device", lambda _: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    run = ["recipe=digits", "steps=1", "numerics.reproducible=true", "callbacks=[]", "quiet=true"]
+    assert main([*run, "eval.every_epochs=null", f"hydra.run.dir={tmp_path}/run"]) == 0
+    assert sorted(map(str, found)) == [":4096:8", "memory is kept"]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+STEPS = """
+import resource
+from trainkit.cluster.host import keep_freed_memory
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [b"x" * 2**24 for _ in range(6)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+new_pages()
+print(new_pages(), keep_freed_memory(), new_pages(), new_pages())
+"""
+"""Steps that allocate and free 96 MiB each, in a process whose heap holds nothing else."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
+def test_a_second_step_finds_the_memory_of_the_first_unless_the_user_has_set_malloc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True)
+    before, kept, _, after = done.stdout.split()
+    assert kept == "True"
+    assert int(after) < 100 < int(before)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not keep_freed_memory()
