@@ -11,7 +11,7 @@ import contextlib
 import errno
 import json
 import os
-import sys
+import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,6 @@ from trainkit.errors import StorageError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-if sys.platform != "win32":
-    import resource
 
 _ELSEWHERE: Final = "or choose a folder on another file system (hydra.run.dir=FOLDER)"
 _GONE: Final = f"It was removed, renamed or unmounted. Restore it, {_ELSEWHERE}."
@@ -151,8 +148,6 @@ def remedy_of(error: OSError) -> str:
 
 def file_limit() -> int | None:
     """Return the largest size of a file that this process may write (`ulimit -f`); None if there is no limit."""
-    if sys.platform == "win32":
-        return None
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -287,9 +282,7 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename or new name in a folder durable; no effect on Windows."""
-    if os.name == "nt":
-        return
+    """Make a rename or new name in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """Write TensorBoard event files: checksummed records, each one a protocol buffer of TensorBoard's.
 
-TensorBoard's own writer needs a thread and 0.2 s to import, and records the time of writing as the time of an event.
+TensorBoard's own writer needs a thread and 0.2 s to import.
 
 Source: the TFRecord format (tensorflow.org/tutorials/load_data/tfrecord).
 """
@@ -21,6 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import DataClass, HistogramProto, Summ
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DataType
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from trainkit.storage import naming
 from trainkit.trainer.ownership import OwnershipToken
@@ -161,29 +162,11 @@ class EventFile:
     def _add(self, event: Event) -> None:
         record = event.SerializeToString()
         length = struct.pack("<Q", len(record))
-        self._pending += length + _masked_crc(length) + record + _masked_crc(record)
+        self._pending += length + _checksum(length) + record + _checksum(record)
 
 
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
-_CRC_TABLE = _crc_table()
-
-
-def _masked_crc(data: bytes) -> bytes:
-    """Return the CRC-32C of a record, rotated and shifted as the format requires."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))
 
 
 def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finished: bool) -> None:

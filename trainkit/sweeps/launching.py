@@ -278,35 +278,6 @@ def _returned(config: DictConfig, job: SweepJob, code: int | None) -> JobReturn:
 
 
 _OF_THE_SWEEP: Final = "sweep"
-_COUNTED_WHEN_NULL: Final = ("cv", "strategy")
-"""Sections whose keys count even if they are null, as in sweeps of earlier versions; in other sections, null does not
-count.
-"""
-
-_ADDED: Final[Mapping[str, object]] = {
-    "optimizers": {},
-    "average": {},
-    "convert": {},
-    "eval.beside": False,
-    "data.distribute": "samples",
-    "objective.cross_entropy": "auto",
-    "strategy.process_group": "auto",
-    "memory_format": "auto",
-    "compile.cuda_graphs": False,
-    "resume_allows": [],
-    "changes": [],
-    "objective.ignore_index": -100,
-    "objective.temperature_squared": True,
-    "data.exif": "apply",
-    "data.encoding": "utf-8",
-    "data.categories": [],
-    "data.missing": [""],
-    "data.on_missing": "refuse",
-    "data.delimiter": ",",
-    "data.decimal": ".",
-    "data.strip": False,
-}
-"""Key that earlier versions do not have -> its value that does not count."""
 
 
 def identity(cfg: RunConfig) -> str:
@@ -327,9 +298,7 @@ def identity(cfg: RunConfig) -> str:
         if path not in secrets
         and variable_of(value) is None
         and path[0] != _OF_THE_SWEEP
-        and (tag := tag_of(cfg, path)).tag is not Tag.cosmetic
-        and (dotted(path) not in _ADDED or value != _ADDED[dotted(path)])
-        and (value is not None or tag.neutral is not None or path[0] in _COUNTED_WHEN_NULL)
+        and tag_of(cfg, path).tag is not Tag.cosmetic
     }
     text = json.dumps(with_original_targets(counted), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

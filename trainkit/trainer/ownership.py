@@ -14,6 +14,7 @@ Source: docs/decisions/0022-tokens-in-folders.md
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -34,11 +35,6 @@ from typing import Final
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
 from trainkit.files import open_descriptor, read_bytes, read_map
-
-if sys.platform == "win32":  # untested there
-    import msvcrt
-else:
-    import fcntl
 
 MARK: Final = ".owner"
 """Name of the file that holds the token."""
@@ -310,7 +306,7 @@ def _lock_after_killed_owner(path: Path, descriptor: int) -> bool:
     """Lock the file; if its owner was killed, wait for the children that inherited the lock and are ending."""
     until = time.monotonic() + _ENDING_S
     while not _try_lock(descriptor):
-        if sys.platform == "win32" or time.monotonic() > until or owner_lives(path):
+        if time.monotonic() > until or owner_lives(path):
             return False
         time.sleep(0.02)
     return True
@@ -318,18 +314,10 @@ def _lock_after_killed_owner(path: Path, descriptor: int) -> bool:
 
 def _try_lock(descriptor: int) -> bool:
     try:
-        if sys.platform == "win32":
-            os.lseek(descriptor, _FAR, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
-
-
-_FAR = 1 << 20
-"""Windows locks bytes and then forbids reading them: lock one far beyond the content."""
 
 
 def _write_owner(descriptor: int) -> None:

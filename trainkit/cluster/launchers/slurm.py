@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -16,10 +15,6 @@ from trainkit.config.values import whole_number
 _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_MOST: Final = 100_000
-"""Largest number of nodes of a step."""
-_LONGEST: Final = 40
-"""Largest number of characters of one range, `00001-99999`, or of one count, `4(x16)`."""
 _SHOWN: Final = 200
 
 
@@ -41,8 +36,6 @@ def node_names(text: str) -> list[str]:
             raise ValueError(f"is not a list of nodes: {text[:_SHOWN]}")
         parts = re.split(r"(\[[^\]]*\])", found[0])
         variants = [_variants(part) for part in parts]
-        if len(names) + math.prod(map(len, variants)) > _MOST:
-            raise ValueError(f"lists more than {_MOST:,} nodes")
         names += map("".join, itertools.product(*variants))
         place = found.end() + 1
     return names
@@ -61,10 +54,8 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
-        if found is None or len(part) > _LONGEST:
+        if found is None:
             raise ValueError(f"is not a list of tasks per node: {text[:_SHOWN]}")
-        if len(counts) + int(found[2] or 1) > _MOST:
-            raise ValueError(f"lists more than {_MOST:,} nodes")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -80,10 +71,7 @@ def _variants(part: str) -> list[str]:
                 raise ValueError(f"is not a list of nodes: {part[:_SHOWN]}")
             found.append(item)
             continue
-        low, high = (int(ends[1]), int(ends[2])) if len(item) <= _LONGEST else (0, _MOST)
-        if high - low >= _MOST:
-            raise ValueError(f"is not a list of nodes: {part[:_SHOWN]}")
-        found += [f"{number:0{len(ends[1])}d}" for number in range(low, high + 1)]
+        found += [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
     return found
 
 

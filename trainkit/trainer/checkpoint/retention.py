@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -79,9 +79,6 @@ class Retention:
         return [entry for _, _, entry in sorted(judged, key=lambda item: item[:2])]
 
 
-if sys.platform != "win32":
-    import fcntl
-
 _NAME: Final = "evaluated.json"
 _LOCK_TIMEOUT_S: Final = 1.0
 """Seconds that the training waits for an evaluator that was stopped while it held the lock."""
@@ -150,7 +147,7 @@ def exclusive(root: Path) -> Iterator[bool]:
     Yields:
         Whether the lock is held; False: the other process holds it, or the file system has no locks.
     """
-    if sys.platform == "win32" or not (root / _NAME).exists():
+    if not (root / _NAME).exists():
         yield True
         return
     descriptor = os.open(root, os.O_RDONLY)
