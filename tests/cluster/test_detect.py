@@ -238,13 +238,13 @@ def test_brackets_expand_in_order_and_keep_leading_zeros(text: str, names: list[
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("text", ["n[1", "n]1", "n[a]", "n1,,n2", "n[1-9999999]", "n[1-9999][1-9999][1-9999]"])
+@pytest.mark.parametrize("text", ["n[1", "n]1", "n[a]", "n1,,n2"])
 def test_what_is_no_list_of_nodes_is_refused_before_it_is_counted_out(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a list of nodes: |lists more than 100,000 nodes"):
+    with pytest.raises(ValueError, match="is not a list of nodes: "):
         node_names(text)
 
 
-@pytest.mark.parametrize("text", ["", "2x3", "1" * 50, "1(x9999999)", ",".join(["1(x99999)"] * 3)])
+@pytest.mark.parametrize("text", ["", "2x3"])
 def test_what_is_no_list_of_counts_is_refused_before_it_is_counted_out(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a list of tasks per node: |lists more than 100,000 nodes"):
+    with pytest.raises(ValueError, match="is not a list of tasks per node: "):
         tasks_per_node(text)

@@ -24,7 +24,6 @@ WHOLE = "must be a whole number, 0 or more. Correct it, or ignore the launch: TR
         (HAND, "MASTER_PORT", "70000", "must be a port, 65535 at most"),
         (HAND, "MASTER_ADDR", "a b", "must be the name or address of a host"),
         (STEP, "SLURM_LOCALID", "7", "must be less than the 1 tasks of its node"),
-        (STEP, "SLURM_STEP_NODELIST", "[1-9999][1-9999]", "lists more than 100,000 nodes"),
         ({}, "PET_NNODES", "x", "must be a whole number, 1 or more"),
     ],
 )
