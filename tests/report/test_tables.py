@@ -1,3 +1,7 @@
+"""A duration, quantity or share that rounds to the wrong unit, and a summary that differs between pipe and terminal,
+are caught here alone.
+"""
+
 from __future__ import annotations
 
 import io
@@ -6,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from trainkit.report.numbers import clock, compact, duration, figure, fixed
 from trainkit.report.tables import (
     closing_lines,
     closing_text,
@@ -26,6 +31,7 @@ RESULT = {
     "metrics": {"val/loss": 0.07123, "val/accuracy": 0.9806},
     "best": "checkpoints/step_00000870",
     "resume": "python -m trainkit resume outputs/digits/1",
+    "restarts": [{"kind": kind} for kind in ("all", "all", "lost", "alone")],
 }
 
 
@@ -35,41 +41,39 @@ def shown(renderable: RenderableType, width: int = 60, soft_wrap: bool = False) 
     return [line.rstrip() for line in console.export_text().strip("\n ").split("\n")]
 
 
-def test_the_summary_lists_labels_values_and_notes() -> None:
-    assert summary_lines("digits", ROWS, notes=["The model draws random numbers."]) == [
-        "digits",
-        "  replicas       2",
-        "  batch          64 = 2 shards of 32",
-        "  learning rate  0.001",
-        "  note: The model draws random numbers.",
-    ]
+def test_numbers_are_rounded_before_their_unit_is_chosen() -> None:
+    infinite = float("inf")
+    for form, texts in (
+        (figure, {0: "0", 1e-5: "1e-5", -0.25: "-0.25", 99.996: "100", 1e9: "1e9", infinite: "inf"}),
+        (fixed, {0.9: "0.9000", 1234.5: "1,234", 0.01: "0.0100", 2e5: "2.000e5"}),
+        (compact, {999.4: "999", 999_999: "1.00 M", 12_345: "12.3 k", 1e15: "1000 T"}),
+        (duration, {59.96: "1:00", 3599.7: "1:00:00", infinite: "?"}),
+        (clock, {59.4: "0:59", 59.6: "1:00", infinite: "-:--"}),
+    ):
+        assert {value: form(value) for value in texts} == texts
 
 
-def test_the_summary_on_a_terminal_says_the_same() -> None:
-    assert shown(summary_table("digits", ROWS, notes=["Markup such as [b] is text."])) == [
-        "digits",
-        "  replicas       2",
-        "  batch          64 = 2 shards of 32",
-        "  learning rate  0.001",
-        "  note           Markup such as [b] is text.",
-    ]
+def test_the_summary_says_the_same_in_a_pipe_and_on_a_terminal() -> None:
+    expected = ["digits", "  replicas       2", "  batch          64 = 2 shards of 32", "  learning rate  0.001"]
+    notes = ["Markup such as [b] is text."]
+    assert summary_lines("digits", ROWS, notes=notes) == [*expected, f"  note: {notes[0]}"]
+    assert shown(summary_table("digits", ROWS, notes=notes)) == [*expected, f"  note           {notes[0]}"]
 
 
 def test_a_long_value_folds_inside_its_column() -> None:
-    assert shown(summary_table("t", {"shadowed": "a b c d e f g h i j"}), width=24) == [
-        "t",
-        "  shadowed  a b c d e f",
-        "            g h i j",
-    ]
+    found = shown(summary_table("t", {"shadowed": "a b c d e f g h i j"}), width=24)
+    assert found == ["t", "  shadowed  a b c d e f", "            g h i j"]
 
 
 def test_the_end_shows_result_folder_tensorboard_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("outputs/digits run")
     (folder / "tensorboard").mkdir(parents=True)
+    restarts = "2 restarts, 1 restart without a replica that was lost, 1 task started again alone"
     expected = [
         "finished after 870 steps, 6.1 s of training (8.0 s in all): all steps done",
         "  result       val/loss 0.07123  val/accuracy 0.9806",
+        f"  restarts     {restarts}: restarts in result.json",
         "  best         checkpoints/step_00000870",
         "  folder       outputs/digits run",
         "  tensorboard  tensorboard --logdir 'outputs/digits run/tensorboard'",
@@ -85,10 +89,8 @@ def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(tmp_path: Pa
 
 
 def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(tmp_path: Path) -> None:
-    assert closing_lines({"status": "failed", "reason": "NaN at step 3", "steps": 3}, tmp_path) == [
-        "failed after 3 steps: NaN at step 3",
-        f"  folder  {tmp_path}",
-    ]
+    result = {"status": "failed", "reason": "NaN at step 3", "steps": 3, "restarts": []}
+    assert closing_lines(result, tmp_path) == ["failed after 3 steps: NaN at step 3", f"  folder  {tmp_path}"]
 
 
 def test_piped_output_is_plain_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -98,22 +100,8 @@ def test_piped_output_is_plain_text(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert is_terminal(Terminal())
-    monkeypatch.setenv("TERM", "dumb")
-    assert not is_terminal(Terminal())
-    assert not is_terminal(io.StringIO())
-
-
-def test_the_closing_lines_count_what_was_started_again(tmp_path: Path) -> None:
-    restarts = [{"kind": kind} for kind in ("all", "all", "lost", "alone")]
-    lines = closing_lines({"status": "finished", "restarts": restarts}, tmp_path)
-    assert lines[1] == (
-        "  restarts  2 restarts, 1 restart without a replica that was lost, 1 task started again alone: "
-        "restarts in result.json"
-    )
-    assert not any("restarts" in line for line in closing_lines({"status": "finished", "restarts": []}, tmp_path))
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    for name, expected in (("xterm-256color", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", name)
+        assert (is_terminal(terminal), is_terminal(io.StringIO())) == (expected, False)

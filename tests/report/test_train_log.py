@@ -1,4 +1,6 @@
+"""A `train.log` that holds a secret or control character, loses a line to a kill or follows a link is caught here."""
 # ruff: noqa: T201 - what is printed is what is tested
+
 from __future__ import annotations
 
 import errno

@@ -1,0 +1,163 @@
+"""A smoothed curve that bends a straight line, an axis of the wrong kind, or a plot that a training waits for or that
+outlives it is caught here alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainkit.cli import main
+from trainkit.report.curves import Curve, draw_lr, draw_metrics, read_curves
+from trainkit.report.drawing import Drawing, draw, lr_request, metrics_request, sweep_request
+from trainkit.report.measured_plots import draw_bench
+from trainkit.report.rate_curve import bars
+from trainkit.report.sweep_plot import Axis, draw_sweep
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_curve_is_averaged_and_keeps_its_mean() -> None:
+    thin = Curve.of([(step, float(step % 2)) for step in range(6000)]).thinned()
+    assert thin.values.tolist() == [0.5] * 1500
+    assert thin.steps[:2].tolist() == [1.5, 5.5]
+
+
+def test_smoothing_leaves_a_line_and_an_exponential_fall_as_they_are_and_passes_over_gaps() -> None:
+    line = Curve.of([(step, 2.0 * step) for step in range(200)])
+    assert np.allclose(line.smoothed(share=0.05).values, line.values, atol=1e-9)
+    fall = Curve.of([(step, math.exp(-step / 20)) for step in range(200)])
+    assert np.allclose(fall.smoothed(share=0.05).values, fall.values, rtol=1e-9)
+    assert Curve.of([(0, -1.0), (1, math.nan), (2, 3.0)]).smoothed().values.tolist() == [-1.0, 1.0, 3.0]
+    assert np.isnan(Curve.of([(0, math.nan)]).smoothed().values).all()
+
+
+def test_a_row_without_a_value_is_a_gap() -> None:
+    read = read_curves([json.dumps({"step": 3, "lr": 0.1, "train/loss": None}), "", '{"torn'])
+    assert list(read) == ["train/loss"]
+    assert np.isnan(read["train/loss"].values).tolist() == [True]
+
+
+def test_every_metric_of_training_and_validation_gets_a_plot_of_its_own(tmp_path: Path) -> None:
+    read = {
+        "train/loss": Curve.of([(step, 2.0 / (step + 1)) for step in range(100)]),
+        "val/loss": Curve.of([(50, 0.3), (99, 0.2)]),
+        "val/accuracy": Curve.of([(50, 0.9)]),
+        "test/accuracy": Curve.of([(99, 0.9)]),
+        "pipeline/bubble": Curve.of([(99, 0.2)]),
+    }
+    written = draw_metrics(tmp_path, title="digits", curves=read, modes={"val/accuracy": "max"})
+    assert [path.name for path in written] == ["accuracy.png", "loss.png"]
+    assert sorted(tmp_path.iterdir()) == written
+    assert all(map(is_png, written))
+
+
+@pytest.mark.parametrize("values", [[math.nan], [-1.0, 2.0], []])
+def test_odd_values_are_drawn_too(tmp_path: Path, values: list[float]) -> None:
+    points = list(enumerate(values))
+    draw_metrics(tmp_path, title="t", curves={"val/loss": Curve.of(points)}, modes={})
+    draw_lr(tmp_path / "lr.png", title="t", rates={"": points})
+    assert is_png(tmp_path / "loss.png")
+    assert is_png(tmp_path / "lr.png")
+
+
+def test_an_axis_is_what_its_values_are() -> None:
+    kinds = {"1 2 9": "linear", "0.001 0.1": "log", "0 100": "linear", "1 auto": "names", "1 nan": "names"}
+    assert {values: Axis.of("key", values.split()).kind for values in kinds} == kinds
+
+
+def test_few_values_are_all_written_and_many_at_even_places() -> None:
+    few, many = ["1", "2", "8"], [str(number) for number in range(101)]
+    assert Axis.of("key", few).ticks(few) == [(0.0, "1"), (1 / 7, "2"), (1.0, "8")]
+    assert [text for _, text in Axis.of("key", many).ticks(many)] == ["0", "25", "50", "75", "100"]
+
+
+def job(value: float | None, status: str = "finished", **settings: str) -> dict[str, Any]:
+    return {"label": "a job", "value": value, "status": status, "settings": settings}
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [job(0.5)],
+        [job(0.9, lr="0.1", model="mlp"), job(0.8, "pruned", lr="0.01", model="gpt"), job(None, "failed", lr="1")],
+        [job(None, "failed", lr="0.1"), job(None, "failed", lr="0.2")],
+    ],
+)
+def test_odd_sweeps_are_drawn_too(tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
+    draw_sweep(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs)
+    assert is_png(tmp_path / "leaderboard.png")
+
+
+def test_the_parts_of_a_step_are_drawn_with_long_labels(tmp_path: Path) -> None:
+    part = {"median": 1e-3, "low": 1e-3, "high": 2e-3}
+    parts = dict.fromkeys(("input", "forward", "backward", "exchange", "update", "rest"), part)
+    choices = [{"label": label, "samples_per_s": part, "parts_s": parts} for label in ("one", "x" * 200)]
+    draw_bench(tmp_path / "bench.png", title="trainkit bench", choices=choices)
+    assert is_png(tmp_path / "bench.png")
+
+
+def test_bars_are_heights_from_zero_to_the_largest() -> None:
+    assert bars([0.0, 1.0, 3.0, 7.0], encoding="UTF-8") == "▁▂▄█"
+    assert bars([0.0, 7.0], encoding="latin-1") == "_@"
+    assert bars([0.0, 0.0], encoding=None) == "__"
+
+
+def test_plan_shows_the_learning_rate_and_draws_it_as_png_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "recipe=digits", "--rate-png", str(tmp_path / "rates.png")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  rate   ")]
+    shown = line.split()[1]
+    assert len(shown) == 60
+    assert shown[0] == shown[-1] != shown[2]
+    assert is_png(tmp_path / "rates.png")
+    assert main(["plan", "recipe=digits", "--rate-png", "rates.pdf"]) == 2
+    assert "--rate-png=rates.pdf: must end in .png" in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn_beside_the_training_and_says_why_it_fails(tmp_path: Path) -> None:
+    drawing = Drawing(lr_request(tmp_path / "plots/lr.png", title="digits", rates={"": [(0, 0.0), (10, 0.1)]}))
+    failing = Drawing(metrics_request(tmp_path, title="digits", metrics=tmp_path / "absent.jsonl", modes={}))
+    assert drawing.wait(60) == ""
+    assert not drawing.running
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["lr.png"]
+    assert failing.wait(60).startswith(f"trainkit.errors.AbsentFileError: {tmp_path}/absent.jsonl cannot be read")
+
+
+def test_a_plot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    drawing = Drawing(lr_request(tmp_path / "lr.png", title="digits", rates={"": [(0, 0.0)]}))
+    assert drawing.wait(0.001) == "not drawn within 0.001 s"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_requests_are_drawn(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    draw(metrics_request(tmp_path, title="digits", metrics=tmp_path / "metrics.jsonl", modes={}))
+    jobs = [{"label": "seed=0", "value": 1.0, "status": "finished", "settings": {"seed": "0"}}]
+    draw(sweep_request(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs))
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["leaderboard.png", "loss.png"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_plot_does_not_outlive_its_run() -> None:
+    # Started by another process than the one it was meant for: that one is gone, there is nothing to draw.
+    command = [sys.executable, "-m", "trainkit.report.drawing", "1"]
+    done = subprocess.run(command, input=b"", capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_requesting_process_imports_nothing_heavy() -> None:
+    heavy = "print([name for name in ('matplotlib', 'rich', 'torch') if name in sys.modules])"
+    code = f"import sys, trainkit.report.drawing, trainkit.report.events; {heavy}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
