@@ -1,3 +1,5 @@
+"""Padding that counts as a token, in the loss or in a perplexity over ranks, is caught here alone."""
+
 from __future__ import annotations
 
 import math
@@ -17,32 +19,22 @@ PADDED = torch.tensor([[1, 2, -100], [4, -100, -100]])
 FULL = torch.tensor([[1, 2, 3], [4, 0, 1]])
 
 
-@pytest.mark.parametrize("targets", [PADDED, FULL], ids=["padded", "full"])
-def test_sum_over_weight_is_the_mean_over_tokens(targets: torch.Tensor) -> None:
+@pytest.mark.parametrize(("targets", "weight"), [(PADDED, 3), (FULL, 6)], ids=["padded", "full"])
+def test_sum_over_weight_is_the_mean_over_tokens_that_are_not_padding(targets: torch.Tensor, weight: int) -> None:
     loss = LanguageModelling().score(SCORES, targets)
-
     expected = functional.cross_entropy(SCORES.flatten(0, 1), targets.flatten())
-
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
-
-
-def test_the_weight_counts_tokens_that_are_not_padding() -> None:
-    assert LanguageModelling().score(SCORES, PADDED).weight == 3
+    assert loss.weight == weight
 
 
 def test_a_shard_of_padding_alone_is_zero_over_zero_not_nan() -> None:
     loss = LanguageModelling().score(SCORES, torch.full((2, 3), -100))
-
     assert (float(loss.loss_sum), int(loss.weight)) == (0, 0)
 
 
 def test_the_weight_is_known_beforehand_only_without_padding() -> None:
-    sample, padded = (FULL[0], FULL[0]), (FULL[0], PADDED[0])
-
-    assert LanguageModelling(padding=False).weight_per_sample(sample) == 3
-    assert LanguageModelling(padding=False).weight_per_sample(padded) is None
-    assert LanguageModelling().weight_per_sample(sample) is None
-    assert LanguageModelling().planned_weight_per_sample(padded) == 3
+    assert LanguageModelling(padding=False).weight_per_sample((FULL[0], FULL[0])) == 3
+    assert LanguageModelling().planned_weight_per_sample((FULL[0], PADDED[0])) == 3
 
 
 def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Which targets count: for the loss, its weight and every metric, as torch's cross entropy has it."""
+"""A target that is ignored by the loss and counted by its weight or a metric is caught here alone."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.contract.running import run, weights
-from tests.objectives.ranks import Alone
+from tests.objectives.ranks import Alone, on_ranks
 from tests.support import zoo
 from trainkit.data.collates import PadImages
 from trainkit.errors import DataError, TrainingError, ZeroWeightError
 from trainkit.inference.outputs import Outputs
 from trainkit.models.ensemble import Ensemble
-from trainkit.objectives.base import Loss, Metric
+from trainkit.objectives.base import Collective, Loss, Metric
 from trainkit.objectives.classification import Classification
-from trainkit.objectives.details import class_details
+from trainkit.objectives.details import Worst, class_details
 from trainkit.objectives.distillation import Distillation
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.own_loss import ModelComputesLoss
@@ -77,17 +77,13 @@ def test_another_class_may_be_ignored_or_none() -> None:
         Classification(ignore_index=0).score(scores, scores.softmax(1))
 
 
-@pytest.mark.parametrize(
-    ("scores", "targets", "said"),
-    [
-        ((4, 3), torch.zeros(4, 1, dtype=torch.int64), r"\(4, 3\) for targets \(4, 1\).*of \(4, 3\) are \(4,\)\.$"),
-        ((4, 5, 3), torch.zeros(4, 5, dtype=torch.int64), r"the classes of \(4, 5, 3\) are \(4, 3\)\.$"),
-        ((4,), torch.zeros(4, dtype=torch.int64), r"there is no dim of classes\.$"),
-        ((4, 3), torch.zeros(4), "the targets are float32, and classes are whole numbers"),
-        ((4, 3, 2), torch.zeros(4, 2, 3), "probabilities of the shape of the scores"),
-        ((4, 3), torch.zeros(4, dtype=torch.bool), "the targets are bool"),
-    ],
-)
+@pytest.mark.parametrize(("scores", "targets", "said"), [
+    ((4, 3), torch.zeros(4, 1, dtype=torch.int64), r"\(4, 3\) for targets \(4, 1\).*of \(4, 3\) are \(4,\)\.$"),
+    ((4, 5, 3), torch.zeros(4, 5, dtype=torch.int64), r"the classes of \(4, 5, 3\) are \(4, 3\)\.$"),
+    ((4,), torch.zeros(4, dtype=torch.int64), r"there is no dim of classes\.$"),
+    ((4, 3), torch.zeros(4), "the targets are float32, and classes are whole numbers"),
+    ((4, 3, 2), torch.zeros(4, 2, 3), "probabilities of the shape of the scores"),
+])  # fmt: skip
 def test_targets_that_are_not_those_of_the_scores_are_refused(
     scores: tuple[int, ...], targets: Tensor, said: str
 ) -> None:
@@ -127,9 +123,23 @@ def test_the_class_of_probabilities_is_the_most_likely_one() -> None:
     details = class_details(None, batch_size=3).metrics
     assert value(details["confusion"], loss).rows[0] == ("0", 1.0, 1.0, 0.0)
     each = functional.cross_entropy(scores, soft, reduction="none").tolist()
-    assert [(row[0], row[1]) for row in value(details["worst"], loss).rows] == [
-        (place, pytest.approx(each[place])) for place in (1, 0, 2)
+    assert [row[:2] for row in value(details["worst"], loss).rows] == [
+        (at, pytest.approx(each[at])) for at in (1, 0, 2)
     ]
+
+
+def test_the_worst_samples_are_those_of_the_split_over_ranks_and_batches() -> None:
+    scores, labels = SCORES[()].repeat(3, 1), torch.tensor([0, 1, 2] * 4)
+
+    def worst(collective: Collective) -> list[int]:
+        metric = Worst(batch_size=3)
+        for batch in range(collective.rank, 4, collective.num_ranks):  # the batches of the split in turn
+            part = slice(3 * batch, 3 * batch + 3)
+            metric.update(Classification().score(scores[part], labels[part]), None)
+        return [row[0] for row in metric.compute(collective).rows]
+
+    expected = functional.cross_entropy(scores, labels, reduction="none").argsort(descending=True).tolist()
+    assert on_ranks(2, worst) == [expected] * 2
 
 
 @pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
@@ -150,7 +160,7 @@ def test_a_torchmetrics_class_gets_the_targets_that_count(shape: tuple[int, ...]
 
 @pytest.mark.parametrize("shape", list(SCORES))
 @pytest.mark.parametrize("squared", [True, False])
-def test_a_teacher_teaches_where_a_target_counts(shape: tuple[int, ...], squared: bool) -> None:
+def test_a_teacher_teaches_where_a_target_counts_as_hinton_says(shape: tuple[int, ...], squared: bool) -> None:
     scores, targets = SCORES[shape], targets_of(shape, "hard")
     objective = Distillation(teacher=nn.Tanh(), temperature=3.0, share=0.7, temperature_squared=squared)
     loss = objective.loss(nn.Identity(), (scores, targets))
@@ -161,6 +171,7 @@ def test_a_teacher_teaches_where_a_target_counts(shape: tuple[int, ...], squared
     teacher = functional.kl_div((rows / 3).log_softmax(1), wanted, reduction="batchmean")
     expected = 0.3 * functional.cross_entropy(rows, labels) + 0.7 * (9 if squared else 1) * teacher
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close((loss.terms or {})["teacher"], teacher * len(rows))
     assert value(objective.metrics()["accuracy"], loss) == (rows.argmax(1) == labels).double().mean()
 
 
@@ -197,6 +208,15 @@ def test_a_prediction_takes_the_classes_from_the_dim_of_the_objective(shape: tup
 UNLABELLED = ("model=net", "data._target_=tests.support.zoo.PartlyLabelled", "optimizer=sgd", "batch.global_size=16")
 
 
+def evaluated(model: nn.Module, result: Any, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Loss and accuracy of the weights of a run."""
+    model = model.double().requires_grad_(requires_grad=False)
+    model.load_state_dict(weights(result))
+    scores, known = model(inputs.double()), targets != -100
+    loss, hits = functional.cross_entropy(scores, targets), (scores.argmax(1) == targets)[known]
+    return {"val/loss": float(loss), "val/accuracy": float(hits.double().mean())}
+
+
 def test_a_step_without_a_target_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ZeroWeightError, match=r"^step 0: no sample of the global batch has a target"):
         run(tmp_path / "run", *UNLABELLED, "data.every=1", "steps=1")
@@ -209,28 +229,15 @@ def test_without_weights_the_weights_of_one_and_counting_give_the_same_training(
     }
     assert runs["weighted"]["metrics"] == pytest.approx(runs["plain"]["metrics"], rel=1e-12)
     points = zoo.PartlyLabelled("val")
-    model = zoo.Net().double().requires_grad_(requires_grad=False)
-    model.load_state_dict(weights(runs["plain"]))
-    scores = model(points.inputs.double())
-    known = points.targets != -100
-    assert runs["plain"]["metrics"] == pytest.approx({
-        "val/loss": float(functional.cross_entropy(scores, points.targets)),
-        "val/accuracy": float((scores.argmax(1) == points.targets)[known].double().mean()),
-    }, rel=1e-12)  # fmt: skip
+    expected = evaluated(zoo.Net(), runs["plain"], points.inputs, points.targets)
+    assert runs["plain"]["metrics"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("keys", [(), ("eval.batch_size=3", "batch.micro_size=2")])
-def test_padded_masks_are_evaluated_pixel_by_pixel(keys: tuple[str, ...], tmp_path: Path) -> None:
+def test_padded_masks_are_evaluated_pixel_by_pixel(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", "model._target_=tests.support.zoo.pixels", "data._target_=tests.support.zoo.SeveralSizes",
-        "data.collate=trainkit.data.collates.PadImages", "optimizer=sgd", "batch.global_size=4", "steps=6", *keys,
+        "data.collate=trainkit.data.collates.PadImages", "optimizer=sgd", "batch.global_size=4", "steps=6",
+        "eval.batch_size=3", "batch.micro_size=2",
     )  # fmt: skip
-    model = zoo.pixels().double().requires_grad_(requires_grad=False)
-    model.load_state_dict(weights(result))
     images, masks = PadImages()([zoo.SeveralSizes("val")[place] for place in range(10)])
-    scores = model(images.double())
-    known = masks != -100
-    assert result["metrics"] == pytest.approx({
-        "val/loss": float(functional.cross_entropy(scores, masks)),
-        "val/accuracy": float((scores.argmax(1) == masks)[known].double().mean()),
-    }, rel=1e-12)  # fmt: skip
+    assert result["metrics"] == pytest.approx(evaluated(zoo.pixels(), result, images, masks), rel=1e-12)

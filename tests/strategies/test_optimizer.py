@@ -1,3 +1,5 @@
+"""A direct call of a kernel that ignores a changed setting, a hook or a parameter left out is caught here alone."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -17,13 +19,16 @@ def stepped(
     grads_of_steps: Sequence[Sequence[float | None]],
     *,
     through_stepper: bool,
+    change: Callable[[torch.optim.Optimizer], object] = lambda _: None,
 ) -> torch.Tensor:
-    """Two parameters after some steps; None leaves a parameter out of a step."""
+    """Two parameters after some steps; None leaves one out of a step; the optimizer is changed after the second."""
     params = [nn.Parameter(torch.full((3,), 1.0 + place)) for place in range(2)]
     optimizer = make(params)
     stepper = OptimizerStepper(optimizer, params)
-    for grads in grads_of_steps:
+    for step, grads in enumerate(grads_of_steps):
         given = [None if value is None else torch.full((3,), value) for value in grads]
+        if step == 2:
+            change(optimizer)
         if through_stepper:
             stepper.step(given, 1.0)
         else:
@@ -33,21 +38,18 @@ def stepped(
     return torch.stack([param.detach() for param in params])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    ],
-    ids=["adamw", "sgd"],
-)
-def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-) -> None:
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, fused=True)
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(make: Any) -> None:
     steps = [(0.5, 0.2), (0.1, 0.3), (0.4, None), (0.2, 0.7)]
-
     ours = stepped(make, steps, through_stepper=True)
-
     assert torch.equal(ours, stepped(make, steps, through_stepper=False))
 
 
@@ -78,13 +80,10 @@ def test_slots_keep_their_dtype_in_a_restore() -> None:
     stepper = OptimizerStepper(torch.optim.NAdam([param]), [param])
     stepper.step([torch.ones_like(param)], 1.0)
     before = {key: slot.clone() for key, slot in stepper.state({"a": param}).items()}
-
     stepper.restore({"a": param}, before)  # torch would turn the product, a float32, into a float64
-
     assert before["optimizer/mu_product/a"].dtype is torch.float32
-    assert {key: slot.dtype for key, slot in stepper.state({"a": param}).items()} == {
-        key: slot.dtype for key, slot in before.items()
-    }
+    after = stepper.state({"a": param})
+    assert {key: slot.dtype for key, slot in after.items()} == {key: slot.dtype for key, slot in before.items()}
 
 
 def test_slots_of_later_steps_are_gone_after_a_return_to_a_checkpoint_without_any() -> None:
@@ -97,22 +96,7 @@ def test_slots_of_later_steps_are_gone_after_a_return_to_a_checkpoint_without_an
     assert not stepper.optimizer.state
 
 
-def changed_after_two_steps(
-    change: Callable[[torch.optim.Optimizer], object], *, through_stepper: bool
-) -> torch.Tensor:
-    """A parameter after four steps of AdamW, whose optimizer is changed after the second."""
-    param = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
-    stepper = OptimizerStepper(optimizer, [param])
-    for step in range(4):
-        if step == 2:
-            change(optimizer)
-        if through_stepper:
-            stepper.step([torch.full((3,), 0.5 / (step + 1))], 1.0)
-        else:
-            param.grad = torch.full((3,), 0.5 / (step + 1))
-            optimizer.step()
-    return param.detach()
+FOUR = [(0.5 / (step + 1), 0.2) for step in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +108,9 @@ def test_settings_of_a_group_that_code_of_the_run_changes_hold_from_the_next_ste
         for slots in optimizer.state.values() if "amsgrad" in settings else ():
             slots["max_exp_avg_sq"] = torch.ones(3)
 
-    ours = changed_after_two_steps(change, through_stepper=True)
-    assert torch.equal(ours, changed_after_two_steps(change, through_stepper=False))
-    assert not torch.equal(ours, changed_after_two_steps(lambda _: None, through_stepper=True))
+    ours = stepped(adamw, FOUR, through_stepper=True, change=change)
+    assert torch.equal(ours, stepped(adamw, FOUR, through_stepper=False, change=change))
+    assert not torch.equal(ours, stepped(adamw, FOUR, through_stepper=True))
 
 
 @pytest.mark.parametrize("is_global", [False, True])
@@ -138,13 +122,11 @@ def test_a_hook_that_is_registered_between_steps_is_called_from_the_next_step_on
         register = register_optimizer_step_post_hook if is_global else optimizer.register_step_post_hook
         handles.append(register(lambda *args: calls.append(args)))
 
-    changed_after_two_steps(change, through_stepper=True)
+    stepped(adamw, FOUR, through_stepper=True, change=change)
     handles[0].remove()
     assert len(calls) == 2
 
 
 def test_a_rate_that_code_of_the_run_sets_is_refused() -> None:
-    with pytest.raises(
-        TrainingError, match=r"set the learning rate of group 0 of the optimizer to 0\.5, and the sched"
-    ):
-        changed_after_two_steps(lambda optimizer: optimizer.param_groups[0].update(lr=0.5), through_stepper=True)
+    with pytest.raises(TrainingError, match=r"set the learning rate of group 0 of the optimizer to 0\.5"):
+        stepped(adamw, FOUR, through_stepper=True, change=lambda optimizer: optimizer.param_groups[0].update(lr=0.5))

@@ -1,4 +1,7 @@
-"""Variables on servers: what they hold, send, add up and step is what one optimizer would have."""
+"""Variables cut over servers whose update differs in a bit from one optimizer's are caught here alone.
+
+What servers hold, send, add up and step is what one optimizer would have.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from trainkit.strategies.parameter_server.wire.variable_shards import (
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
 from trainkit.strategies.tensors.layouts import FlatBuffer
 
-COUNTS = [1, 2, 4]
+COUNTS = [1, 4]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
@@ -112,21 +115,20 @@ def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
 def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers: int) -> None:
     model = Net()
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
-    packing = FlatBuffer([param.shape for param in model.parameters() if param.requires_grad], torch.float32, CPU)
-    partials = ((lane, lane_sum([clones(one) for one in pushed[lane::8]], None)) for lane in lane_order(8))
+    packing = FlatBuffer([param.shape for _, param in trained(model)], torch.float32, CPU)
+    of_lane = {lane: [clones(one) for one in pushed[lane::8]] for lane in lane_order(8) if lane < shards}
+    partials = ((lane, lane_sum(held, None) if len(held) > 1 else held[0]) for lane, held in of_lane.items())
     reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
-    held = ((lane, part) for lane, part in partials if lane < shards) if shards >= 8 else None
-    held = held or ((lane, clones(pushed[lane])) for lane in lane_order(8) if lane < shards)
-    expected = [present(total) for total in reducer.reduce(held, num_shards=shards, packing=packing)]
+    expected = [present(total) for total in reducer.reduce(partials, num_shards=shards, packing=packing)]
     norms = torch.stack(torch._foreach_norm(expected, 2.0))
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):
             farm.chief.push(f"s/{shard}", grads)
-        found = farm.chief.sum(
+        keys, options = (
             [f"s/{shard}" for shard in range(shards)],
             AggregationOptions(check_finite=True, lanes=8, norms=True),
-            exact=True,
         )
+        found = farm.chief.sum(keys, options, exact=True)
         assert found.finite
         assert torch.equal(found.total(), torch.linalg.vector_norm(norms))
         farm.chief.apply(version=1, lr_factor=1.0)
@@ -150,9 +152,8 @@ def test_a_sum_is_normalised_looked_at_unscaled_and_clipped_in_the_order_of_a_lo
     model = Net()
     with serving(model, optimizer_of("sgd"), servers=2) as farm:
         farm.chief.push("a", gradients(model, 1))
-        norm = farm.chief.sum(
-            ["a"], AggregationOptions(check_finite=True, weight_factor=0.3, unscale=1 / 8, norms=True), exact=True
-        ).total()
+        options = AggregationOptions(check_finite=True, weight_factor=0.3, unscale=1 / 8, norms=True)
+        norm = farm.chief.sum(["a"], options, exact=True).total()
         factor = float(torch.clamp(0.5 / (norm + 1e-6), max=1.0))
         farm.chief.apply(version=1, lr_factor=1.0, factor=factor)
         state = farm.chief.state()
@@ -227,16 +228,12 @@ def test_only_the_chief_gives_orders() -> None:
         assert farm.chief.pull(tensors_of(Net())) == 0
 
 
-def test_a_client_with_another_model_is_refused() -> None:
-    with serving(Net(), optimizer_of("sgd")) as farm:
+def test_a_client_or_a_checkpoint_of_another_model_is_refused() -> None:
+    model = Net()
+    with serving(model, optimizer_of("sgd")) as farm:
         other = VariableShards(variables_of(nn.Linear(2, 2), torch.float32), 1)
         with pytest.raises(TrainingError, match="ps:0 refuses: worker:1 has another model, or another number of serv"):
             ParameterServerClient.connect(farm.addresses, other, token=TOKEN, name="worker:1", timeout_s=5)
-
-
-def test_a_checkpoint_of_another_model_is_refused() -> None:
-    model = Net()
-    with serving(model, optimizer_of("sgd")) as farm:
         tensors = state_of(model)
         del tensors["param/head.bias"]
         with pytest.raises(CheckpointError, match=r"param/head.bias is missing there"):
@@ -251,31 +248,21 @@ def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(server
     fair = sum(variable.num_bytes for variable in variables) / servers
     assert [server for server in range(servers) if abs(shares.bytes_of(server) / fair - 1) > 0.1] == []
     assert len(shares.split) <= servers - 1
-    rows = [
-        (piece.place, row) for pieces in shares.pieces for piece in pieces for row in range(piece.start, piece.stop)
-    ]
+    pieces = [piece for of_server in shares.pieces for piece in of_server]
+    rows = [(piece.place, row) for piece in pieces for row in range(piece.start, piece.stop)]
     assert rows == [(place, row) for place, one in enumerate(variables) for row in range(one.num_rows)]
 
 
-def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_one_is_cut() -> None:
+def test_a_cut_that_an_optimizer_feels_is_refused() -> None:
     shares = VariableShards(variables_of(nn.Linear(64, 64, bias=False), torch.float32), 2)
     [problem] = split_problems(shares, PlanContext(optimizer=torch.optim.Adafactor))
-    assert str(problem) == (
-        f"optimizer._target_={torch.optim.Adafactor.__module__}.Adafactor: Adafactor uses whole parameters, and 2 "
-        "servers would have parts of weight. Use an elementwise optimizer (torch.optim.AdamW), or strategy.servers=1."
-    )
+    assert "Adafactor uses whole parameters, and 2 servers would have parts of weight" in str(problem)
     assert split_problems(VariableShards(shares.variables, 1), PlanContext(optimizer=torch.optim.Adafactor)) == []
     assert split_problems(shares, PlanContext(optimizer=torch.optim.AdamW)) == []
-
-
-def test_a_cut_that_an_optimizer_feels_in_the_last_bit_is_refused_where_bits_are_promised() -> None:
     shares = VariableShards([Variable(name="odd", kind="param", shape=(30, 100_001), dtype=torch.float32)], 2)
     assert shares.bytes_of(0) == shares.bytes_of(1)
     [problem] = split_problems(shares, PlanContext(numerics=Numerics(reproducible=True)))
-    assert str(problem) == (
-        "numerics.reproducible=true: 2 servers would cut odd within 16 numbers that an optimizer steps together, and "
-        "round differently from one device. Use strategy.servers=1, or false."
-    )
+    assert str(problem).startswith("numerics.reproducible=true: 2 servers would cut odd within 16 numbers")
 
 
 def test_what_is_being_sent_stays_as_it_is_while_an_update_goes_on_in_other_memory() -> None:

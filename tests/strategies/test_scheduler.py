@@ -1,4 +1,7 @@
-"""The chief's scheduler by itself: who computes what, and what makes an update. No process, no tensor."""
+"""A shard that is used twice or never, since its worker was slow, died or came back, is caught here alone.
+
+The chief's scheduler by itself: who computes what, and what makes an update. No process, no tensor.
+"""
 
 import json
 from collections import Counter
@@ -25,15 +28,12 @@ from trainkit.strategies.parameter_server.coordinator.update_log import (
 PLAN = BatchPlan(num_samples=37, global_size=8, micro_size=2)  # steps of 8, 8, 8, 8 and 5 samples: 4 or 3 shards
 
 
-def asynchronous(
-    workers: int = 2, policy: Policy = "accept", bound: int | None = None, warmup: int = 0
-) -> AsyncScheduler:
-    scheduler = AsyncScheduler(plan=PLAN, staleness=Staleness(policy=policy, bound=bound), warmup_steps=warmup)
-    return with_workers(scheduler, workers)  # type: ignore[return-value]
+def asynchronous(workers: int = 2, policy: Policy = "accept", bound: int | None = None, **more: int) -> WorkScheduler:
+    return with_workers(AsyncScheduler(plan=PLAN, staleness=Staleness(policy=policy, bound=bound), **more), workers)
 
 
-def synchronous(workers: int = 4, spares: int = 0, *, replaces: bool = False) -> SyncScheduler:
-    return with_workers(SyncScheduler(plan=PLAN, spares=spares, replaces=replaces), workers)  # type: ignore[return-value]
+def synchronous(workers: int = 4, spares: int = 0, **more: int) -> WorkScheduler:
+    return with_workers(SyncScheduler(plan=PLAN, spares=spares, **more), workers)
 
 
 def with_workers(scheduler: WorkScheduler, workers: int) -> WorkScheduler:
@@ -57,20 +57,12 @@ def applied(scheduler: WorkScheduler, item: WorkItem, read: int) -> PendingUpdat
     return merge
 
 
-@pytest.mark.parametrize(
-    ("policy", "bound", "staleness", "expected"),
-    [
-        ("accept", None, 7, Decision()),
-        ("drop", 2, 2, Decision()),
-        ("drop", 2, 3, Decision(takes=False)),
-        ("scale", None, 3, Decision(factor=0.25)),
-        ("lr", None, 3, Decision(lr_divisor=3.0)),
-        ("lr", None, 0, Decision(lr_divisor=1.0)),
-        ("bound", 1, 9, Decision()),
-    ],
-)
-def test_each_policy_judges_by_staleness(policy: Policy, bound: int | None, staleness: int, expected: Decision) -> None:
-    assert Staleness(policy=policy, bound=bound).decide(staleness) == expected
+def test_each_policy_judges_by_staleness() -> None:
+    drop, lr = Staleness(policy="drop", bound=2), Staleness(policy="lr")
+    assert Staleness(policy="accept").decide(7) == Staleness(policy="bound", bound=1).decide(9) == Decision()
+    assert [drop.decide(staleness) for staleness in (2, 3)] == [Decision(), Decision(takes=False)]
+    assert Staleness(policy="scale").decide(3) == Decision(factor=0.25)
+    assert [lr.decide(staleness).lr_divisor for staleness in (0, 3)] == [1.0, 3.0]
 
 
 def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
@@ -83,38 +75,26 @@ def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
     assert scheduler.late == {"w0": 1}
 
 
-def test_a_worker_ahead_of_the_slowest_waits_for_it() -> None:
+def test_a_worker_ahead_of_the_slowest_waits_for_it_unless_it_is_lost() -> None:
     scheduler = asynchronous(2, "bound", 1)
     slow = taken(scheduler, "w1")
     for read in range(2):
         applied(scheduler, taken(scheduler, "w0"), read)
     assert scheduler.next("w0") is None
     applied(scheduler, slow, 0)
-    assert scheduler.next("w0") is not None
-
-
-def test_no_step_waits_for_a_lost_worker() -> None:
-    scheduler = asynchronous(2, "bound", 0)
-    applied(scheduler, taken(scheduler, "w0"), 0)
+    applied(scheduler, taken(scheduler, "w0"), 3)
     assert scheduler.next("w0") is None
     scheduler.leave("w1")
     assert scheduler.next("w0") is not None
 
 
 def test_in_the_warmup_one_gradient_at_a_time_is_computed() -> None:
-    scheduler = asynchronous(3, warmup=2)
+    scheduler = asynchronous(3, warmup_steps=2)
     for version in range(2):
         item = taken(scheduler, "w0")
         assert scheduler.next("w1") is None
         assert applied(scheduler, item, version) is not None
     assert all(scheduler.next(worker) is not None for worker in ("w0", "w1", "w2"))
-
-
-def test_steps_past_the_end_are_not_scheduled() -> None:
-    scheduler = AsyncScheduler(plan=PLAN, staleness=Staleness(), until=2)
-    with_workers(scheduler, 3)
-    assert [taken(scheduler, worker).ticket.step for worker in ("w0", "w1")] == [0, 1]
-    assert scheduler.next("w2") is None
 
 
 def test_steps_that_were_unfinished_at_a_checkpoint_are_scheduled_first() -> None:
@@ -124,9 +104,8 @@ def test_steps_that_were_unfinished_at_a_checkpoint_are_scheduled_first() -> Non
     kept = json.loads(json.dumps(scheduler.remember()))
     again = asynchronous(0)
     again.recall(kept, scheduler.version)
-    again.join("w9")
-    again.join("w8")
-    again.join("w7")
+    for worker in ("w9", "w8", "w7"):
+        again.join(worker)
     assert [taken(again, worker).ticket.step for worker in ("w9", "w8", "w7")] == [0, 2, 3]
 
 
@@ -157,14 +136,10 @@ def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result
 
 
 def test_no_more_than_the_spares_are_repeated() -> None:
-    scheduler = synchronous(7, spares=2)
-    found = [scheduler.next(f"w{index}") for index in range(7)]
-    assert [one.ticket.shards[0] if one else None for one in found] == [0, 1, 2, 3, 0, 1, None]
-
-
-def test_without_spares_an_idle_worker_waits() -> None:
-    scheduler = synchronous(5)
-    assert [scheduler.next(f"w{index}") is None for index in range(5)] == [False, False, False, False, True]
+    for spares, expected in ((2, [0, 1, 2, 3, 0, 1, None]), (0, [0, 1, 2, 3, None, None, None])):
+        scheduler = synchronous(7, spares=spares)
+        found = [scheduler.next(f"w{index}") for index in range(7)]
+        assert [one.ticket.shards[0] if one else None for one in found] == expected
 
 
 def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_shard_returns() -> None:
@@ -181,7 +156,7 @@ def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_
 
 
 def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
-    scheduler = with_workers(SyncScheduler(plan=PLAN, width=3), 2)
+    scheduler = synchronous(2, width=3)
     first, second = taken(scheduler, "w0"), taken(scheduler, "w1")
     assert (first.ticket, second.ticket) == (Ticket(0, (0, 1, 2)), Ticket(0, (3,)))
     assert applied(scheduler, second, 0) is None
@@ -255,15 +230,13 @@ SCHEDULERS: dict[str, Callable[[], WorkScheduler]] = {
     "bound": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(policy="bound", bound=1), until=20),
     "sync": lambda: SyncScheduler(plan=PLAN, until=20),
     "duplicate": lambda: SyncScheduler(plan=PLAN, spares=2, until=20),
-    "wide": lambda: SyncScheduler(plan=PLAN, width=3, until=20),
     "wide duplicate": lambda: SyncScheduler(plan=PLAN, width=2, spares=2, until=20),
-    "replace-1": lambda: SyncScheduler(plan=PLAN, spares=1, replaces=True, until=20),
     "replace-2": lambda: SyncScheduler(plan=PLAN, spares=2, replaces=True, until=20),
 }
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_shard_is_used_once_an_epoch_whichever_worker_is_slow_or_dies(kind: str, seed: int) -> None:
     trial = Trial(SCHEDULERS[kind](), seed, 5)
     trial.run(20)
@@ -276,7 +249,7 @@ def test_every_shard_is_used_once_an_epoch_whichever_worker_is_slow_or_dies(kind
 
 
 @pytest.mark.parametrize("kind", ["async", "replace-2"])
-@pytest.mark.parametrize("stop", [1, 7, 13])
+@pytest.mark.parametrize("stop", [1, 7])
 def test_nothing_is_lost_or_used_twice_over_a_resume(kind: str, stop: int) -> None:
     first = Trial(SCHEDULERS[kind](), 1, 5)
     first.run(stop)
@@ -325,7 +298,7 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["async", "drop", "replace-2"])
-@pytest.mark.parametrize("workers", [1, 3, 6])
+@pytest.mark.parametrize("workers", [1, 6])
 def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: str, workers: int) -> None:
     recorded = Trial(SCHEDULERS[kind](), 4, 4)
     recorded.run(20)
@@ -342,11 +315,8 @@ def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: s
 
 
 def test_a_replay_that_cannot_continue_raises_an_error() -> None:
-    line = (
-        UpdateRecord(0, (GradientRef(Ticket(0, (0,)), 0, "w0"),)),
-        UpdateRecord(1, (GradientRef(Ticket(1, (0,)), 0, "w1"),)),
-    )
-    scheduler = ReplayScheduler(script=line, staleness=Staleness(), until=3)
+    made = [UpdateRecord(step, (GradientRef(Ticket(step, (0,)), 0, f"w{step}"),)) for step in range(2)]
+    scheduler = ReplayScheduler(script=made, staleness=Staleness(), until=3)
     with pytest.raises(TrainingError, match=r"cannot continue from step 1: update 1 .* computed at version 0"):
         scheduler.recall({}, 1)
     scheduler.recall({}, 0)

@@ -1,13 +1,19 @@
-"""Max pools of compiled graphs on a CPU: torch's kernels inside of an operator, with torch's numbers."""
+"""A max pool of a compiled graph whose bits, ties or layout are not torch's is caught here alone.
 
+Compiled graphs: max pools on a CPU by torch's kernels inside of an operator, and what autotuning prints.
+"""
+
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 
 from trainkit.strategies.core.graphs import pooling
 from trainkit.strategies.core.graphs.pooling import keep_pool_kernels, settings_of
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 LAST = torch.channels_last
 SETTINGS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -35,8 +41,7 @@ def test_the_operator_has_the_bits_of_torch(args: Any, kwargs: Any, channels: in
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, LAST], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("channels", [3, 16])
+@pytest.mark.parametrize(("channels", "memory_format"), [(3, torch.contiguous_format), (16, LAST)])
 def test_the_layouts_that_the_operators_declare_are_those_of_their_results(channels: int, memory_format: Any) -> None:
     inputs = torch.randn(3, channels, 9, 7).contiguous(memory_format=memory_format).requires_grad_()
     settings = settings_of(3, 2)
@@ -79,3 +84,16 @@ def test_pools_whose_compiled_code_is_slow_are_replaced(
     assert counts == [replaced]
     assert torch.equal(found, Pools()(inputs))
     assert found.shape == ((2, 8 * 3 * 3) if memory_format is None else (2, 8, 3, 3))
+
+
+def test_max_autotune_reports_what_the_environment_asks_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger("torch._inductor.select_algorithm")
+    monkeypatch.setattr(log, "filters", [])
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE_REPORT_CHOICES_STATS", "1")
+    with config.patch(autotune_num_choices_displayed=10, max_autotune_report_choices_stats=True):
+        apply_transforms(nn.Linear(2, 2), ModelTransforms(compile_mode="max-autotune"), compiles="model")
+        assert (config.autotune_num_choices_displayed, config.max_autotune_report_choices_stats) == (0, True)
+    texts = ["Exception %s for benchmark choice %s", "Runtime error during autotuning"]
+    records = [log.makeRecord(log.name, logging.ERROR, "", 0, text, (), None) for text in texts]
+    assert [bool(log.filter(record)) for record in records] == [False, True]
