@@ -32,7 +32,7 @@ def refuse(
 
     def run(*arguments: str) -> list[str]:
         folder = tmp_path / "empty"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
         assert main(arguments) == 2
         assert list(folder.iterdir()) == []

@@ -1,8 +1,8 @@
-"""What a `_target_` may name: nothing of an attempt is run, and all that people use is built."""
+"""A way around the allow-list that runs foreign code is caught here alone; all that people use is built."""
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +22,6 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, al
 from trainkit.config.targets.build import build, resolve_target, signature_of
 from trainkit.config.targets.kinds import PLACES
 from trainkit.errors import ConfigError
-
-OWN = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
 
 
 @pytest.fixture
@@ -61,49 +59,25 @@ def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(can
     assert not canary.exists()
 
 
-def test_there_are_thirty_attempts_and_more() -> None:
-    assert len(ATTEMPTS) >= 30
+REFUSED = {
+    "torch.os.system": "of torch, targets may come from torch.nn, torch.optim and torch.utils.data only.",
+    "trainkit.run.begin.subprocess.getoutput": (
+        "subprocess is the module subprocess, which trainkit.run.begin imports for itself."
+    ),
+    "trainkit.cli.main": "is a function; of trainkit a config may name classes only.",
+    "trainkit.run.runner._evaluate": "_evaluate is private to trainkit.",
+    "trainkit.trainer.metrics_accumulator.MetricsAccumulator": "is not of a kind that a config may name.",
+    "trainkit.models.mlp.Tensor": "is defined in torch, not in trainkit.",
+    "torch.optim.SGD": "is no torch.nn.Module, which model needs.",
+    "torch.utils.data.datapipes.iter.FileOpener": "is defined in torch.utils.data.datapipes.iter.fileopener, which",
+    "transformers.is_torch_available": "is a function; of transformers a config may name classes and from_config",
+}
 
 
-@pytest.mark.parametrize(
-    ("target", "place", "rule"),
-    [
-        (
-            "torch.os.system",
-            None,
-            f"of torch, targets may come from torch.nn, torch.optim and torch.utils.data only. {OWN}",
-        ),
-        (
-            "trainkit.run.begin.subprocess.getoutput",
-            None,
-            "subprocess is the module subprocess, which trainkit.run.begin imports for itself.",
-        ),
-        ("trainkit.cli.main", None, f"is a function; of trainkit a config may name classes only. {OWN}"),
-        ("trainkit.run.runner._evaluate", None, f"_evaluate is private to trainkit. {OWN}"),
-        (
-            "trainkit.trainer.metrics_accumulator.MetricsAccumulator",
-            None,
-            f"is not of a kind that a config may name. {OWN}",
-        ),
-        ("trainkit.models.mlp.Tensor", None, "is defined in torch, not in trainkit. Name it where it is defined."),
-        ("torch.optim.SGD", "model", "is no torch.nn.Module, which model needs."),
-        (
-            "torch.utils.data.datapipes.iter.FileOpener",
-            "data",
-            f"is defined in torch.utils.data.datapipes.iter.fileopener, which no config may name. {OWN}",
-        ),
-        (
-            "transformers.is_torch_available",
-            None,
-            (
-                "is a function; of transformers a config may name classes and from_config and from_pretrained of its "
-                f"models, configs and tokenizers only. {OWN}"
-            ),
-        ),
-    ],
-)
-def test_a_refusal_says_the_rule_and_the_remedy(target: str, place: str | None, rule: str) -> None:
-    assert problem(target, place) == rule
+@pytest.mark.parametrize("target", REFUSED)
+def test_a_refusal_says_the_rule(target: str) -> None:
+    place = "model" if target.startswith("torch.optim.") else None
+    assert problem(target, place).startswith(REFUSED[target])
 
 
 def test_a_nested_class_fits_the_annotation_of_its_key() -> None:
@@ -130,27 +104,15 @@ def test_models_and_configs_of_transformers_are_built() -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"trust_remote_code": True}, f"model.trust_remote_code=true: runs code that is downloaded. {OWN}"),
-        ({"trust_remote_code": "yes"}, f"model.trust_remote_code=yes: runs code that is downloaded. {OWN}"),
-        (
-            {"attn_implementation": "evil/kernel"},
-            f"model.attn_implementation=evil/kernel: a name with / is a kernel that is downloaded and run. {OWN}",
-        ),
+        ({"trust_remote_code": "yes"}, "model.trust_remote_code=yes: runs code that is downloaded."),
+        ({"attn_implementation": "evil/kernel"}, "model.attn_implementation=evil/kernel: a name with / is a kernel"),
+        ({"x": [{"_attn_implementation_internal": "a/b"}]}, "model.x.0._attn_implementation_internal=a/b: a name with"),
     ],
 )
-def test_what_transformers_would_download_and_run_is_refused(more: dict[str, bool] | dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(
-            {"_target_": "transformers.AutoModel.from_pretrained", "pretrained_model_name_or_path": "x", **more},
-            "model",
-        )
-    assert str(caught.value.problems[0]) == text
-
-
-def test_a_config_inside_a_config_is_held_to_the_same_rule() -> None:
-    node = {"_target_": "transformers.GPT2Config", "parts": [{"_attn_implementation_internal": "evil/kernel"}]}
-    with pytest.raises(ConfigError, match=r"parts\.0\._attn_implementation_internal=evil/kernel: a name with /"):
-        build(node)
+def test_what_transformers_would_download_and_run_is_refused(more: dict[str, Any], text: str) -> None:
+    node = {"_target_": "transformers.AutoModel.from_pretrained", "pretrained_model_name_or_path": "x", **more}
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        build(node, "model")
 
 
 @pytest.fixture
@@ -184,32 +146,17 @@ def test_builders_of_torchvision_and_timm_are_called(fake: None) -> None:
 @pytest.mark.parametrize(
     ("more", "rule"),
     [
-        (
-            {"model_name": "hf_hub:evil/net"},
-            (
-                "model.model_name=hf_hub:evil/net: must be a name of timm.list_models(): a model from a hub or a "
-                "folder can be anyone's."
-            ),
-        ),
-        (
-            {"model_name": "resnet18", "checkpoint_path": "evil.pt"},
-            (
-                "model.checkpoint_path=evil.pt: timm unpickles the file that it names, which can run any code in it. "
-                "Use init_from."
-            ),
-        ),
+        ({"model_name": "hf_hub:evil/net"}, "model.model_name=hf_hub:evil/net: must be a name of timm.list_models()"),
+        ({"model_name": "resnet18", "checkpoint_path": "evil.pt"}, "model.checkpoint_path=evil.pt: timm unpickles"),
     ],
 )
 def test_timm_is_given_names_of_its_own_alone(fake: None, more: dict[str, str], rule: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(rule)):
         build({"_target_": "timm.create_model", **more}, "model")
-    assert str(caught.value.problems[0]) == rule
 
 
 def test_a_folder_here_does_not_stand_for_a_package_that_is_not_installed(canary: Path) -> None:
-    assert (
-        problem("timm.create_model") == "timm is not installed, and the folder timm here is not imported in its place."
-    )
+    assert problem("timm.create_model").startswith("timm is not installed, and the folder timm here")
     assert not canary.exists()
 
 
@@ -244,14 +191,13 @@ def test_an_allowed_package_gives_what_it_defines(own: str) -> None:
     ("name", "rule"),
     [
         ("os.system", "os is the module os, which {0} imports for itself."),
-        ("Linear", "is defined in torch.nn.modules.linear, not in {0}. Name it where it is defined."),
-        ("partial", "is defined in functools, not in {0}. Name it where it is defined."),
-        ("bound", "is defined in functools, not in {0}. Name it where it is defined."),
-        ("Net.__subclasses__", "is defined in no module, not in {0}. Name it where it is defined."),
+        ("Linear", "is defined in torch.nn.modules.linear, not in {0}."),
+        ("bound", "is defined in functools, not in {0}."),
+        ("Net.__subclasses__", "is defined in no module, not in {0}."),
     ],
 )
 def test_an_allowed_package_gives_nothing_else(own: str, name: str, rule: str) -> None:
-    assert problem(f"{own}.{name}") == rule.format(own)
+    assert problem(f"{own}.{name}").startswith(rule.format(own))
 
 
 def test_packages_are_allowed_while_a_block_is_open_and_not_longer() -> None:
@@ -265,33 +211,25 @@ def test_packages_are_allowed_while_a_block_is_open_and_not_longer() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("absent_package", "there is no such package. Install it, or start trainkit in the folder that holds it."),
+        ("absent_package", "there is no such package."),
         ("my.models", "must be only the first part of the module's name: --allow-package my."),
         ("my-models", "must be the name of a package: letters, digits and _ only."),
-        (
-            "torch",
-            (
-                "needs no flag for its classes of known kinds, and no flag allows the rest of it. To use one of its "
-                "functions, call it in a class or function of your own, and allow your package."
-            ),
-        ),
+        ("torch", "needs no flag for its classes of known kinds, and no flag allows the rest of it."),
     ],
 )
-@pytest.mark.parametrize("verb", ["train", "ls", "resume", "ensemble", "diff", "top", "plan"])
-def test_a_package_that_cannot_be_allowed_is_refused_by_every_verb(
-    cwd: Path, capsys: pytest.CaptureFixture[str], verb: str, name: str, rule: str
+def test_a_package_that_cannot_be_allowed_is_refused(
+    cwd: Path, capsys: pytest.CaptureFixture[str], name: str, rule: str
 ) -> None:
-    assert main([verb, "--allow-package", name]) == 2
-    assert f"  --allow-package {name}: {rule}\n" in capsys.readouterr().err
+    for verb in ("train", "ls", "resume"):  # one that composes, one that lists, one that reads a run
+        assert main([verb, "--allow-package", name]) == 2
+        assert f"  --allow-package {name}: {rule}" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         compose([], packages=[name])
 
 
 HYDRA = [
     ("callbacks", {"_target_": "os.system", "command": "touch canary"}, "os is not among the packages that Hydra's"),
-    ("callbacks", {"_target_": "torch.os.system", "command": "touch canary"}, "torch is not among the packages"),
     ("callbacks", {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}, "is not a callback of Hydra."),
-    ("callbacks", {"_target_": "hydra.utils.call", "config": {}}, "hydra is not among the packages"),
     (
         "callbacks",
         {"_target_": "hydra.experimental.callbacks.LogJobReturnCallback", "x": [{"_target_": "os.system"}]},
@@ -301,18 +239,13 @@ HYDRA = [
     ("callbacks", "${model}", "must be a mapping with _target_."),
     ("job_logging.handlers", {"()": "os.system", "command": "touch canary"}, "os is not among the packages"),
     ("job_logging.handlers", {"class": "logging.os.system", "command": "touch canary"}, "os is the module os"),
-    (
-        "job_logging.handlers",
-        {"class": "logging.getLogger"},
-        "is not a handler, formatter or filter of Python's logging.",
-    ),
+    ("job_logging.handlers", {"class": "logging.getLogger"}, "is not a handler, formatter or filter of Python's"),
     (
         "job_logging.handlers",
         {"class": "logging.StreamHandler", "stream": "ext://evil_module.x"},
         "evil_module is not among the packages",
     ),
     ("job_logging.handlers", {"class": "${oc.env:HOME}"}, "must be written out"),
-    ("job_logging.handlers", "${objective.extra_metrics}", "must be written out"),
 ]
 
 
@@ -342,15 +275,6 @@ def test_a_launcher_and_a_sweeper_hold_no_node_that_runs_code(
     assert main(["-m", "recipe=null", "steps=1", "seed=1,2", argument]) == 2
     assert f"hydra.{group}.a._target_=os.system: os is not among the packages" in capsys.readouterr().err
     assert not canary.exists()
-
-
-def test_a_refused_name_costs_no_import_of_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from trainkit.cli import main; code = main(['model._target_=torch.os.system']); "
-        "sys.exit(code if 'torch' not in sys.modules else 9)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 2
 
 
 def test_a_sampler_and_a_dataset_of_torch_are_of_their_kinds() -> None:

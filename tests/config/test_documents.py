@@ -1,4 +1,4 @@
-"""YAML files with their lines."""
+"""A key with the line of another one, and a scalar that YAML silently rewrites, are caught here alone."""
 
 from pathlib import Path
 
@@ -55,16 +55,17 @@ def test_only_plain_scalars_are_traps(document: Document) -> None:
     assert [(one.path, one.line, one.text) for one in document.gotchas] == [(("batch", "sizes", "0"), 10, "no")]
 
 
-@pytest.mark.parametrize("text", ["1_000", "1e5", "true", "'0777'", '"on"', "0", "10", "-3", "0.5", "null", "x:1"])
-def test_what_reads_as_it_looks_is_no_trap(tmp_path: Path, text: str) -> None:
-    (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
-    assert read_document(tmp_path / "mine.yaml").gotchas == ()
-
-
-@pytest.mark.parametrize("text", ["no", "Yes", "ON", "off", "1:30", "12:30:45", "0777", "-017", "190:20:30.15"])
-def test_what_yaml_rewrites_is_a_trap(tmp_path: Path, text: str) -> None:
-    (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
-    assert [gotcha.text for gotcha in read_document(tmp_path / "mine.yaml").gotchas] == [text]
+@pytest.mark.parametrize(
+    ("texts", "traps"),
+    [
+        (["1_000", "1e5", "true", "'0777'", '"on"', "0", "10", "-3", "0.5", "null", "x:1"], False),
+        (["no", "Yes", "ON", "off", "1:30", "12:30:45", "0777", "-017", "190:20:30.15"], True),
+    ],
+)
+def test_a_trap_is_what_yaml_reads_otherwise_than_it_looks(tmp_path: Path, texts: list[str], traps: bool) -> None:
+    (tmp_path / "mine.yaml").write_text("".join(f"key{place}: {text}\n" for place, text in enumerate(texts)))
+    found = [gotcha.text for gotcha in read_document(tmp_path / "mine.yaml").gotchas]
+    assert found == (texts if traps else [])
 
 
 def test_a_key_that_yaml_rewrites_is_a_trap_too(tmp_path: Path) -> None:
@@ -80,14 +81,8 @@ def test_an_empty_file_is_an_empty_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe", "mine.yaml: cannot be read: it is not UTF-8 text (byte 1)"),
-        (b"a: [1\nb: 2\n", "is not YAML"),
         (b"defaults: mlp\n", "defaults: must be a list."),
         (b"- a\n", "must hold keys and values."),
-        (
-            b"a: !!python/object:os.system {}\n",
-            "holds the tag !!python/object:os.system; a config holds plain values only",
-        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, words: str) -> None:

@@ -1,6 +1,7 @@
-"""Hydra's global state is left as it was found; jobs run in its frame exactly once."""
+"""A program that uses Hydra itself and loses its state to a composition is caught here alone."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,13 +44,10 @@ def handlers() -> Iterator[None]:
     root.setLevel(level)
 
 
-def test_composing_leaves_hydra_as_it_was() -> None:
-    before = state()
-    compose(["recipe=null", "seed=3", "model=absent"])
-    assert state() == before
-
-
 def test_composing_works_inside_a_program_that_uses_hydra_itself() -> None:
+    outside = state()
+    compose(["recipe=null", "seed=3", "model=absent"])
+    assert state() == outside
     with initialize_config_dir(str(shipped_conf()), version_base="1.3"):
         before = state()
         assert compose(["recipe=null", "seed=3"]).values["seed"] == 3
@@ -72,20 +70,12 @@ def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path: 
     before = state()
     assert run_job(composed, tmp_path, lambda: 42) == 42
     assert state() == before
-    assert sorted(path.name for path in (tmp_path / ".hydra").iterdir()) == [
-        "config.yaml",
-        "hydra.yaml",
-        "overrides.yaml",
-    ]
+    assert {path.name for path in (tmp_path / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     saved = yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())
     assert (saved["steps"], saved["epochs"], saved["seed"]) == (3, None, 5)
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == ["recipe=null", "steps=3", "seed=5"]
-
-
-def test_a_second_job_in_the_folder_keeps_what_the_first_wrote(tmp_path: Path, handlers: None) -> None:
-    run_job(compose(["recipe=null", "seed=5"]), tmp_path, lambda: None)
     run_job(compose(["recipe=null", "seed=6"]), tmp_path, lambda: None)
-    assert yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())["seed"] == 5
+    assert yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())["seed"] == 5, "the first job's stay"
 
 
 def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers: None) -> None:
@@ -99,43 +89,35 @@ def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers: None) -
     assert caught.value is error
 
 
-def test_hydras_own_settings_reach_the_job(tmp_path: Path, handlers: None) -> None:
-    import os
-
-    composed = compose(["recipe=null", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"])
-    assert run_job(composed, tmp_path, lambda: os.environ["TRAINKIT_OF_THE_TEST"]) == "7"
-
-
 def test_hydra_settings_of_files_apply_to_the_job(
     tmp_path: Path, handlers: None, write_conf: Callable[[Mapping[str, str]], Path]
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})
-    composed = compose(["recipe=mine"], config_dirs=[folder])
+    composed = compose(["recipe=mine", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"], config_dirs=[folder])
+    assert run_job(composed, tmp_path, lambda: os.environ["TRAINKIT_OF_THE_TEST"]) == "7"
     assert (str(composed.run_dir), composed.run_dir_given) == ("elsewhere", True)
     assert run_job(composed, tmp_path, lambda: HydraConfig.get().job.name) == "mine"
     assert list(tmp_path.glob("*.log")) == []  # train.log takes what the console shows
 
 
-def test_the_cluster_chooses_the_launcher_and_the_command_line_another(tmp_path: Path) -> None:
-    composed = compose(["recipe=null"])
-    assert hydra_config(composed).hydra.launcher._target_ == "hydra_plugins.trainkit_slots.SlotsLauncher"
-    assert hydra_config(compose(["recipe=null", "hydra/launcher=basic"])).hydra.launcher._target_.endswith(
-        "BasicLauncher"
-    )
+def test_the_cluster_chooses_the_launcher_and_the_command_line_another() -> None:
+    launchers = {"seed=1": "SlotsLauncher", "hydra/launcher=basic": "BasicLauncher", "cluster=null": "BasicLauncher"}
+    for argument, name in launchers.items():
+        chosen = hydra_config(compose(["recipe=null", argument])).hydra.launcher._target_
+        assert chosen.rpartition(".")[2] == name
+    (problem,) = unused_keys(compose(["recipe=null", "cluster=null", "sweep.retries=2"]), multirun=True)[0]
+    assert str(problem).startswith("sweep.retries=2: has no effect with hydra/launcher=basic: it is for slots.")
 
 
-def test_a_cluster_that_chooses_no_launcher_has_hydras_which_reads_no_key_of_the_sweep() -> None:
-    composed = compose(["recipe=null", "cluster=null", "sweep.retries=2"])
-    assert hydra_config(composed).hydra.launcher._target_.endswith("BasicLauncher")
-    assert [str(one) for one in unused_keys(composed, multirun=True)[0]] == [
-        "sweep.retries=2: has no effect with hydra/launcher=basic: it is for slots. (command line)"
-    ]
-
-
-def test_hydra_takes_no_typo_in_a_users_file(
-    write_conf: Callable[[Mapping[str, str]], Path], refuse: Callable[..., list[str]]
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        ("runn: {dir: x}", "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"),
+        ("job: {name: '${hydra.job.name}'}", "hydra.help.app_name=${hydra.job.name}: refers to itself."),
+    ],
+)
+def test_hydra_takes_no_typo_and_no_cycle_in_a_users_file(
+    write_conf: Callable[[Mapping[str, str]], Path], refuse: Callable[..., list[str]], node: str, told: str
 ) -> None:
-    folder = write_conf({"recipe/mine.yaml": "hydra:\n  runn: {dir: x}\n"})
-    assert refuse("--config-dir", str(folder), "recipe=mine") == [
-        "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"
-    ]
+    folder = write_conf({"recipe/mine.yaml": f"hydra:\n  {node}\n"})
+    assert refuse("--config-dir", str(folder), "recipe=mine")[0].startswith(told)
