@@ -139,6 +139,7 @@ COMMANDS = {
     "diff -m a b": "-m: belongs to train.",
     "diff a": "diff: takes 2 arguments, and got a.",
     "diff a b": "a: is neither a run folder nor a resolved.yaml.",
+    "resume out/a=1": "resume: takes 1 argument, and got none. See trainkit resume --help. A path with = in it begins",
     "resume nowhere": "resume=nowhere: is not a run folder",
     "explain optimzer.lr recipe=null": "optimzer.lr: no such key in this composition. Did you mean optimizer.lr?",
     "--cfg yaml recipe=null": "--cfg=yaml: must be job, hydra or all.",

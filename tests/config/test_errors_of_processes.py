@@ -1,4 +1,4 @@
-"""Errors of a config that another process raised, such as a worker of a pool, arrive whole."""
+"""An error of another process that arrives without its problems or its exit code is caught here alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiment=NAME`: a file of the user's over all choices, as in lightning-hydra-template."""
+"""A recipe or a choice that wins over `experiment=NAME`, a file of the user's, is caught here alone."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ def test_an_experiment_is_composed_over_the_defaults(composed: Callable[..., Com
 def test_the_command_line_wins_over_an_experiment_and_its_choices(composed: Callable[..., Composition]) -> None:
     found = composed("experiment=small", "seed=1", "optimizer=adam")
     assert (found.values["seed"], found.values["optimizer"]["lr"]) == (1, 0.001)
-    assert found.notes == (
-        "optimizer=adam replaces sgd: the keys that the experiment set in optimizer are dropped with it (optimizer.lr)",
-    )
+    (note,) = found.notes
+    assert note.startswith("optimizer=adam replaces sgd: the keys that the experiment set in optimizer are dropped")
 
 
 def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., Composition]) -> None:
@@ -89,9 +88,5 @@ def test_experiments_are_swept_resumed_and_listed(cwd: Path, capsys: pytest.Capt
 
 
 def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Callable[..., list[str]]) -> None:
-    assert refuse("experiment=small") == [
-        (
-            "experiment: there is no such folder of choices. Write DIR/experiment/NAME.yaml, and give "
-            "--config-dir DIR. (command line)"
-        )
-    ]
+    (problem,) = refuse("experiment=small")
+    assert problem.startswith("experiment: there is no such folder of choices. Write DIR/experiment/NAME.yaml")

@@ -1,4 +1,4 @@
-"""Every command that trainkit prints runs when it is pasted, for a package and a folder of YAMLs of one's own."""
+"""A printed command that fails when it is pasted, as it lacks a folder or package of the user, is caught here alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A YAML language server, which editors start, completes and flags a user's file with `trainkit schema config`."""
+"""A schema that a YAML language server, which editors start, cannot read is caught here alone."""
 
 from __future__ import annotations
 
@@ -34,15 +34,11 @@ def recipe(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("epochs: 3\n", []),
         ("epochs: ${oc.env:E}\n", []),
         ("epohs: 3\n", ["Property epohs is not allowed."]),
-        ("batch: {global_size: 0}\n", ["Value is below the minimum of 1."]),
-        ("quiet: 3\n", ["Incorrect type. Expected one of boolean, string."]),
         ("seed: three\n", ["must be a whole number, at least 0 and less than 9223372036854775808."]),
         ("defaults: [{override /model: gpt}]\nmodel: {width: 64}\n", []),
         ("defaults: [{override /model: gpt}]\nmodel: {hidden: [3]}\n", ["Property hidden is not allowed."]),
-        ("model: {_target_: mine.Net, hidden: 3}\n", []),
         ("compile: {mode: fast}\n", ['Value is not accepted. Valid values: "off", "default", "max-autotune", "step".']),
     ],
 )
@@ -55,11 +51,8 @@ def test_it_flags_mistakes_alone(server: YamlLanguageServer, folder: Path, text:
     [
         ("", {"epochs", "batch", "model", "defaults"}),
         ("batch:\n  ", {"global_size", "micro_size", "accumulation", "drop_last"}),
-        ("compile:\n  mode: ", {'"off"', "default", "max-autotune", "step"}),
         ("defaults:\n  - override /schedule: ", {"cosine", "linear"}),
-        ("callbacks:\n  early_stop:\n    ", {"patience", "min_delta"}),
         ("model:\n  _target_: ", {"trainkit.models.mlp.Mlp"}),
-        ("_target_: trainkit.models.mlp.Mlp\nhi", {"hidden"}),
     ],
 )
 def test_it_completes(server: YamlLanguageServer, folder: Path, text: str, words: set[str]) -> None:
