@@ -1,4 +1,4 @@
-"""Deferred initialisation: every tensor of a model, made alone, has the bits of the model built whole."""
+"""A tensor of a model that is made alone, with other bits than in the model built whole, is caught here alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tests.support.present import present
-from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
@@ -53,13 +52,11 @@ def bits(model: nn.Module, values: Mapping[str, torch.Tensor] | None = None) -> 
 
 MODELS = {
     "mlp": lambda: Mlp(in_features=6, hidden=[5, 4], out_features=3, batch_norm=True, dropout=0.1),
-    "convnet": lambda: ConvNet(widths=[4, 8]),
     "resnet": lambda: ResNet(depth=18, num_classes=3),
     "gpt": lambda: Gpt(vocab_size=11, context=8, num_layers=2, num_heads=2, width=8, bias=True),
     "attention": lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
     "lstm": lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True),
     "copies": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2),
-    "batch_norm": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
     "odd": Odd,
 }
 
@@ -90,6 +87,7 @@ def test_what_a_module_keeps_besides_has_its_numbers() -> None:
     assert (model.rates, model.permutation) == (whole.rates, whole.permutation)
     assert all(torch.equal(one, other) for one, other in zip(model.plain, whole.plain, strict=True))
     assert model.tied.weight is model.halved.weight
+    assert (model.own.is_meta, model.own.device.type) == (True, "meta")
 
 
 def test_building_and_making_take_the_memory_of_one_tensor_at_a_time() -> None:
@@ -112,28 +110,17 @@ def peak() -> int:
     return int(present(re.search(r"VmHWM:\s+(\d+) kB", status))[1]) * 1024
 
 
-def test_other_memory_below_a_tensor_is_not_mistaken() -> None:
-    with pytest.raises(CannotDeferError, match="resize_"):
-        build_deferred(lambda: nn.ParameterList([nn.Parameter(torch.empty(2).resize_(3))]))
+def pickled() -> nn.Module:
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), io.BytesIO())
+    return model
 
 
-def test_a_constructor_that_pickles_its_own_tensors_is_built_with_numbers() -> None:
-    def build() -> nn.Module:
-        model = nn.Linear(2, 2)
-        torch.save(model.state_dict(), io.BytesIO())
-        return model
-
-    with pytest.raises(CannotDeferError, match="pickle"):
+@pytest.mark.parametrize(("build", "why"), [
+    (lambda: nn.ParameterList([nn.Parameter(torch.empty(2).resize_(3))]), "resize_"), (pickled, "pickle"),
+    # it goes on after a refusal: it leaves out its base if the operation that computes it is not implemented
+    (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 2)), "geqrf"),
+])  # fmt: skip
+def test_a_constructor_that_cannot_be_deferred_is_built_with_numbers(build: Any, why: str) -> None:
+    with pytest.raises(CannotDeferError, match=why):
         build_deferred(build)
-
-
-def test_a_tensor_of_a_deferred_model_says_meta_once_it_is_built() -> None:
-    model = build_deferred(lambda: nn.Linear(2, 2))
-    assert model.weight.is_meta
-    assert model.weight.device.type == "meta"
-
-
-def test_a_constructor_that_goes_on_after_a_refusal_is_built_with_numbers() -> None:
-    # `orthogonal` leaves out its base if the operation that computes it is not implemented.
-    with pytest.raises(CannotDeferError, match="geqrf"):
-        build_deferred(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 2)))

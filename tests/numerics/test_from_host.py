@@ -1,32 +1,13 @@
-"""Numbers of the host are copied to a device without a wait for it."""
+"""A constant on a GPU that another dtype or a traced pass has left there is caught here alone."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.numerics import from_host
-from trainkit.numerics.from_host import constant_on, tensor_on
-
-
-class Pinned:
-    """Stands for a tensor in pinned memory."""
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> str:
-        assert non_blocking
-        return f"on {device}"
-
-
-def test_a_gpu_copies_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(numbers: Any, *, dtype: torch.dtype, pin_memory: bool) -> Pinned:
-        assert (numbers, dtype, pin_memory) == ([1.0], torch.float32, True)
-        return Pinned()
-
-    monkeypatch.setattr(torch, "tensor", made)
-    assert tensor_on([1.0], torch.float32, torch.device("cuda", 1)) == "on cuda:1"
+from trainkit.numerics.from_host import constant_on
 
 
 def test_a_gpu_gets_a_constant_once_and_a_tensor_without_data_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""Code that may draw random numbers is found by the names that it uses."""
+"""A model that draws by a function of a module of its own, unseen before the run, is caught here alone."""
 
 from __future__ import annotations
 
 import random
 from random import gauss as bell
-from random import vonmisesvariate
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainkit.models.convnet import ConvNet
-from trainkit.models.gpt import Gpt
 from trainkit.numerics.generators import HostStates, Untouched
 from trainkit.numerics.random_calls import random_call
 from trainkit.objectives.classification import Classification
@@ -50,11 +48,6 @@ class ByName(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + bell(0, 1)
-
-
-class ByRareName(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + vonmisesvariate(0, 1)
 
 
 OWN = np.random.default_rng(0)
@@ -104,24 +97,15 @@ class Drawing(Classification):
         return torch.randperm(4)
 
 
-@pytest.mark.parametrize(
-    ("model", "found"),
-    [
-        (ByFunction(), "noisy calls randn_like"),
-        (ByMethod(), "ByMethod.sample calls bernoulli"),
-        (ByModule(), "shifted calls random"),
-        (ByName(), "ByName.forward calls random"),
-        (ByRareName(), "ByRareName.forward calls random"),
-        (ByGenerator(), "ByGenerator.forward calls random"),
-        (ByClosure(), "ByClosure.forward calls dropout"),
-        (Inherits(), "ByMethod.sample calls bernoulli"),
-        (nn.Sequential(nn.Linear(2, 2), ByMethod()), "ByMethod.sample calls bernoulli"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), "1: Dropout"),
-        (Gpt(vocab_size=4, context=2, num_layers=1, num_heads=1, width=2, dropout=0.1), "embed.dropout: Dropout"),
-        (Quiet(), None),
-        (ConvNet(widths=[2]), None),
-    ],
-)
+@pytest.mark.parametrize(("model", "found"), [
+    (ByFunction(), "noisy calls randn_like"), (ByMethod(), "ByMethod.sample calls bernoulli"),
+    (ByModule(), "shifted calls random"), (ByName(), "ByName.forward calls random"),
+    (ByGenerator(), "ByGenerator.forward calls random"), (ByClosure(), "ByClosure.forward calls dropout"),
+    (Inherits(), "ByMethod.sample calls bernoulli"),
+    (nn.Sequential(nn.Linear(2, 2), ByMethod()), "ByMethod.sample calls bernoulli"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), "1: Dropout"),
+    (Quiet(), None), (ConvNet(widths=[2]), None),
+])  # fmt: skip
 def test_what_a_step_may_draw_is_named(model: nn.Module, found: str | None) -> None:
     assert random_call(model, Classification()) == found
 

@@ -1,9 +1,8 @@
-"""What is drawn inside a step, by key: by the objective, by the model's own code, by a block that is called again."""
+"""Numbers drawn in a step that depend on what another block, thread or use drew before are caught here alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -107,25 +106,17 @@ def test_what_draws_is_seen_before_a_strategy_changes_the_classes() -> None:
     assert keys.names == BlockKeys(drawing_models.functional_dropout(), seed=1, devices=[CPU]).names == ("",)
 
 
-def test_generators_are_restored_after_another_use() -> None:
+def test_generators_are_restored_after_another_use_and_a_thread_that_draws_waits_for_it() -> None:
     def numbers() -> tuple[float, ...]:
         return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002
 
-    def with_a_break(inside: Callable[[], object]) -> list[tuple[float, ...]]:
+    def drawn_around(*, used: bool) -> list[tuple[float, ...]]:
         torch.manual_seed(3), random.seed(3), np.random.seed(3)  # noqa: NPY002
         found = [numbers()]
-        inside()
+        if used:
+            with Untouched(seed=0), Untouched(seed=1), ThreadPoolExecutor(1) as threads:
+                numbers()
+                assert not threads.submit(GENERATORS_LOCK.acquire, blocking=False).result()
         return [*found, numbers()]
 
-    def use() -> None:
-        with Untouched(seed=0):
-            numbers()
-            with Untouched(seed=1):
-                numbers()
-
-    assert with_a_break(use) == with_a_break(lambda: None)
-
-
-def test_a_thread_that_draws_waits_while_another_use_lasts() -> None:
-    with Untouched(seed=0), ThreadPoolExecutor(1) as threads:
-        assert not threads.submit(GENERATORS_LOCK.acquire, blocking=False).result()
+    assert drawn_around(used=True) == drawn_around(used=False)

@@ -1,4 +1,4 @@
-"""The reproducible order of summation."""
+"""Partial sums of lanes that stay alive until a garbage collection are caught here alone."""
 
 from __future__ import annotations
 
