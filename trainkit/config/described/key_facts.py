@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from trainkit.config.composition import Composition, KeyPath, Level, lookup
 from trainkit.config.described.docstrings import doc_line, summary
-from trainkit.config.described.units import NO_UNIT, PLAIN_NUMBER, unit_of
+from trainkit.config.described.units import NO_UNIT, unit_of
 from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS, optimizer_node
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
@@ -84,7 +84,7 @@ def facts_of(composition: Composition, path: KeyPath) -> KeyFacts:
     place = _place(cfg, path)
     return KeyFacts(
         type=type_text(place.hint),
-        unit=unit_of(path[-1], place.hint, place.meaning) or PLAIN_NUMBER,
+        unit=unit_of(path[-1], place.hint),
         default=_default(composition, path, place),
         meaning=place.meaning,
         tag=tag_of(cfg, path).tag,

@@ -17,7 +17,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.described.docstrings import doc_line, doc_lines, summary
 from trainkit.config.described.json_types import DRAFT, Definitions, Schema
 from trainkit.config.described.key_facts import GROUP_KEY_DOCS, REQUIRED, default_of, plain_value, target_of, type_text
-from trainkit.config.described.units import NO_UNIT, PLAIN_NUMBER, unit_of
+from trainkit.config.described.units import NO_UNIT, unit_of
 from trainkit.config.identity import tag_of
 from trainkit.config.optimizers import OWN_KEYS
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
@@ -247,7 +247,7 @@ class _ConfigSchema:
     def _key(self, name: str, hint: Any, meaning: str, default: Any, tag: str) -> Schema:
         """Return the schema of one key: type, limits, documentation, unit, default and tag."""
         typed = _or_null(self.definitions.of(hint)) if default is None else self.definitions.of(hint)
-        unit = unit_of(name, hint, meaning) or PLAIN_NUMBER
+        unit = unit_of(name, hint)
         facts = [tag, *([f"unit: {unit}"] if unit != NO_UNIT else [])]
         shown: Schema = {}
         if default != REQUIRED:

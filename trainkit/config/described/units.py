@@ -1,4 +1,4 @@
-"""The unit of a key that holds a quantity: declared, or derived from its name or its documentation."""
+"""The unit of a key that holds a quantity: declared by its annotation, or known by its name."""
 
 from __future__ import annotations
 
@@ -14,127 +14,69 @@ NO_UNIT: Final = "none"
 """The unit of a key that holds no quantity: text, a choice, a path, true or false, an index."""
 PLAIN_NUMBER: Final = "a plain number"
 """The unit of a factor, a rate or a seed."""
-_RATE: Final = re.compile(r"(10\^\d+ \w+|[A-Z][A-Za-z]+) (?:a|per) second\b")
-"""A documentation line that begins with a rate: `10^9 bytes a second of that memory`."""
-_ENDINGS: Final = (
-    (re.compile(r"(.*_)?s"), "seconds"),
-    (re.compile(r"(.*_)?us"), "microseconds"),
-    (re.compile(r"(.*_)?usd_h"), "US dollars an hour"),
-    (re.compile(r"(.*_)?mb"), "MiB"),
-    (re.compile(r"(.*_)?bytes"), "bytes"),
-    (re.compile(r"(.*_)?epochs|every_epochs"), "epochs"),
-    (re.compile(r"(.*_)?steps|stop_at_step|start_step"), "steps"),
-    (re.compile(r"(.*_)?every|max_skips_in_a_row"), "steps"),
-    (re.compile(r"(.*_)?share"), "a share, 0 to 1"),
-    (re.compile(r"(in_)?channels"), "channels"),
-    (re.compile(r"hidden|width"), "units"),
-    (re.compile(r"vocab_size"), "tokens"),
-    (re.compile(r"latent"), "numbers"),
-    (re.compile(r"reduction"), "jobs"),
-    (re.compile(r"retries"), "restarts"),
-    (re.compile(r"(.*_)?(batch_size|samples|val_size)"), "samples"),
-    (re.compile(r"(.*_)?(seed|fold)"), PLAIN_NUMBER),
-    (
-        re.compile(
-            r"lr|eps|betas|momentum|dampening|weight_decay|temperature|gamma|end|mean|deviation|delta|min_delta"
-            r"|class_weights|ignore_index|max_norm|initial_scale|min_scale|min_factor|threshold|shape|powersgd_rank"
-        ),
-        PLAIN_NUMBER,
-    ),
-)
-"""Names of keys, of trainkit's classes and of torch's, and the unit of each."""
-_LEADS: Final = re.compile(
-    r"(?:`?\w+`?: )?(?:the )?(?:(?:most|fewest|largest|smallest|number of|numbers of|side length in|length in|width of|"
-    r"size of|how often|updates?) )*",
-    re.IGNORECASE,
-)
-"""Words with which a documentation line may begin before the unit."""
-_NOUNS: Final[Mapping[str, str]] = {
-    "share": "a share, 0 to 1",
-    "shares": "a share, 0 to 1",
-    "fraction": "a share, 0 to 1",
-    "part": "a share, 0 to 1",
-    "factor": PLAIN_NUMBER,
-    "deviation": PLAIN_NUMBER,
-    "gib": "GiB",
-    "mib": "MiB",
-    "gpus": "GPUs",
-    "passes": "epochs",
-    "updates": "steps",
+_NAMES: Final[Mapping[str, str]] = {
+    "10^9 bytes/s": r"(.*_)?gb_s",
+    "10^6 bytes/s": r"(.*_)?mb_s",
+    "10^12 operations/s": r"tflops",
+    "seconds": r"(.*_)?s",
+    "microseconds": r"(.*_)?us",
+    "US dollars an hour": r"(.*_)?usd_h",
+    "GiB": r"(.*_)?gib|max_memory",
+    "MiB": r"(.*_)?(mb|mib)",
+    "bytes": r"(.*_)?bytes",
+    "epochs": r"(.*_)?epochs|every_epochs",
+    "steps": r"(.*_)?(steps|every|after)|stop_at_step|start_step|max_skips_in_a_row|timescale|growth_interval|bound",
+    "a share, 0 to 1": r"(.*_)?share|dropout|label_smoothing|min_area|milestones|decay",
+    "samples": r"(.*_)?(batch_size|samples|val_size|global_size|micro_size|reference_batch)",
+    "tokens": r"(.*_)?context|stride|vocab_size|num_tokens",
+    "pixels": r"image_size|resize",
+    "channels": r"(in_)?channels|widths",
+    "units": r"hidden|width",
+    "features": r"(in|out)_features",
+    "classes": r"num_classes",
+    "images": r"num_images",
+    "blocks": r"num_layers",
+    "heads": r"num_heads",
+    "numbers": r"latent",
+    "shards": r"accumulation",
+    "sums": r"lanes",
+    "batches": r"prefetch",
+    "processes": r"num_workers|workers|servers",
+    "threads": r"threads",
+    "cores": r"cpus_per_replica",
+    "replicas": r"(.*_)?replicas",
+    "groups": r"replicate",
+    "ranks": r"stages|degree",
+    "stages": r"virtual_stages",
+    "devices": r"devices_per_worker",
+    "GPUs": r"num_gpus",
+    "jobs": r"reduction|slots|jobs_per_device",
+    "points": r"trials",
+    "lengths": r"rungs",
+    "parts": r"folds",
+    "checkpoints": r"keep_(last|best)",
+    "evaluations": r"patience|cooldown",
+    "overflows": r"max_overflows",
+    "restarts": r"retries|max_restarts",
 }
-_COUNTED: Final = frozenset(
-    {
-        "seconds",
-        "steps",
-        "epochs",
-        "samples",
-        "tokens",
-        "processes",
-        "replicas",
-        "ranks",
-        "devices",
-        "cores",
-        "threads",
-        "jobs",
-        "bytes",
-        "pixels",
-        "images",
-        "classes",
-        "shards",
-        "batches",
-        "evaluations",
-        "stages",
-        "workers",
-        "characters",
-        "rows",
-        "features",
-        "channels",
-        "checkpoints",
-        "restarts",
-        "points",
-        "tasks",
-        "groups",
-        "copies",
-        "blocks",
-        "heads",
-        "inputs",
-        "outputs",
-        "lengths",
-        "parts",
-        "sums",
-        "hosts",
-        "lines",
-        "servers",
-        "overflows",
-        "columns",
-        "files",
-    }
-)
+"""Unit -> the names of keys, of trainkit's classes and of torch's, that have it; any other key is a plain number."""
 
 
-def unit_of(name: str, hint: Any, meaning: str) -> str | None:
-    """Return the unit of a key; `NO_UNIT` for a key that holds no quantity, None if unknown.
+def unit_of(name: str, hint: Any) -> str:
+    """Return the unit of a key; `NO_UNIT` for a key that holds no quantity.
 
     Args:
         name: the last part of the key.
         hint: its annotation, which may declare the unit: `Annotated[float, unit("GiB")]`.
-        meaning: its line of documentation.
 
     Example:
-        >>> unit_of("timeout_s", float, ""), unit_of("workers", int | None, "Processes that compute.")
-        ('seconds', 'processes')
-        >>> unit_of("path", str, "Length of a text."), unit_of("size", int, "How large it is.")
-        ('none', None)
+        >>> unit_of("timeout_s", float), unit_of("workers", int | None), unit_of("size", int), unit_of("path", str)
+        ('seconds', 'processes', 'a plain number', 'none')
     """
     declared = next((extra.name for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Unit)), None)
-    if declared is not None:
-        return declared
-    if not holds_quantity(hint):
-        return NO_UNIT
-    by_name = (
-        None if _RATE.match(meaning) else next((found for ending, found in _ENDINGS if ending.fullmatch(name)), None)
-    )
-    return by_name or _named_in(meaning)
+    if declared is not None or not holds_quantity(hint):
+        return declared or NO_UNIT
+    return next((unit for unit, names in _NAMES.items() if re.fullmatch(names, name)), PLAIN_NUMBER)
 
 
 def holds_quantity(hint: Any) -> bool:
@@ -158,17 +100,3 @@ def _scalars_in(hint: Any) -> typing.Iterator[Any]:
     mapping = isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Mapping)
     for argument in arguments[1:] if mapping else arguments:
         yield from _scalars_in(argument)
-
-
-def _named_in(meaning: str) -> str | None:
-    """Return the unit that a line of documentation begins with: `Seconds between two writes.`."""
-    if rate := _RATE.match(meaning):
-        return f"{rate[1]}/s"
-    rest = meaning[_LEADS.match(meaning).end() :] if _LEADS.match(meaning) else meaning  # type: ignore[union-attr]
-    for word in re.findall(r"[A-Za-z]+", rest)[:6]:
-        lower = str(word).lower()
-        if lower in _NOUNS:
-            return _NOUNS[lower]
-        if lower in _COUNTED:
-            return lower
-    return None

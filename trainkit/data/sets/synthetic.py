@@ -14,7 +14,7 @@ from trainkit.data.declaration import Declared, image, label, window
 from trainkit.data.reading.windows import IGNORED
 from trainkit.data.stored import InMemory
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import Limit, at_least
+from trainkit.fields import at_least, unit, within
 from trainkit.numerics.generators import hash64
 
 _SHAPE_RULE: Final = "must be [features] or [channels, height, width], each 1 or more."
@@ -117,7 +117,7 @@ class SyntheticTokens(InMemory):
     """Number of training samples."""
     val_samples: Annotated[int, at_least(1)] = 256
     """Number of validation samples."""
-    noise: Annotated[float, at_least(0), Limit(rule="must be at most 1.", high=1)] = 0.1
+    noise: Annotated[float, within(0, 1), unit("a share, 0 to 1")] = 0.1
     """Share of tokens that are replaced by random ones."""
     seed: int = 0
     """Seed of the data, independent of the run's."""
