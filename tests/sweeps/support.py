@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.support import quick
 from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.screen import PlainScreen
@@ -91,3 +93,18 @@ def signalled(when: Path, *numbers: int) -> threading.Thread:
     thread = threading.Thread(target=send)
     thread.start()
     return thread
+
+
+def assert_ends(pid: int) -> None:
+    """Wait for a process that is not ours to end, for a minute at most."""
+    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
+    while status.exists() and " Z " not in status.read_text():
+        assert time.monotonic() < end, pid
+        time.sleep(0.01)
+
+
+def trained(cwd: Path, *arguments: str) -> None:
+    """Run a command line that trains."""
+    common = ["recipe=null", "callbacks=[]", "logger=[]", "eval.metric=val/accuracy"]
+    done = subprocess.run(quick.command(*arguments, *common), capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr

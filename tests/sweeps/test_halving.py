@@ -1,11 +1,17 @@
+"""Successive halving: a resumed one that chooses another point is caught here alone."""
+
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.present import present
+from tests.sweeps.support import trained
 from trainkit.config.schema import MonitoredMetric
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.spaces.halving import Halving
@@ -82,22 +88,19 @@ def test_the_choice_does_not_depend_on_which_job_ends_first(tmp_path: Path) -> N
     assert present(source.next()).name == "0"
 
 
-def test_a_job_that_fails_does_not_go_on(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, by_number)
-    log = runs.all_of(runs.halving([f"seed={number}" for number in range(3)], rungs=2), codes={"2": 1})
-    assert log[3:] == [("1", None)]
+def test_a_job_that_fails_or_whose_figure_is_no_number_does_not_go_on(tmp_path: Path) -> None:
+    points = [f"seed={number}" for number in range(3)]
+    (tmp_path / "failed").mkdir()
+    failed = Runs(tmp_path / "failed", by_number)
+    assert failed.all_of(failed.halving(points, rungs=2), codes={"2": 1})[3:] == [("1", None)]
+    runs = Runs(tmp_path, lambda point, step: None if point == "seed=2" else by_number(point, step))
+    assert runs.all_of(runs.halving(points, rungs=2))[3:] == [("1", None)]
 
 
 def test_where_all_fail_the_sweep_ends(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     failed = {str(number): 1 for number in range(3)}
     assert len(runs.all_of(runs.halving([f"seed={number}" for number in range(3)]), codes=failed)) == 3
-
-
-def test_a_figure_that_is_no_number_loses(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, lambda point, step: None if point == "seed=2" else by_number(point, step))
-    log = runs.all_of(runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2))
-    assert log[3:] == [("1", None)]
 
 
 def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path: Path) -> None:
@@ -116,13 +119,22 @@ def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path: Pa
     assert again.all_of(again.halving(points, known=known)) == [("8", 3), ("8", None)]
 
 
-def test_a_point_that_stands_twice_runs_once(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, by_number)
-    log = runs.all_of(runs.halving(["seed=0", "seed=1", "seed=1", "seed=2"], rungs=2))
-    assert [name for name, _ in log] == ["0", "1", "2", "2"]
-
-
-def test_more_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
+def test_a_point_that_stands_twice_runs_once_and_more_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     goal = MonitoredMetric(metric="val/loss", mode="max")
-    assert runs.all_of(runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2, goal=goal))[-1] == ("0", None)
+    log = runs.all_of(runs.halving(["seed=0", "seed=1", "seed=1", "seed=2"], rungs=2, goal=goal))
+    assert [name for name, _ in log] == ["0", "1", "2", "0"]
+
+
+@pytest.mark.long
+def test_the_winner_of_a_halving_is_the_training_that_nobody_interrupted(cwd: Path) -> None:
+    rates = "optimizer.lr=0.1,0.03,0.003,0.0001"
+    trained(cwd, "-m", "hydra/sweeper=halving", "sweep.reduction=2", "steps=40", rates, "sweep.name=halves")
+    folder = cwd / "outputs/sweeps/halves"
+    with (folder / "leaderboard.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["finished", "pruned", "pruned", "pruned"]
+    assert [row["steps"] for row in rows] == ["40", "20", "10", "10"]
+    trained(cwd, "steps=40", f"optimizer.lr={rows[0]['optimizer.lr']}", "hydra.run.dir=whole")
+    results = [json.loads((path / "result.json").read_text()) for path in (folder / rows[0]["folder"], cwd / "whole")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]

@@ -1,6 +1,12 @@
+"""The order of runs, their tables, and `trainkit top`.
+
+A pruned job that is ranked above a finished one, or a mean over folds that lacks a fold, is caught here alone.
+"""
+
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,30 +14,38 @@ from typing import Any
 
 import pytest
 
+import trainkit
+from trainkit.config.resume import compose_anew
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.yaml_files import with_config_dirs
+from trainkit.errors import ConfigError
 from trainkit.sweeps.results.job_results import read_entry, varied_overrides
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
+from trainkit.verbs.looking import top
+from trainkit.verbs.support.call import Call
 
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
 
-def made(
-    root: Path,
-    name: str,
-    *,
-    accuracy: float | None = None,
-    status: str = "finished",
-    seconds: float | None = 6.13,
-    eval_keys: str = "{metric: val/accuracy}",
-) -> Path:
+def made(root: Path, name: str, **result: Any) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
-    metrics = {} if accuracy is None else {"val/accuracy": accuracy, "val/loss": None}
-    result = {"status": status, "metrics": metrics, "seconds": seconds}
-    (folder / "result.json").write_text(json.dumps(result))
-    (folder / "resolved.yaml").write_text(f"eval: {eval_keys}\n")
+    accuracy = result.pop("accuracy", None)
+    metrics = {} if accuracy is None else {"val/accuracy": accuracy, "val/loss": result.pop("loss", None)}
+    known = {"status": "finished", "metrics": metrics, "seconds": 6.13} | result
+    (folder / "result.json").write_text(json.dumps(known))
+    (folder / "resolved.yaml").write_text("eval: {metric: val/accuracy}\n")
     return folder
+
+
+def row(root: Path, name: str, accuracy: float | None, **result: Any) -> dict[str, Any]:
+    made(root, name, accuracy=accuracy, **result)
+    return {"job": name, "folder": name, "overrides": ["epochs=1", f"seed={name}"], "exit_code": 0}
+
+
+def swept(root: Path, rows: Sequence[dict[str, Any]]) -> Leaderboard:
+    (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
+    return collect(root, ACCURACY)
 
 
 def board_of(root: Path) -> Leaderboard:
@@ -47,32 +61,29 @@ def board_of(root: Path) -> Leaderboard:
     return Leaderboard.of(entries, ACCURACY)
 
 
-def test_the_table_has_the_best_first_and_the_failed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert board_of(Path("sweep")).lines() == [
+def test_the_table_has_the_best_first_and_the_failed_last(cwd: Path) -> None:
+    board = board_of(Path("sweep"))
+    assert board.lines() == [
         "#  job  status    val/accuracy  overrides                             time   folder",
         "1  1    finished  0.9812        strategy=mirrored optimizer.lr=0.003  6.1 s  sweep/1",
         "2  0    finished  0.9           strategy=mirrored optimizer.lr=0.01   6.1 s  sweep/0",
         "3  2    failed                  strategy=one_device clip.max_norm=1          sweep/2",
         "4  3    not run                 strategy=one_device",
     ]
+    least = Leaderboard.of(board.entries, MonitoredMetric(metric="val/accuracy", mode="min"))
+    assert [entry.job for entry in least.entries] == ["0", "1", "2", "3"]
 
 
-def test_the_page_links_every_folder(tmp_path: Path) -> None:
-    assert board_of(tmp_path).top(2).markdown(base=tmp_path) == (
-        "# Leaderboard by val/accuracy (max)\n"
-        "\n"
-        "2 jobs, 2 finished.\n"
-        "\n"
-        "| # | job | status | val/accuracy | overrides | time | folder |\n"
-        "|--:|:----|:-------|----:|:----------|----:|:-------|\n"
-        "| 1 | 1 | finished | 0.9812 | `strategy=mirrored optimizer.lr=0.003` | 6.1 s | [1](1) |\n"
-        "| 2 | 0 | finished | 0.9 | `strategy=mirrored optimizer.lr=0.01` | 6.1 s | [0](0) |\n"
-    )
-
-
-def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path: Path) -> None:
-    assert board_of(tmp_path).csv(base=tmp_path) == (
+def test_the_files_have_links_and_a_column_for_every_swept_key(tmp_path: Path) -> None:
+    board = board_of(tmp_path)
+    write(board, tmp_path)
+    assert (tmp_path / "leaderboard.png").exists()
+    assert board.top(1).markdown(base=tmp_path).splitlines()[4:] == [
+        "| # | job | status | val/accuracy | overrides | time | folder |",
+        "|--:|:----|:-------|----:|:----------|----:|:-------|",
+        "| 1 | 1 | finished | 0.9812 | `strategy=mirrored optimizer.lr=0.003` | 6.1 s | [1](1) |",
+    ]
+    assert (tmp_path / "leaderboard.csv").read_text() == (
         "rank,job,status,val/accuracy,strategy,optimizer.lr,clip.max_norm,steps,seconds,folder\n"
         "1,1,finished,0.98123,mirrored,0.003,,,6.13,1\n"
         "2,0,finished,0.9,mirrored,0.01,,,6.13,0\n"
@@ -81,143 +92,178 @@ def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path: P
     )
 
 
-def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
-    entries = board_of(tmp_path).entries
-    least = Leaderboard.of(entries, MonitoredMetric(metric="val/accuracy", mode="min"))
-    assert [entry.job for entry in least.entries] == ["0", "1", "2", "3"]
-
-
-@pytest.mark.parametrize(("code", "status"), [(0, "no result"), (2, "exit 2"), (-9, "signal 9"), (None, "not run")])
-def test_the_status_of_a_job_without_a_result_comes_from_its_exit_code(
-    tmp_path: Path, code: int | None, status: str
-) -> None:
-    assert read_entry(tmp_path, job="0", exit_code=code).status == status
-
-
-def test_a_job_whose_process_failed_has_its_exit_code_as_status_despite_a_finished_result(tmp_path: Path) -> None:
+def test_the_exit_code_of_a_process_says_what_its_result_does_not(tmp_path: Path) -> None:
+    codes = {0: "no result", 2: "exit 2", -9: "signal 9", None: "not run"}
+    assert {code: read_entry(tmp_path, job="0", exit_code=code).status for code in codes} == codes
     assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
 
 
 def test_the_overrides_are_those_that_not_every_job_has() -> None:
     assert varied_overrides([["a=1", "b=1"], ["a=1", "b=2"], ["a=1"]]) == [("b=1",), ("b=2",), ()]
-    assert varied_overrides([]) == []
 
 
 def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path: Path) -> None:
     made(tmp_path, "digits/a", accuracy=0.5)
     made(tmp_path, "digits/b", accuracy=0.75)
     board = collect(tmp_path)
-    assert str(board.goal) == "val/accuracy (max)"
-    assert [(entry.job, entry.metrics) for entry in board.entries] == [
-        ("digits/b", {"val/accuracy": 0.75}),
-        ("digits/a", {"val/accuracy": 0.5}),
-    ]
+    assert (str(board.goal), [entry.job for entry in board.entries]) == (
+        "val/accuracy (max)", ["digits/b", "digits/a"],
+    )  # fmt: skip
 
 
 def test_an_empty_folder_has_an_empty_leaderboard(tmp_path: Path) -> None:
-    board = collect(tmp_path)
-    write(board, tmp_path)
-    assert board.entries == ()
+    write(collect(tmp_path), tmp_path)
     assert (tmp_path / "leaderboard.csv").read_text() == "rank,job,status,val/loss,steps,seconds,folder\n"
     assert not (tmp_path / "leaderboard.png").exists()
 
 
-def test_the_three_files_are_written(tmp_path: Path) -> None:
-    write(board_of(tmp_path), tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("leaderboard.*")) == [
-        "leaderboard.csv",
-        "leaderboard.md",
-        "leaderboard.png",
-    ]
-
-
-def row(
-    root: Path,
-    name: str,
-    accuracy: float | None,
-    *,
-    loss: float = 1.0,
-    steps: int = 9,
-    status: str = "finished",
-    reason: str = "",
-) -> dict[str, Any]:
-    folder = root / name
-    folder.mkdir()
-    metrics = {"val/accuracy": accuracy, "val/loss": loss}
-    result = {"status": status, "reason": reason, "metrics": metrics, "steps": steps, "seconds": 1}
-    (folder / "result.json").write_text(json.dumps(result))
-    return {"job": name, "folder": name, "overrides": ["epochs=1", f"seed={name}"], "exit_code": 0}
-
-
-def swept_folder(root: Path, rows: Sequence[dict[str, Any]]) -> Leaderboard:
-    (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
-    return collect(root, ACCURACY)
-
-
-def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path) -> None:
+    asked = row(tmp_path, "4", 0.1, steps=3, status="stopped", reason="stop_at_step=3")
+    asked["overrides"].append("stop_at_step=3")  # the user stopped it there, no search
     rows = [
-        row(tmp_path, "0", 0.5),
+        row(tmp_path, "0", 0.5, steps=9),
         row(tmp_path, "1", 0.9, steps=3, status="stopped", reason="stop_at_step=3"),
         row(tmp_path, "2", 0.8, steps=4, status="stopped") | {"exit_code": 130, "pruned": True},
         row(tmp_path, "3", 0.7, steps=2, status="failed") | {"exit_code": 1},
+        asked,
     ]
-    board = swept_folder(tmp_path, rows)
+    board = swept(tmp_path, rows)
     assert [(entry.job, entry.status, entry.steps) for entry in board.entries] == [
-        ("0", "finished", 9),
-        ("1", "pruned", 3),
-        ("2", "pruned", 4),
-        ("3", "failed", 2),
-    ]
-    assert board.counts() == "4 jobs, 1 finished, 2 pruned, 1 failed"
-    assert board.lines()[0] == "#  job  status    val/accuracy  steps  overrides  time   folder"
-    assert board.markdown(base=tmp_path).splitlines()[7] == "| 2 | 1 | pruned | 0.9 | 3 | `seed=1` | 1.0 s | [1](1) |"
-
-
-def test_a_job_that_was_asked_to_stop_there_is_not_pruned(tmp_path: Path) -> None:
-    only = row(tmp_path, "0", 0.5, steps=3, status="stopped", reason="stop_at_step=3")
-    only["overrides"].append("stop_at_step=3")
-    assert [entry.status for entry in swept_folder(tmp_path, [only]).entries] == ["stopped"]
+        ("0", "finished", 9), ("4", "stopped", 3), ("1", "pruned", 3), ("2", "pruned", 4), ("3", "failed", 2),
+    ]  # fmt: skip
+    assert board.counts() == "5 jobs, 1 finished, 1 stopped, 2 pruned, 1 failed"
+    assert board.lines()[0].split()[:5] == ["#", "job", "status", "val/accuracy", "steps"]
 
 
 def test_equal_figures_are_ordered_by_loss_and_then_by_number(tmp_path: Path) -> None:
-    rows = [row(tmp_path, "0", 0.5, loss=2.0), row(tmp_path, "1", 0.5), row(tmp_path, "2", 0.5)]
-    assert [entry.job for entry in swept_folder(tmp_path, rows).entries] == ["1", "2", "0"]
+    rows = [row(tmp_path, "0", 0.5, loss=2.0), row(tmp_path, "1", 0.5, loss=1.0), row(tmp_path, "2", 0.5, loss=1.0)]
+    assert [entry.job for entry in swept(tmp_path, rows).entries] == ["1", "2", "0"]
 
 
 def test_the_page_ends_with_the_commands_for_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.config.targets.allowed._OPENED", Counter())  # the tests allow themselves
     best = row(tmp_path, "0", 0.5) | {"overrides": ["callbacks=[]", "sweep.name=rates", "seed=3"]}
-    board = swept_folder(tmp_path, [best])
-    assert board.commands(Path("rates")) == [
-        ("the best run again", "trainkit 'callbacks=[]' seed=3"),
-        ("the best on all devices", "trainkit top rates --k 1 --then strategy=mirrored"),
+    board = swept(tmp_path, [best])
+    with with_config_dirs([Path("/srv/my conf")]):
+        (_, again), (_, then) = board.commands(Path("rates"))
+    assert again == "trainkit --config-dir '/srv/my conf' --allow-package tests 'callbacks=[]' seed=3"
+    assert then.startswith("trainkit top --config-dir '/srv/my conf' --allow-package tests rates ")
+    monkeypatch.setattr("trainkit.config.targets.allowed._OPENED", Counter())  # the tests allow themselves
+    assert [command for _, command in board.commands(Path("rates"))] == [
+        "trainkit 'callbacks=[]' seed=3",
+        "trainkit top rates --k 1 --then strategy=mirrored",
     ]
     assert "The best run again:\n\n```bash\ntrainkit 'callbacks=[]' seed=3\n```\n" in board.markdown(base=tmp_path)
-
-
-def test_the_commands_for_the_best_allow_the_packages_of_this_process(tmp_path: Path) -> None:
-    best = row(tmp_path, "0", 0.5) | {"overrides": ["seed=3"]}
-    assert swept_folder(tmp_path, [best]).commands(Path("rates")) == [
-        ("the best run again", "trainkit --allow-package tests seed=3"),
-        ("the best on all devices", "trainkit top --allow-package tests rates --k 1 --then strategy=mirrored"),
-    ]
-
-
-def test_the_commands_for_the_best_name_the_folders_of_the_user(tmp_path: Path) -> None:
-    best = row(tmp_path, "0", 0.5) | {"overrides": ["seed=3"]}
-    with with_config_dirs([Path("/srv/my conf")]):
-        (_, again), (_, then) = swept_folder(tmp_path, [best]).commands(Path("rates"))
-    assert again == "trainkit --config-dir '/srv/my conf' --allow-package tests seed=3"
-    assert then.startswith("trainkit top --config-dir '/srv/my conf' --allow-package tests rates ")
-
-
-def test_without_a_figure_there_is_nothing_to_run_again(tmp_path: Path) -> None:
-    assert swept_folder(tmp_path, [row(tmp_path, "0", None)]).commands(Path("rates")) == []
+    assert swept(tmp_path, [row(tmp_path, "1", None)]).commands(Path("rates")) == []
 
 
 def test_tensorboard_gets_the_settings_of_jobs_that_write_for_it(tmp_path: Path) -> None:
     rows = [row(tmp_path, "0", 0.5), row(tmp_path, "1", 0.5)]
     (tmp_path / "0/tensorboard").mkdir()
-    write(swept_folder(tmp_path, rows), tmp_path)
+    write(swept(tmp_path, rows), tmp_path)
     assert [path.parent.parent.name for path in tmp_path.rglob("*.hparams")] == ["0"]
+
+
+def folded(root: Path, accuracies: Sequence[float | None]) -> Leaderboard:
+    """A sweep over two rates, three folds each."""
+    places = [(rate, fold) for rate in ("0.1", "0.2") for fold in range(3)]
+    rows = []
+    for number, ((rate, fold), accuracy) in enumerate(zip(places, accuracies, strict=True)):
+        if accuracy is not None:
+            made(root, str(number), accuracy=accuracy, seconds=2.0)
+        keys = ["epochs=1", f"optimizer.lr={rate}", "cv.folds=3", f"cv.fold={fold}"]
+        code = 0 if accuracy is not None else 1
+        rows.append({"job": str(number), "folder": str(number), "overrides": keys, "exit_code": code})
+    return swept(root, rows)
+
+
+def test_points_are_ranked_by_the_mean_over_their_folds(tmp_path: Path) -> None:
+    board = folded(tmp_path, [0.5, 0.6, 0.7, 0.95, 0.4, 0.6])
+    best, other = board.entries
+    assert (best.job, best.overrides, best.status, best.seconds) == ("3-5", ("optimizer.lr=0.2",), "finished", 6.0)
+    assert [board.value(best), board.value(other)] == pytest.approx([0.65, 0.6])
+    assert best.spread["val/accuracy"] == pytest.approx(math.sqrt((0.3**2 + 0.25**2 + 0.05**2) / 2))
+    assert board.lines()[1].split("  ")[3] == "0.65 ± 0.2784"
+    assert board.csv(base=tmp_path).splitlines()[0] == (
+        "rank,job,status,val/accuracy,val/accuracy spread,optimizer.lr,steps,seconds,folder"
+    )
+
+
+def test_a_point_that_lacks_a_fold_is_not_compared(tmp_path: Path) -> None:
+    board = folded(tmp_path, [0.1, 0.1, 0.1, 0.9, None, 0.9])
+    assert [(entry.job, entry.status, board.value(entry)) for entry in board.entries] == [
+        ("0-2", "finished", pytest.approx(0.1)),
+        ("3-5", "2 of 3 folds, exit 1", None),
+    ]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One fold of a training, ended early: what a search may leave."""
+    root = tmp_path_factory.mktemp("sweep")
+    keys = ("recipe=null", "epochs=1", "cv.folds=3", "cv.fold=1", "stop_at_step=4", "callbacks=[]", "logger=[]")
+    trainkit.train(trainkit.compose([*keys, "quiet=true"]), run_dir=root / "0")
+    return root
+
+
+def called(folder: object, *overrides: str, **flags: str) -> int:
+    return top.run(Call(verb="top", arguments=(str(folder),), flags=flags, overrides=overrides))
+
+
+def test_the_best_runs_are_printed_by_their_metric_or_another(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, accuracy in [("a", 0.5), ("b", 0.75), ("c", 0.25), ("d", 0.5)]:
+        made(cwd / "runs", name, accuracy=accuracy)
+    assert called("runs", k="2") == 0
+    assert capsys.readouterr().out == (
+        "2 of 4 runs by val/accuracy (max)\n"
+        "#  job  status    val/accuracy  overrides  time   folder\n"
+        "1  b    finished  0.75                     6.1 s  runs/b\n"
+        "2  a    finished  0.5                      6.1 s  runs/a\n"
+    )
+    called("runs", metric="val/accuracy", mode="min")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("1  c ")
+    assert lines[-1].startswith("equal val/accuracy: the lower val/loss comes first")
+
+
+def test_a_choice_by_the_test_split_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path, "a", metrics={"test/accuracy": 0.5})
+    called(tmp_path, metric="test/accuracy")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("test/accuracy selected the runs here")
+
+
+def test_what_top_cannot_do_is_refused_by_its_flag(stopped: Path, tmp_path: Path) -> None:
+    made(tmp_path / "a", "0", accuracy=0.5)
+    made(tmp_path / "failed", "0", status="failed")
+    (tmp_path / "empty").mkdir()
+    cases: list[tuple[object, tuple[str, ...], dict[str, str], str]] = [
+        ("absent", (), {}, "is not a folder"),
+        (tmp_path / "empty", (), {}, "contains no run"),
+        (tmp_path / "a", (), {"k": "0"}, "--k 0: "),
+        (tmp_path / "a", (), {"mode": "max"}, "--mode: has no effect"),
+        (tmp_path / "a", (), {"metric": "val/f1", "mode": "best"}, "--mode best: "),
+        (tmp_path / "a", (), {"metric": "val/f1"}, "There are: val/accuracy."),
+        (stopped, (), {"k": "2", "then": ""}, "--k 2: --then"),
+        (stopped, ("seed=1",), {}, "takes no key=value"),
+        (tmp_path / "failed", (), {"then": ""}, "there is no best run"),
+    ]
+    for folder, overrides, flags, text in cases:
+        with pytest.raises(ConfigError) as caught:
+            called(folder, *overrides, **flags)
+        assert text in str(caught.value)
+
+
+def test_the_best_is_trained_anew_whole_and_on_all_samples(
+    stopped: Path, cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called(stopped, "optimizer.lr=0.003", "hydra.run.dir=again", k="1", then="") == 0
+    result = json.loads((cwd / "again/result.json").read_text())
+    assert (result["status"], result["steps"], result["samples"]) == ("finished", 23, 1437)
+    assert f"the config of {stopped}/0 optimizer.lr=0.003" in capsys.readouterr().out
+    assert json.loads((stopped / "0/result.json").read_text())["steps"] == 4
+
+
+def test_what_was_auto_follows_what_is_changed(stopped: Path) -> None:
+    anew = compose_anew(stopped / "0", ["strategy=mirrored", "strategy.replicas=2"])
+    assert anew.cfg.batch.micro_size is None  # that of one device, 64, would leave the second nothing to do
+    assert (anew.cfg.cv.folds, anew.cfg.stop_at_step, anew.run_dir_given) == (None, None, False)
+    assert anew.notes[-1].endswith("is left out: no fold is held out of this training")

@@ -1,3 +1,5 @@
+"""What a running sweep shows: a share of a job that stops early, told as one of its whole length, is caught here."""
+
 from __future__ import annotations
 
 import io
@@ -57,19 +59,16 @@ def test_a_pipe_prints_every_change_and_a_terminal_only_messages_beside_the_tabl
     assert "starts" not in file.getvalue()
 
 
-def run_folder(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:
+def watched(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:
     (folder / "resolved.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return Watch(folder)
 
 
 def test_progress_is_read_from_the_newest_rows(tmp_path: Path) -> None:
-    watch = run_folder(
-        tmp_path,
-        "{epochs: 4, eval: {metric: val/accuracy}}",
-        {"step": 10, "epoch": 1.0, "val/accuracy": 0.8, "val/loss": 0.7},
-        {"step": 20, "epoch": 2.0, "seconds": 5.0, "train/loss": 0.5},
-    )
+    first = {"step": 10, "epoch": 1.0, "val/accuracy": 0.8, "val/loss": 0.7}
+    second = {"step": 20, "epoch": 2.0, "seconds": 5.0, "train/loss": 0.5}
+    watch = watched(tmp_path, "{epochs: 4, eval: {metric: val/accuracy}}", first, second)
     assert watch.look() == Progress(step=20, done=0.5, metric=0.8, loss=0.5, remaining_s=5.0)
     assert watch.goal == "val/accuracy"
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -78,9 +77,6 @@ def test_progress_is_read_from_the_newest_rows(tmp_path: Path) -> None:
 
 
 def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path: Path) -> None:
-    assert run_folder(tmp_path, "{steps: 100, stop_at_step: 40}", {"step": 10}).look().done == 0.25
-
-
-def test_before_a_run_begins_nothing_is_known(tmp_path: Path) -> None:
+    assert watched(tmp_path, "{steps: 100, stop_at_step: 40}", {"step": 10}).look().done == 0.25
     assert Watch(tmp_path / "absent").look() == Progress()
     assert last_line(tmp_path / "absent") == ""

@@ -1,6 +1,9 @@
+"""Searches by Optuna: one that is resumed and draws its first points again is caught here alone."""
+
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.present import present
+from tests.sweeps.support import sweep_in, trained
 
 optuna = pytest.importorskip("optuna")
 
@@ -18,6 +22,7 @@ from trainkit.config.schema import MonitoredMetric  # noqa: E402
 from trainkit.config.sections import SweepConfig as Settings  # noqa: E402
 from trainkit.errors import ConfigError  # noqa: E402
 from trainkit.sweeps.job_sources import SweepJob  # noqa: E402
+from trainkit.sweeps.results.job_results import read_entries  # noqa: E402
 from trainkit.sweeps.spaces.trials import Trials, distributions, open_study  # noqa: E402
 
 LOSS = MonitoredMetric(metric="val/loss", mode="min")
@@ -71,18 +76,9 @@ def whole(bench: Bench, losses: Iterable[float]) -> None:
 
 
 def test_every_kind_of_axis_has_its_distribution(composer: Composer) -> None:
-    found = distributions(
-        composer.space(
-            [
-                "optimizer.lr=tag(log,interval(0.001,0.1))",
-                "epochs=int(interval(1,8))",
-                "seed=range(0,50,10)",
-                "batch.global_size=tag(zip,choice(32,64))",
-                "batch.micro_size=tag(zip,choice(16,32))",
-            ]
-        )
-    )
-    assert found == {
+    zipped = ["batch.global_size=tag(zip,choice(32,64))", "batch.micro_size=tag(zip,choice(16,32))"]
+    space = composer.space([*RATE, "epochs=int(interval(1,8))", "seed=range(0,50,10)", *zipped])
+    assert distributions(space) == {
         "optimizer.lr": optuna.distributions.FloatDistribution(0.001, 0.1, log=True),
         "epochs": optuna.distributions.IntDistribution(1, 8),
         "seed": optuna.distributions.IntDistribution(0, 4),
@@ -126,33 +122,26 @@ def test_a_trial_reports_a_row_once_and_is_not_pruned_before_its_first_steps(
     assert not bench.told(job, 1, 0.9)
     assert bench.told(job, 2, 0.9)
     assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
-
-
-def test_no_trial_is_pruned_without_a_pruner(tmp_path: Path, composer: Composer) -> None:
-    bench = Bench(tmp_path, composer, pruner="none")
-    whole(bench, [0.3, 0.2, 0.1])
-    assert not bench.told(present(bench.source.next()), 1, 99.0)
+    calm = Bench(tmp_path / "calm", composer, pruner="none")
+    whole(calm, [0.3, 0.2, 0.1])
+    assert not calm.told(present(calm.source.next()), 1, 99.0)
 
 
 @pytest.mark.slow
 def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
-    pruned = 0
     for number in range(20):
         job = present(bench.source.next())
         hopeless = any(bench.told(job, step, 1.0 + number % 7) for step in (1, 3, 9))
         bench.ended(job, 1.0 + number % 7, code=130 if hopeless else 0)
-        pruned += hopeless
-    assert 0 < pruned == bench.states.count(TrialState.PRUNED) < 20
+    assert 0 < bench.states.count(TrialState.PRUNED) < 20
 
 
-@pytest.mark.parametrize(("code", "loss"), [(1, 0.5), (0, None)])
-def test_a_job_that_fails_or_has_no_figure_is_no_result(
-    tmp_path: Path, composer: Composer, code: int, loss: float | None
-) -> None:
+def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
-    bench.ended(present(bench.source.next()), loss, code=code)
-    assert bench.states == [TrialState.FAIL]
+    bench.ended(present(bench.source.next()), 0.5, code=1)
+    bench.ended(present(bench.source.next()), None)
+    assert bench.states == [TrialState.FAIL] * 2
 
 
 def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer: Composer) -> None:
@@ -175,22 +164,21 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer
 
 
 @pytest.mark.parametrize(
-    ("former", "current", "word"),
+    ("former", "current"),
     [
-        (("seed=1,2",), ("seed=1,2,3",), "other values of seed"),
-        (("seed=range(1,4)",), ("seed=range(2,5)",), "other values of seed"),  # the study holds positions alone
-        (("epochs=int(interval(1,9))",), ("epochs=tag(log,int(interval(1,9)))",), "other values of epochs"),
+        ("seed=1,2", "seed=1,2,3"),
+        ("seed=range(1,4)", "seed=range(2,5)"),  # the study holds positions alone
+        ("epochs=int(interval(1,9))", "epochs=tag(log,int(interval(1,9)))"),
     ],
 )
 def test_a_search_over_other_values_is_refused_and_changes_no_trial(
-    tmp_path: Path, composer: Composer, former: tuple[str, ...], current: tuple[str, ...], word: str
+    tmp_path: Path, composer: Composer, former: str, current: str
 ) -> None:
-    bench = Bench(tmp_path, composer, (*RATE, *former), trials=2)
+    bench = Bench(tmp_path, composer, (*RATE, former), trials=2)
     bench.ended(present(bench.source.next()), 0.5)
-    with pytest.raises(ConfigError, match=word) as caught:
-        Bench(tmp_path, composer, (*RATE, *current), trials=2)
-    assert caught.value.problems[0].key == "sweep.name"
-    again = Bench(tmp_path, composer, (*RATE, *former), trials=2)
+    with pytest.raises(ConfigError, match=r"sweep\.name=.* over other values of"):
+        Bench(tmp_path, composer, (*RATE, current), trials=2)
+    again = Bench(tmp_path, composer, (*RATE, former), trials=2)
     again.ended(present(again.source.next()), 0.4)
     assert again.states == [TrialState.COMPLETE] * 2
 
@@ -198,19 +186,8 @@ def test_a_search_over_other_values_is_refused_and_changes_no_trial(
 def test_a_search_by_another_metric_is_refused(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
     goal = MonitoredMetric(metric="val/accuracy", mode="max")
-    study = open_study(tmp_path, settings=bench.settings, goal=goal, num_steps=9)
     with pytest.raises(ConfigError, match=r"by val/loss \(min\), and this one is by val/accuracy \(max\)"):
-        Trials(study=study, space=composer.space(RATE), trials=2, goal=goal, job=bench.job)
-
-
-def test_a_trial_that_was_killed_between_two_values_gets_the_others(tmp_path: Path, composer: Composer) -> None:
-    space = (*RATE, "model.dropout=0.0,0.25")
-    bench = Bench(tmp_path, composer, space, trials=1)
-    name, distribution = next(iter(distributions(composer.space(RATE)).items()))
-    rate = bench.study.ask({name: distribution}).params[name]
-    job = present(Bench(tmp_path, composer, space, trials=1).source.next())
-    assert [argument.partition("=")[0] for argument in job.overrides] == ["optimizer.lr", "model.dropout"]
-    assert float(job.overrides[0].partition("=")[2]) == pytest.approx(rate, rel=1e-5)
+        Trials(study=bench.study, space=composer.space(RATE), trials=2, goal=goal, job=bench.job)
 
 
 def test_a_point_that_is_refused_counts_as_failed_and_the_next_is_proposed(tmp_path: Path, composer: Composer) -> None:
@@ -224,3 +201,57 @@ def test_a_point_that_is_refused_counts_as_failed_and_the_next_is_proposed(tmp_p
     again = Bench(tmp_path, composer, trials=2)
     again.ended(present(again.source.next()), 0.4)
     assert again.states == [TrialState.FAIL, TrialState.COMPLETE]
+
+
+TRAIN = """
+import json, pathlib, signal, sys, time
+folder, good = pathlib.Path(sys.argv[1]), sys.argv[2] == "good"
+stopped = []
+signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+folder.mkdir(exist_ok=True)
+(folder / "resolved.yaml").write_text("eval: {metric: val/accuracy}")
+with open(folder / "metrics.jsonl", "w") as rows:
+    rows.write(json.dumps({"step": 1, "val/accuracy": 0.9 if good else 0.1}) + "\\n")
+while not good and not stopped: time.sleep(0.01)
+status = "stopped" if stopped else "finished"
+metrics = {"val/accuracy": 0.95 if good else 0.1}
+result = {"status": status, "metrics": metrics, "steps": 1 if stopped else 2, "seconds": 1}
+(folder / "result.json").write_text(json.dumps(result))
+sys.exit(130 if stopped else 0)
+"""
+"""A job that is good and finishes, or is bad and trains until it is stopped."""
+
+
+@pytest.mark.slow
+def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def job(overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
+        word = "good" if number < 3 else "bad"
+        folder = tmp_path / str(number)
+        command = (sys.executable, "-c", TRAIN, str(folder), word)
+        return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=command)
+
+    accuracy = MonitoredMetric(metric="val/accuracy", mode="max")
+    study = open_study(tmp_path, settings=Settings(trials=5), goal=accuracy, num_steps=9)
+    space = Composer().space(["optimizer.lr=interval(0,1)"])
+    sweep = sweep_in(tmp_path)
+    sweep.run(Trials(study=study, space=space, trials=5, goal=accuracy, job=job))
+    sweep.finish()
+    assert [entry.status for entry in read_entries(tmp_path)] == ["finished"] * 3 + ["pruned"] * 2
+    assert "5 jobs, 2 pruned, by val/accuracy (max)" in capfd.readouterr().out
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3 + ["PRUNED"] * 2
+
+
+@pytest.mark.long
+def test_optuna_searches_from_the_command_line(cwd: Path) -> None:
+    space = ["optimizer.lr=tag(log,interval(0.001,0.1))", "seed=tag(zip,choice(1,2))", "steps=tag(zip,choice(3,4))"]
+    trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=2", "sweep.name=search", *space)
+    rows = json.loads((cwd / "outputs/sweeps/search/sweep.json").read_text())["jobs"]
+    assert [row["exit_code"] for row in rows] == [0, 0]
+    assert (cwd / "outputs/sweeps/search/optuna.db").is_file()
+    trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=3", "sweep.name=search", *space)  # goes on with it
+    again = json.loads((cwd / "outputs/sweeps/search/sweep.json").read_text())["jobs"]
+    assert [row["overrides"][:3] for row in again[:2]] == [row["overrides"][:3] for row in rows]
+    assert len(again) == 3

@@ -1,3 +1,5 @@
+"""Jobs that are forks of a warm process: another number than that of a fresh process is caught here alone."""
+
 from __future__ import annotations
 
 import json
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.settings import latest
-from tests.sweeps.support import run, sweep_in
+from tests.sweeps.support import assert_ends, run, sweep_in
 from trainkit.run.process import fork_server
 from trainkit.run.process.fork_server import send
 from trainkit.sweeps.job_sources import SweepJob
@@ -73,10 +75,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path: Path) -> None:
         pid = json.loads(lock.read_text())["pid"]
         os.kill(pid, 0)
         sweep.kill()
-    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
-    while time.monotonic() < end and status.exists() and " Z " not in status.read_text():
-        time.sleep(0.01)
-    assert not status.exists() or " Z " in status.read_text()
+    assert_ends(pid)
 
 
 def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path: Path) -> None:
