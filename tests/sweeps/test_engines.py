@@ -1,10 +1,9 @@
+"""Jobs that another system runs: one that outlives its sweep, or whose end is never told, is caught here alone."""
+
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,10 +18,9 @@ import pytest
 
 import hydra_plugins.trainkit_engines as plugin
 import trainkit
-from tests.support.present import present
 from trainkit.config.compose import Composer
 from trainkit.config.compose.jobs import ComposedConfigLoader
-from trainkit.errors import ConfigError, MissingExtraError
+from trainkit.errors import ConfigError
 from trainkit.extras import install_command
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, run_described
@@ -102,19 +100,14 @@ def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(
     assert (tmp_path / "run/output.log").read_text() == "7\n"
 
 
-def test_a_run_that_has_begun_goes_on(tmp_path: Path) -> None:
-    told = JobSpec.read(described(tmp_path, "pass"))
-    assert told.line == told.command
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/resolved.yaml").touch()
-    assert told.line == (*told.command, "resume=auto")
-
-
-def test_a_run_that_was_killed_before_it_began_has_its_folder_still(tmp_path: Path) -> None:
+def test_a_run_that_has_begun_goes_on_and_one_that_was_killed_before_keeps_its_folder(tmp_path: Path) -> None:
     path = described(tmp_path, "import pathlib, sys; sys.exit(pathlib.Path('run/.lock').exists())")
+    told = JobSpec.read(path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").touch()
-    assert run_described(str(path)) == 0
+    assert (told.line, run_described(str(path))) == (told.command, 0)
+    (tmp_path / "run/resolved.yaml").touch()
+    assert told.line == (*told.command, "resume=auto")
 
 
 def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
@@ -151,75 +144,37 @@ def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path: Path) -> N
     assert (tmp_path / "0/output.log").read_text() == "the node is gone\n"
 
 
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_the_keys_of_a_launcher_are_those_of_its_class(launcher: str) -> None:
-    kind = engine_class(launcher)
-    defaults = {one.name: getattr(kind(), one.name) for one in fields(kind)}
-    assert plugin._KEYS[launcher] == defaults
-    assert kind.of(plugin._KEYS[launcher]) == kind()
-
-
-def refused(call: Callable[..., object], *arguments: object) -> list[str]:
+def refused(call: Callable[..., object], *arguments: object) -> str:
     with pytest.raises(ConfigError) as caught:
         call(*arguments)
-    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+    return str(caught.value)
 
 
-def test_keys_that_do_not_fit_are_refused_together() -> None:
-    assert refused(engine_class("submitit_slurm").of, {"node": 1, "nodes": 0, "partition": 3}) == [
-        "hydra.launcher.node: no such key. Did you mean hydra.launcher.nodes? (command line)",
-        "hydra.launcher.nodes=0: must be at least 1. (command line)",
-        "hydra.launcher.partition=3: must be text or null. (command line)",
-    ]
+def test_the_keys_of_a_launcher_are_those_of_its_class_and_others_are_refused_together() -> None:
+    for launcher in ENGINES:
+        kind = engine_class(launcher)
+        assert plugin._KEYS[launcher] == {one.name: getattr(kind(), one.name) for one in fields(kind)}
+    told = refused(engine_class("submitit_slurm").of, {"node": 1, "nodes": 0, "partition": 3})
+    assert "Did you mean hydra.launcher.nodes?" in told
+    assert "hydra.launcher.nodes=0: must be at least 1" in told
+    assert "hydra.launcher.partition=3: must be text" in told
 
 
-@pytest.mark.parametrize(("launcher", "extra"), [("ray", "ray"), ("submitit_local", "slurm")])
-def test_an_engine_that_is_not_installed_says_how_to_install_it(
-    launcher: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = engine_class(launcher)
-    monkeypatch.setattr(kind, "packages", ("no_such_package",))
-    with pytest.raises(MissingExtraError) as caught:
-        kind().require()
-    assert str(caught.value).splitlines()[1] == (
-        f"  hydra/launcher: needs the package no_such_package. Install it: {install_command(extra, '')}"
-    )
-
-
-def test_slurm_needs_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = engine_class("submitit_slurm")
-    monkeypatch.setattr(kind, "packages", ())
+def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launcher, extra in (("ray", "ray"), ("submitit_local", "slurm")):
+        monkeypatch.setattr(kind := engine_class(launcher), "packages", ("no_such_package",))
+        assert install_command(extra, "") in refused(kind().require)
+    monkeypatch.setattr(kind := engine_class("submitit_slurm"), "packages", ())
     monkeypatch.setenv("PATH", "")
-    (line,) = refused(kind().require)
-    rule = "needs SLURM's commands, and there is no sbatch here. Start it where SLURM is, or use submitit_local."
-    assert line == f"hydra/launcher=submitit_slurm: {rule}"
-
-
-def test_nothing_but_a_function_of_a_module_is_pickled() -> None:
-    assert present(inspect.getmodule(run_described)).__name__ == "trainkit.sweeps.backends.job_spec"
-    assert callable(getattr(run_described, "checkpoint", None))
+    assert "no sbatch here" in refused(kind().require)
 
 
 def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains() -> None:
     run = trainkit.compose(["cluster=slurm", "hydra.launcher.partition=gpu", "sweep.retries=1"])
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
-    rule = "hands runs to the launcher submitit_slurm, which only the command line does. Here, give "
-    assert refused(trainkit.train, run) == [f"cluster=slurm: {rule}hydra.mode=RUN."]
+    assert "hands runs to the launcher submitit_slurm" in refused(trainkit.train, run)
     command, _ = ComposedConfigLoader(Composer()).command(
         ["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job")
     )
     assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", "hydra.run.dir=job")
     assert not trainkit.compose(command[3:5]).is_sweep
-
-
-def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainkit", "-m", "recipe=null", "seed=1,2", *arguments]
-    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
-
-
-def test_what_only_slots_reads_is_refused_before_anything_runs(cwd: Path) -> None:
-    done = sweep("hydra/launcher=submitit_local", "sweep.slots=3")
-    assert done.returncode == 2
-    rule = "has no effect with hydra/launcher=submitit_local: it is for slots. Give hydra.launcher.jobs_at_once."
-    assert done.stderr.splitlines()[1:] == [f"  sweep.slots=3: {rule} (command line)"]
-    assert not list(cwd.glob("outputs/**/resolved.yaml"))

@@ -1,15 +1,17 @@
+"""Ensembles of runs: logits that are averaged in place of probabilities, or stale batch statistics, are caught here."""
+
 from __future__ import annotations
 
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import nn
 
 import trainkit
@@ -18,13 +20,13 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
+from trainkit.sweeps.results.ensemble import best_of
 from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.using import ensemble as verb
 
 RUN = ("recipe=null", "epochs=1", "model.batch_norm=true", "callbacks=[]", "logger=[]", "quiet=true")
-LOSS = MonitoredMetric(metric="val/loss", mode="min")
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +38,18 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def two(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two of one shape, and their ensemble."""
+    root = tmp_path_factory.mktemp("two")
+    for name in ("0", "1"):
+        shutil.copytree(sweep / name, root / name)
+    called(root, k="2")
+    return root
+
+
 def called(folder: Path, **flags: str) -> int:
     return verb.run(Call(verb="ensemble", arguments=(str(folder),), flags=flags))
-
-
-def refused(folder: Path, **flags: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        called(folder, **flags)
-    (problem,) = caught.value.problems
-    return f"{problem.key}: {problem.rule}"
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -52,44 +57,36 @@ def figures(folder: Path) -> dict[str, Any]:
     return found
 
 
-def two(sweep: Path, root: Path) -> Path:
-    for name in ("0", "1"):
-        shutil.copytree(sweep / name, root / name)
-    return root
-
-
 def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switched: list[tuple[str, str]] = []
     monkeypatch.setattr(Precision, "apply_globally", lambda self, kind: switched.append((self.value, kind)))
-    assert called(two(sweep, tmp_path), k="2") == 0
-    told = figures(tmp_path / "ensemble")
+    assert called(two, k="2", checkpoint="best") == 0
+    told = figures(two / "ensemble-2")  # the earlier one is left alone
     assert list(told)[2:] == ["ensemble of 2", "averaged weights"]
     assert switched == [("fp32", "cpu")]
     for name in ("0", "1"):
-        result = json.loads((tmp_path / name / "result.json").read_text())["metrics"]
+        result = json.loads((two / name / "result.json").read_text())["metrics"]
         # sums of 360 samples in batches of other sizes: a few units in the last place of float32
         assert told[f"job {name}"]["val/loss"] == pytest.approx(result["val/loss"], rel=1e-6)
         assert told[f"job {name}"]["val/accuracy"] == result["val/accuracy"]
     assert told["ensemble of 2"]["val/loss"] < max(told[f"job {name}"]["val/loss"] for name in "01")
-    assert "| ensemble of 2 |" in (tmp_path / "ensemble/ensemble.md").read_text()
-    assert f'trainkit.load("{tmp_path}/ensemble")' in capsys.readouterr().out
+    assert "| ensemble of 2 |" in (two / "ensemble-2/ensemble.md").read_text()
+    assert f'trainkit.load("{two}/ensemble-2")' in capsys.readouterr().out
 
 
-def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(sweep: Path, tmp_path: Path) -> None:
-    called(two(sweep, tmp_path), k="2")
+def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(two: Path) -> None:
     images = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    joined = trainkit.load(tmp_path / "ensemble")
-    members = [trainkit.load(tmp_path / name)(images).softmax(-1) for name in ("0", "1")]
+    joined = trainkit.load(two / "ensemble")
+    members = [trainkit.load(two / name)(images).softmax(-1) for name in ("0", "1")]
     torch.testing.assert_close(joined(images).exp(), sum(members) / 2)
     assert not joined.training
 
 
-def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(sweep: Path, tmp_path: Path) -> None:
-    called(two(sweep, tmp_path), k="2")
-    averaged = trainkit.load(tmp_path / "ensemble/averaged").state_dict()
-    members = [trainkit.load(tmp_path / name).state_dict() for name in ("0", "1")]
+def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(two: Path) -> None:
+    averaged = trainkit.load(two / "ensemble/averaged").state_dict()
+    members = [trainkit.load(two / name).state_dict() for name in ("0", "1")]
     for name, tensor in averaged.items():
         mean = (members[0][name].double() + members[1][name].double()) / 2
         if "running" in name:
@@ -99,68 +96,49 @@ def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_an
 
 
 def test_models_of_other_shapes_have_no_mean_of_weights(sweep: Path, tmp_path: Path) -> None:
-    shutil.copytree(sweep, tmp_path / "all")
-    called(tmp_path / "all", out=str(tmp_path / "made"))
+    called(sweep, out=str(tmp_path / "made"))
     assert "averaged weights" not in figures(tmp_path / "made")
-    assert [path.name for path in sorted((tmp_path / "made").iterdir())] == [
-        "ensemble.md", "model.safetensors", "model.yaml",
-    ]  # fmt: skip
+    assert not (tmp_path / "made/averaged").exists()
 
 
-def test_an_earlier_ensemble_is_left_alone(sweep: Path, tmp_path: Path) -> None:
-    two(sweep, tmp_path)
-    for _ in range(2):
-        called(tmp_path, k="2", checkpoint="best")
-    assert (tmp_path / "ensemble-2/model.yaml").exists()
-
-
-def test_damaged_weights_are_not_loaded(sweep: Path, tmp_path: Path) -> None:
-    called(two(sweep, tmp_path), k="2")
-    file = tmp_path / "ensemble/model.safetensors"
-    assert set(load_file(file)) == set(trainkit.load(tmp_path / "ensemble").state_dict())
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+def test_damaged_weights_and_a_class_that_nobody_allowed_are_not_loaded(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two / "ensemble", made := tmp_path / "ensemble")
+    file, config = made / "model.safetensors", made / "model.yaml"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
+        trainkit.load(made)
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed since it was written"):
-        trainkit.load(tmp_path / "ensemble")
-
-
-def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep: Path, tmp_path: Path) -> None:
-    called(two(sweep, tmp_path), k="2")
-    config = tmp_path / "ensemble/model.yaml"
     config.write_text(config.read_text().replace("trainkit.models.mlp.Mlp", "os.system"))
-    with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=os\.system: os is not among the packages"):
-        trainkit.load(tmp_path / "ensemble")
+    with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=os\.system"):
+        trainkit.load(made)
+    with pytest.raises(ConfigError, match="holds no model"):
+        trainkit.load(tmp_path)
 
 
-def test_what_cannot_be_combined_is_refused(sweep: Path, tmp_path: Path) -> None:
-    assert refused(sweep, k="4") == "--k 4: only 3 runs there have val/accuracy."
-    assert refused(sweep, k="1") == "--k 1: an ensemble needs at least 2 members."
-    assert refused(sweep, checkpoint="first") == "--checkpoint first: must be best or last."
-    two(sweep, tmp_path)
+def test_what_cannot_be_combined_is_refused(sweep: Path, two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, other := tmp_path / "other")
     for file, unit in (("resolved.yaml", "scaling: unit"), ("environment.json", '"scaling": "unit"')):
-        text = (tmp_path / "1" / file).read_text()
+        text = (other / "1" / file).read_text()
         assert unit in text
-        (tmp_path / "1" / file).write_text(text.replace(unit, unit.replace("unit", "standard")))
-    assert "Members are scored on the same samples by the same loss" in refused(tmp_path, k="2")
+        (other / "1" / file).write_text(text.replace(unit, unit.replace("unit", "standard")))
+    cases: list[tuple[Path, dict[str, str], str]] = [
+        (sweep, {"k": "4"}, "--k 4: only 3 runs there have val/accuracy"),
+        (sweep, {"k": "1"}, "--k 1: "),
+        (sweep, {"checkpoint": "first"}, "--checkpoint first: "),
+        (other, {"k": "2"}, "scored on the same samples"),
+    ]
+    for folder, flags, text in cases:
+        with pytest.raises(ConfigError) as caught:
+            called(folder, **flags)
+        assert text in str(caught.value)
 
 
 def test_folds_are_no_members(tmp_path: Path) -> None:
     entries = [read_entry(tmp_path, job=job, exit_code=None) for job in ("0-2", "3-5")]
-    from dataclasses import replace
-
-    from trainkit.sweeps.results.ensemble import best_of
-
-    board = Leaderboard.of([replace(one, metrics={"val/loss": 1.0}, spread={"val/loss": 0.1}) for one in entries], LOSS)
-    with pytest.raises(
-        ConfigError, match=r"its runs are folds, each scored on other samples\. Train the wanted points"
-    ):
-        best_of(board, 2)
-
-
-def test_load_says_where_there_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no model: it is not a run, not a checkpoint, and not a folder"):
-        trainkit.load(tmp_path)
+    folds = [replace(one, metrics={"val/loss": 1.0}, spread={"val/loss": 0.1}) for one in entries]
+    with pytest.raises(ConfigError, match="its runs are folds"):
+        best_of(Leaderboard.of(folds, MonitoredMetric(metric="val/loss", mode="min")), 2)
 
 
 def test_probabilities_are_averaged_not_scores() -> None:
