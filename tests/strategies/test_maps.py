@@ -23,6 +23,7 @@ from trainkit.strategies.partition.blocks import blocks_of
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
 from trainkit.strategies.partition.syntax import assign, collapsed
+from trainkit.strategies.pipeline import Pipeline
 
 FACTS = PlanContext(num_gpus=4)
 BLOCK_BYTES = 8 * (12 * 8 * 8 + 2 * 8)  # parameters and gradients of a block of width 8
@@ -212,8 +213,9 @@ def test_planning_finds_the_activations_of_a_model_once_for_each_size_of_a_shard
 def test_auto_weighs_the_activations_of_a_shard() -> None:
     narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
-    alone, sample = PlanContext(num_gpus=2), (torch.zeros(8), 1)
-    known = PlanContext(num_gpus=2, micro_size=4096, objective=Classification(), sample=sample)
-    places = [DeviceMap().resolve(lambda: model, facts).map for facts in (alone, known)]
-    assert [sum(device == "cuda:0" for device in one.values()) for one in places if one != "auto"] == [1, 2]
+    alone = PlanContext(num_gpus=2)
+    known = replace(alone, micro_size=4096, objective=Classification(), sample=(torch.zeros(8), 1))
+    for strategy, first in ((DeviceMap(), "cuda:0"), (Pipeline(stages=2), 0)):
+        maps: list[Any] = [strategy.resolve(lambda: model, facts).map for facts in (alone, known)]
+        assert [list(one.values()).count(first) for one in maps] == [1, 2]
     assert [part.modules for part in DeviceMap().describe_partition(model, known)] == ["0-1", "2-5"]

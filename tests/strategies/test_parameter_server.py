@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trainkit.cluster.launch import LaunchEnvironment, workers
+from tests.launchers.launches import launch_of
 from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.parameter_server import ParameterServer
@@ -53,11 +53,7 @@ def test_impossible_settings_are_problems_before_the_start(monkeypatch: pytest.M
 
 def launch(*roles: str) -> PlanContext:
     tasks = tuple(Task(role=role, index=roles[:rank].count(role), rank=rank) for rank, role in enumerate(roles))
-    made = LaunchEnvironment(
-        kind="a cluster spec", tasks=tasks, rank=0, local_rank=0, num_local=1, num_hosts=4, store=("10.0.0.1", 29400),
-        names_roles=True,
-    )  # fmt: skip
-    return PlanContext(launch=made)
+    return PlanContext(launch=launch_of(tasks=tasks, kind="a cluster spec", num_local=1, num_hosts=4, names_roles=True))
 
 
 def test_a_launch_decides_how_many_tasks_there_are() -> None:
@@ -80,10 +76,7 @@ def test_the_first_worker_is_the_chief_of_a_cluster_that_names_none() -> None:
 
 
 def test_the_last_ranks_of_a_launch_without_roles_keep_the_variables() -> None:
-    made = LaunchEnvironment(
-        kind="torchrun", tasks=workers(4), rank=0, local_rank=0, num_local=4, num_hosts=1, store=("127.0.0.1", 1)
-    )
-    facts = PlanContext(launch=made)
+    facts = PlanContext(launch=launch_of(4))
     assert [str(task) for task in ParameterServer().tasks(facts)] == ["chief:0", "worker:0", "worker:1", "ps:0"]
     assert [str(task) for task in ParameterServer(servers=2).tasks(facts)] == ["chief:0", "worker:0", "ps:0", "ps:1"]
     (few,) = ParameterServer(servers=4).validate(facts)

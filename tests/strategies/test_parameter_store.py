@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.present import present
-from tests.support.serving import TOKEN, serving, state_of
+from tests.support.serving import TOKEN, Farm, serving, state_of
 from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import lane_order
 from trainkit.strategies.base import Numerics, PlanContext
@@ -93,25 +93,25 @@ def test_updates_on_servers_are_those_of_one_optimizer_bit_for_bit(optimizer: st
     equal(found, {**state_of(model), **optimizer_state(stepper.optimizer, named)})
 
 
+def updated(farm: Farm, model: nn.Module, version: int) -> dict[str, Tensor]:
+    """The state after one more update."""
+    farm.chief.push("a", gradients(model, version))
+    farm.chief.apply(version=version, lr_factor=1.0, keys=["a"])
+    return farm.chief.state()
+
+
 def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
     model = Net()
     with serving(model, optimizer_of("adamw")) as farm:
-        farm.chief.push("a", gradients(model, 1))
-        farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
-        early = farm.chief.state()
-        farm.chief.push("a", gradients(model, 2))
-        farm.chief.apply(version=2, lr_factor=1.0, keys=["a"])
-        late = farm.chief.state()
+        early, late = updated(farm, model, 1), updated(farm, model, 2)
     with serving(model, optimizer_of("adamw"), servers=3, loads=False) as farm:
         farm.chief.load_state(early, version=1, unsaved={"buffer/table": model.table})
-        farm.chief.push("a", gradients(model, 2))
-        farm.chief.apply(version=2, lr_factor=1.0, keys=["a"])
-        equal(farm.chief.state(), late)
+        equal(updated(farm, model, 2), late)
     assert late["optimizer/step/head.bias"] == 2
 
 
 @pytest.mark.parametrize("servers", COUNTS)
-@pytest.mark.parametrize("shards", [1, 5, 8, 12])
+@pytest.mark.parametrize("shards", [5, 12])
 def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers: int) -> None:
     model = Net()
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
@@ -124,11 +124,8 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers:
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):
             farm.chief.push(f"s/{shard}", grads)
-        keys, options = (
-            [f"s/{shard}" for shard in range(shards)],
-            AggregationOptions(check_finite=True, lanes=8, norms=True),
-        )
-        found = farm.chief.sum(keys, options, exact=True)
+        options = AggregationOptions(check_finite=True, lanes=8, norms=True)
+        found = farm.chief.sum([f"s/{shard}" for shard in range(shards)], options, exact=True)
         assert found.finite
         assert torch.equal(found.total(), torch.linalg.vector_norm(norms))
         farm.chief.apply(version=1, lr_factor=1.0)
@@ -162,7 +159,7 @@ def test_a_sum_is_normalised_looked_at_unscaled_and_clipped_in_the_order_of_a_lo
         assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(expected, alpha=-0.1))
 
 
-def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
+def test_what_is_discarded_changes_nothing() -> None:
     model = Net()
     grads = gradients(model, 1)
     present(grads[-1])[0] = float("nan")
@@ -171,8 +168,12 @@ def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
         assert not farm.chief.sum(["a"], AggregationOptions(check_finite=True)).finite
         farm.chief.discard_sum()
         farm.chief.apply(version=1, lr_factor=1.0)
-        equal(farm.chief.state(), state_of(model))
         assert farm.chief.pull(tensors_of(model)) == 1
+        farm.chief.push("b", gradients(model, 1))
+        farm.chief.discard_staged(["b", "never there"])
+        with pytest.raises(TrainingError, match="ps:0 refuses: there is no gradient b"):
+            farm.chief.apply(version=2, lr_factor=1.0, keys=["b"])
+        equal(farm.chief.state(), state_of(model))
 
 
 def test_servers_between_two_updates_are_read_again() -> None:
@@ -209,16 +210,6 @@ def test_buffers_are_replaced_and_counters_advance() -> None:
     assert other.table.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_what_was_dropped_cannot_be_applied() -> None:
-    model = Net()
-    with serving(model, optimizer_of("sgd"), servers=2) as farm:
-        farm.chief.push("a", gradients(model, 1))
-        farm.chief.discard_staged(["a", "never there"])
-        with pytest.raises(TrainingError, match="ps:0 refuses: there is no gradient a"):
-            farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
-        equal(farm.chief.state(), state_of(model))
-
-
 def test_only_the_chief_gives_orders() -> None:
     with serving(Net(), optimizer_of("sgd")) as farm:
         worker = farm.client("worker:3")
@@ -240,7 +231,7 @@ def test_a_client_or_a_checkpoint_of_another_model_is_refused() -> None:
             farm.chief.load_state(tensors, version=0)
 
 
-@pytest.mark.parametrize("servers", [2, 3, 4, 7])
+@pytest.mark.parametrize("servers", [2, 7])
 def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(servers: int) -> None:
     sizes = [(50_000, 64), (64,), (256, 64), (256,), (64, 256), (64,), (1,), ()]
     variables = [Variable(name=f"v{i}", kind="param", shape=s, dtype=torch.float32) for i, s in enumerate(sizes)]

@@ -5,7 +5,6 @@ Pipelines before anything starts: how models are cut, and what is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext as no_context
 from typing import Any
 
@@ -18,7 +17,6 @@ from trainkit.errors import TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
-from trainkit.objectives.classification import Classification
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import access_problems
@@ -210,11 +208,3 @@ def test_the_plan_counts_the_microbatches_whose_activations_a_rank_holds() -> No
     assert held("gpipe", 8) == [8] * 4
     assert (held("1f1b", 8), held("1f1b", 3)) == ([4, 3, 2, 1], [3] * 4)
     assert (held("interleaved", 8, 2), held("interleaved", 2, 2)) == ([6, 5, 4, 3], [2] * 4)
-
-
-def test_auto_weighs_what_blocks_keep_of_a_shard_for_backward() -> None:
-    narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
-    model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
-    known = PlanContext(objective=Classification(), sample=(torch.zeros(8), 1), micro_size=4096)
-    maps = [Pipeline(stages=2).resolve(lambda: model, facts).map for facts in (PlanContext(), known)]
-    assert [list(one.values()) for one in maps if isinstance(one, Mapping)] == [[0, *[1] * 5], [0, 0, *[1] * 4]]

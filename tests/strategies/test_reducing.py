@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract.stepping import Case, train
-from tests.contract.test_sparse import SparseAdamWords
 from tests.launchers.launches import launch_of
 from tests.support import zoo
 from tests.support.pool import Place, Pool, TaskError
@@ -94,12 +93,6 @@ def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
     for rank in train(pool, replace(IDLE, settings=settings)):
         for name, tensor in expected.items():
             torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=0)
-
-
-def test_sparse_adam_cannot_be_reproducible(pool: Pool) -> None:
-    case = SparseAdamWords(optimizer="sparse_adam", micro_size=2, reproducible=True)
-    with pytest.raises(Exception, match=r"which torch\.optim\.SparseAdam refuses"):
-        train(pool, case)
 
 
 def grouped(place: Place, hosts: list[int]) -> list[float]:

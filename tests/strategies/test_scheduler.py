@@ -109,18 +109,6 @@ def test_steps_that_were_unfinished_at_a_checkpoint_are_scheduled_first() -> Non
     assert [taken(again, worker).ticket.step for worker in ("w9", "w8", "w7")] == [0, 2, 3]
 
 
-def test_a_step_is_complete_when_each_of_its_shards_is_there() -> None:
-    scheduler = synchronous(2)
-    order = [taken(scheduler, "w0"), taken(scheduler, "w1")]
-    assert applied(scheduler, order[1], 0) is None
-    assert applied(scheduler, order[0], 0) is None
-    assert applied(scheduler, taken(scheduler, "w1"), 0) is None
-    merge = applied(scheduler, taken(scheduler, "w1"), 0)
-    assert merge is not None
-    assert [item.ticket for item in merge.items] == [Ticket(0, (shard,)) for shard in range(4)]
-    assert scheduler.version == 1
-
-
 def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result_wins() -> None:
     scheduler = synchronous(5, spares=1)
     items = [taken(scheduler, f"w{index}") for index in range(4)]
@@ -174,15 +162,6 @@ def test_an_overflowed_step_is_scheduled_again() -> None:
     scheduler.requeue_after_overflow(merge)
     assert [taken(scheduler, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.items]
     assert scheduler.version == 0
-
-
-def test_the_shard_of_a_lost_worker_is_scheduled_again() -> None:
-    scheduler = synchronous(2)
-    lost, _ = taken(scheduler, "w0"), taken(scheduler, "w1")
-    assert scheduler.leave("w0") == (lost,)
-    assert taken(scheduler, "w1").ticket == lost.ticket
-    scheduler.report(lost.number, 0)
-    assert scheduler.next_ready_update() is None
 
 
 class Trial:
