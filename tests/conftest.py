@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.support.browsing import browser
 from tests.support.graphs import fresh_graphs
 from tests.support.installing import clean_environ, installed, wheel
 from tests.support.leaks import look, settled_leaks
+from tests.support.named_ends import NamedEnds
 from tests.support.older_torch import compiled_gradients, without_pipelines
 from tests.support.pool import Pool
 from tests.support.processes import FastLane
@@ -112,7 +114,11 @@ def _asks_for_gpus(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the session; let signals reach the tests also where pytest runs in the background or under nohup."""
+    # without bytecode, each process compiles all that it imports again: half of the time to collect
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     quick.quicken_launches()
+    config.pluginmanager.register(NamedEnds(stderr=2))
     if _asks_for_gpus(config):
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive a test
     else:  # the other tests share out CPUs: with one GPU, two replicas would be too many
@@ -128,6 +134,16 @@ def pytest_sessionfinish() -> None:
     """End what lived for the session."""
     quick.end()
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without looking for garbage: there is little, and much that would be looked at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

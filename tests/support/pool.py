@@ -28,9 +28,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = "POOL_PATIENCE_S"
@@ -111,6 +112,8 @@ class Pool:
     def _address(self) -> tuple[str, int]:
         """The session's store, on loopback alone: given only a name, it would listen on every interface."""
         if self._store is None:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]  # collecting needs no torch
+
             listening = socket.create_server(("127.0.0.1", 0))
             port = listening.getsockname()[1]
             self._store = TCPStore(
