@@ -267,8 +267,8 @@ verbs.folding verbs.ls verbs.plan verbs.points verbs.prove verbs.resume verbs.ru
 """
 """Old modules; one that is the name of a package today counts as renamed."""
 
-MAY_MENTION: Final = ("trainkit/moved.py", "tests/run/test_moved.py", "scripts/words.py", "CHANGELOG.md")
-"""Files that hold old names on purpose; so do `tests/data/old_folders` and `benchmarks/results`."""
+MAY_MENTION: Final = ("scripts/words.py", "CHANGELOG.md")
+"""Files that hold old names on purpose; so do `benchmarks/results`."""
 
 
 def rows(table: str) -> Iterator[tuple[str, str]]:
@@ -339,7 +339,7 @@ def found_modules() -> list[str]:
     named = re.compile(rf"(?<![\w/.])(?<!python -m )trainkit[./](?:{words})(?:\.py)?(?![\w/]|\.\w)")
     for file in _files():
         name = file.relative_to(ROOT).as_posix()
-        if name in MAY_MENTION or name.startswith(("tests/data/old_folders/", "benchmarks/results/")):
+        if name in MAY_MENTION or name.startswith("benchmarks/results/"):
             continue
         for number, line in enumerate(file.read_text().splitlines(), 1):
             found += [f"{name}:{number}: {match[0]}" for match in named.finditer(line)]

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from trainkit.moved import install
-
 if TYPE_CHECKING:
     from trainkit.api import compose, generate, load, session, train
     from trainkit.api.prediction import predict
@@ -11,8 +9,6 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "compose", "generate", "load", "predict", "session", "train"]
 
 __version__ = "0.1.0"
-
-install()
 
 
 def __getattr__(name: str) -> Any:

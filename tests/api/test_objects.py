@@ -68,7 +68,7 @@ def test_a_class_that_can_be_imported_is_a_node_for_every_strategy() -> None:
     given = Given()
     assert given.add("model", functools.partial(Mlp, in_features=4, hidden=[8], out_features=2)) == []
     assert given.nodes["model"] == {
-        "_target_": "trainkit.models.mlp.Mlp", "in_features": 4, "hidden": [8], "out_features": 2,
+        "_target_": "trainkit.models.Mlp", "in_features": 4, "hidden": [8], "out_features": 2,
     }  # fmt: skip
     assert (given.in_process, given.packages) == (False, [])
 

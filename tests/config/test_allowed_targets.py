@@ -61,13 +61,9 @@ def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(can
 
 REFUSED = {
     "torch.os.system": "of torch, targets may come from torch.nn, torch.optim and torch.utils.data only.",
-    "trainkit.run.begin.subprocess.getoutput": (
-        "subprocess is the module subprocess, which trainkit.run.begin imports for itself."
-    ),
-    "trainkit.cli.main": "is a function; of trainkit a config may name classes only.",
-    "trainkit.run.runner._evaluate": "_evaluate is private to trainkit.",
-    "trainkit.trainer.metrics_accumulator.MetricsAccumulator": "is not of a kind that a config may name.",
-    "trainkit.models.mlp.Tensor": "is defined in torch, not in trainkit.",
+    "trainkit.run.begin.subprocess.getoutput": "trainkit has no class of this name for configs.",
+    "trainkit.models.Mlp": "write trainkit.models.Mlp.",
+    "trainkit.models.Mpl": "there is no Mpl. Did you mean trainkit.models.Mlp?",
     "torch.optim.SGD": "is no torch.nn.Module, which model needs.",
     "torch.utils.data.datapipes.iter.FileOpener": "is defined in torch.utils.data.datapipes.iter.fileopener, which",
     "transformers.is_torch_available": "is a function; of transformers a config may name classes and from_config",
@@ -82,7 +78,7 @@ def test_a_refusal_says_the_rule(target: str) -> None:
 
 def test_a_nested_class_fits_the_annotation_of_its_key() -> None:
     linear = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
-    node = {"_target_": "trainkit.models.ensemble.Ensemble", "members": [linear]}
+    node = {"_target_": "trainkit.models.Ensemble", "members": [linear]}
     assert isinstance(build(node, "model").members[0], nn.Linear)
     with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=torch\.optim\.SGD: is no Module"):
         build({**node, "members": [{"_target_": "torch.optim.SGD"}]}, "model")

@@ -101,7 +101,7 @@ def test_a_recipe_may_start_from_another(write_conf: Callable[[Mapping[str, str]
 def test_a_users_folder_comes_first_and_what_it_hides_is_named(
     write_conf: Callable[[Mapping[str, str]], Path], tmp_path: Path
 ) -> None:
-    folder = write_conf({"model/mlp.yaml": "_target_: trainkit.models.mlp.Mlp\nhidden: [7]\n"})
+    folder = write_conf({"model/mlp.yaml": "_target_: trainkit.models.Mlp\nhidden: [7]\n"})
     composed = compose(["recipe=null"], config_dirs=[folder])
     assert composed.values["model"]["hidden"] == [7]
     assert composed.notes == (f"{tmp_path}/conf/model/mlp.yaml shadows the shipped model/mlp.yaml",)

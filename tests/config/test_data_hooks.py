@@ -29,8 +29,8 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node() -> None:
     for argument in (
         f"data.collate={OWN}.pad",
         f"data.collate={{_target_: {OWN}.hide_words, share: 0.1}}",
-        "data.collate=trainkit.data.collates.PadSequences",
-        "data.sampler=trainkit.data.samplers.BalancedClasses",
+        "data.collate=trainkit.data.PadSequences",
+        "data.sampler=trainkit.data.BalancedClasses",
         "data.collate=null",
     ):
         assert problems(argument) == []
@@ -61,8 +61,8 @@ def test_a_name_in_the_file_of_a_run_obeys_the_same_rule() -> None:
 
 
 def test_a_key_without_a_value_leaves_the_fingerprint_as_it_was() -> None:
-    plain = {"data": {"_target_": "trainkit.data.sets.digits.Digits", "scaling": "unit"}}
+    plain = {"data": {"_target_": "trainkit.data.Digits", "scaling": "unit"}}
     unset = {"data": {**plain["data"], "collate": None, "sampler": None}}
-    given = {"data": {**plain["data"], "collate": "trainkit.data.collates.Lists"}}
+    given = {"data": {**plain["data"], "collate": "trainkit.data.Lists"}}
     prints = [fingerprint(RunConfig.from_dict(values)) for values in (plain, unset, given)]
     assert prints[0] == prints[1] != prints[2]

@@ -28,7 +28,7 @@ steps: 6
 model: {hidden: [5]}
 optimizer: {lr: 0.02}
 """
-MINE = "_target_: trainkit.models.mlp.Mlp\nin_features: 64\nhidden: [4]\nout_features: 10\n"
+MINE = "_target_: trainkit.models.Mlp\nin_features: 64\nhidden: [4]\nout_features: 10\n"
 OVER_DIGITS = "defaults:\n  - override /recipe: digits\nsteps: 3\nname: short\n"
 
 

@@ -23,7 +23,7 @@ from trainkit.fields import Reads, a_file, a_folder
         ("data=fashion_mnist data.path=no", "data.path=no: there is no such folder below HOME."),
         ("data=text_lines data.path=file data.reference=pipe", "data.reference=pipe: is a pipe or device, and a"),
         (
-            "data=splits data.train={_target_:trainkit.data.sets.unlabelled.TextLines,path:.}",
+            "data=splits data.train={_target_:trainkit.data.TextLines,path:.}",
             "data.train.path=.: is a",
         ),
         ("data=fashion_mnist data.path=file data.download=true", "data.path=file: is a file, and a folder is needed."),

@@ -35,7 +35,7 @@ Refuse = Callable[..., list[str]]
 def test_yaml_that_breaks_a_bound_is_refused_with_its_line(
     write_conf: Write, refuse: Refuse, text: str, rule: str, line: int
 ) -> None:
-    folder = write_conf({"model/bad.yaml": f"_target_: trainkit.models.mlp.Mlp\n{text}"})
+    folder = write_conf({"model/bad.yaml": f"_target_: trainkit.models.Mlp\n{text}"})
     (told,) = refuse("explain", "model", "--config-dir", str(folder), "recipe=null", "model=bad")
     assert told.startswith(f"bad.yaml: {rule}")
     assert told.endswith(f" ({folder}/model/bad.yaml:{line})")

@@ -106,12 +106,12 @@ def test_a_key_that_the_replaced_class_does_not_take_is_refused(
 
 
 NODES = {
-    "model": "{_target_: trainkit.models.gpt.Gpt, vocab_size: 9, context: 8, num_layers: 1, num_heads: 1, width: 4}",
+    "model": "{_target_: trainkit.models.Gpt, vocab_size: 9, context: 8, num_layers: 1, num_heads: 1, width: 4}",
     "optimizer": "{_target_: torch.optim.SGD, lr: 0.1}",
-    "data": "{_target_: trainkit.data.sets.synthetic.SyntheticTokens, vocab_size: 9, context: 8}",
-    "objective": "{_target_: trainkit.objectives.language_modelling.LanguageModelling}",
-    "schedule": "{_target_: trainkit.numerics.schedules.Constant}",
-    "strategy": "{_target_: trainkit.strategies.data_parallel.Mirrored, replicas: 2}",
+    "data": "{_target_: trainkit.data.SyntheticTokens, vocab_size: 9, context: 8}",
+    "objective": "{_target_: trainkit.objectives.LanguageModelling}",
+    "schedule": "{_target_: trainkit.schedules.Constant}",
+    "strategy": "{_target_: trainkit.strategies.Mirrored, replicas: 2}",
 }
 
 

@@ -31,7 +31,7 @@ def own(cwd: Path) -> Path:
     (cwd / "test_pasted_nets.py").write_text(PACKAGE)
     for name, text in {
         "model/own": "_target_: test_pasted_nets.Net\nwidth: 4\ndrop: 0.0\n",
-        "strategy/pair": "_target_: trainkit.strategies.data_parallel.Mirrored\nreplicas: 2\n",
+        "strategy/pair": "_target_: trainkit.strategies.Mirrored\nreplicas: 2\n",
     }.items():
         (cwd / f"conf/{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
         (cwd / f"conf/{name}.yaml").write_text(text)

@@ -139,7 +139,7 @@ def test_a_resumed_run_sends_no_whole_gradients_again(pool: Pool) -> None:
 
 def test_compression_changes_the_fingerprint_and_a_reducer_does_not() -> None:
     def of(**settings: Any) -> str:
-        return fingerprint(RunConfig(strategy={"_target_": "trainkit.strategies.data_parallel.Mirrored", **settings}))
+        return fingerprint(RunConfig(strategy={"_target_": "trainkit.strategies.Mirrored", **settings}))
 
     assert of(reduce="ring", compression="none", powersgd_rank=1, powersgd_after=1000, bucket_mb=1.0) == of()
     assert (

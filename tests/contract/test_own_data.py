@@ -138,7 +138,7 @@ def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_pat
 def test_a_batch_transform_draws_alike_on_every_layout_and_after_a_resume(
     tmp_path: Path, strategy: tuple[str, ...]
 ) -> None:
-    mixup = "{_target_: trainkit.data.batch_transforms.MixUp, num_classes: 3, alpha: 1.0}"
+    mixup = "{_target_: trainkit.data.MixUp, num_classes: 3, alpha: 1.0}"
     settings = (*FIXED, f"data.batch_transform={mixup}")
     alone = run(tmp_path / "a", *settings, "data=points")
     fields = ("objective.input=voxels", "objective.target=diagnosis", "loader.num_workers=2", *strategy)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torch
 SAME = (
     "model=net", "data=points", "objective=classification", "optimizer=sgd", "batch.global_size=16",
     "batch.micro_size=4", "epochs=1", "eval.batch_size=4",
-    "+objective.extra_metrics.confusion={_target_: trainkit.objectives.confusion.ConfusionMatrix, num_classes: 3}",
+    "+objective.extra_metrics.confusion={_target_: trainkit.objectives.ConfusionMatrix, num_classes: 3}",
     "+objective.extra_metrics.each={_target_: torchmetrics.F1Score, task: multiclass, num_classes: 3, average: none}",
     "+objective.extra_metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, num_classes: 3, average: macro}",
 )  # fmt: skip

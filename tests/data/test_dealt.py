@@ -156,7 +156,7 @@ def test_a_source_without_files_is_refused() -> None:
         Stream(source=[1, 2], num_samples=2, distribute="files")
     assert str(refused.value.problems[0]) == (
         "data.distribute=files: needs a source with files, sizes and read(file), as "
-        "trainkit.data.sets.json_lines.JsonLines has, and list lacks them. Use samples."
+        "trainkit.data.JsonLines has, and list lacks them. Use samples."
     )
 
 
@@ -269,7 +269,7 @@ def test_two_processes_train_to_the_bits_of_one(tmp_path: Path) -> None:
         rows = [{"x": [number / 4, row / 8, 1.0], "y": (number + row) % 2} for row in range(6)]
         (tmp_path / f"{number}.jsonl").write_bytes(lines(*rows))
     shared = [
-        "recipe=null", "data=stream", "+data.source._target_=trainkit.data.sets.json_lines.JsonLines",
+        "recipe=null", "data=stream", "+data.source._target_=trainkit.data.JsonLines",
         f"data.source.path={tmp_path}/*.jsonl", "data.num_samples=24", "data.distribute=files", "model=mlp",
         "model.in_features=3", "model.hidden=[4]", "model.out_features=2", "objective.input=x", "objective.target=y",
         "batch.global_size=8", "batch.micro_size=4", "epochs=2", "numerics.reproducible=true", "callbacks=[]",

@@ -271,12 +271,12 @@ def test_other_samples_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("data", "declared"), [
-    ({"_target_": "trainkit.data.sets.cifar10.Cifar10"}, 3073),
-    ({"_target_": "trainkit.data.sets.fashion_mnist.FashionMnist"}, 785),
-    ({"_target_": "trainkit.data.sets.token_memmap.TokenMemmap", "context": 16, "dtype": "uint32"}, 68),
-    ({"_target_": "trainkit.data.sets.text.PythonSource", "context": 16}, 17),
-    ({"_target_": "trainkit.data.sets.image_folder.ImageFolder", "image_size": 8}, 196),
-    ({"_target_": "trainkit.data.sets.digits.Digits"}, 64 * 4 + 8),
+    ({"_target_": "trainkit.data.Cifar10"}, 3073),
+    ({"_target_": "trainkit.data.FashionMnist"}, 785),
+    ({"_target_": "trainkit.data.TokenMemmap", "context": 16, "dtype": "uint32"}, 68),
+    ({"_target_": "trainkit.data.PythonSource", "context": 16}, 17),
+    ({"_target_": "trainkit.data.ImageFolder", "image_size": 8}, 196),
+    ({"_target_": "trainkit.data.Digits"}, 64 * 4 + 8),
 ])  # fmt: skip
 def test_a_plan_counts_the_stored_bytes_as_input(data: dict[str, Any], declared: int) -> None:
     from trainkit.config.sections import CvConfig

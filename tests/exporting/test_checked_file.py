@@ -46,7 +46,7 @@ def test_the_outputs_of_the_file_are_those_of_the_run(
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("target", ["tests.exporting.plain.Plain", "trainkit.models.mlp.Mlp"])  # built, or a program
+@pytest.mark.parametrize("target", ["tests.exporting.plain.Plain", "trainkit.models.Mlp"])  # built, or a program
 def test_weights_of_another_model_are_refused_with_the_first_layer_that_differs(target: str, tmp_path: Path) -> None:
     model = plain.Plain().eval()
     wrong = copy.deepcopy(model.state_dict())

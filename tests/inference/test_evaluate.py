@@ -261,6 +261,6 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_samples_that_do_not_fit_the_model_are_refused_with_their_shape(run: Path) -> None:
     said = refused(run, "data=synthetic", "data.shape=[7]")
     assert said.replace("addmm: ", "") == (  # torch 2.15 names its operation first
-        "data=trainkit.data.sets.synthetic.Synthetic: the samples of val do not fit the model and objective: "
+        "data=trainkit.data.Synthetic: the samples of val do not fit the model and objective: "
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 64x128). A sample is (float32 (7,), int)."
     )

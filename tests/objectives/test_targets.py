@@ -236,7 +236,7 @@ def test_without_weights_the_weights_of_one_and_counting_give_the_same_training(
 def test_padded_masks_are_evaluated_pixel_by_pixel(tmp_path: Path) -> None:
     result = run(
         tmp_path / "run", "model._target_=tests.support.zoo.pixels", "data._target_=tests.support.zoo.SeveralSizes",
-        "data.collate=trainkit.data.collates.PadImages", "optimizer=sgd", "batch.global_size=4", "steps=6",
+        "data.collate=trainkit.data.PadImages", "optimizer=sgd", "batch.global_size=4", "steps=6",
         "eval.batch_size=3", "batch.micro_size=2",
     )  # fmt: skip
     images, masks = PadImages()([zoo.SeveralSizes("val")[place] for place in range(10)])

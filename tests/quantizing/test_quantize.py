@@ -240,7 +240,7 @@ def test_folders_that_are_no_whole_runs_are_refused(
     if kind in ("half-written", "foreign"):
         run.mkdir()
         resolved = (conv / "resolved.yaml").read_text()
-        foreign = resolved.replace("trainkit.models.convnet.ConvNet", "stranger.Net")
+        foreign = resolved.replace("trainkit.models.ConvNet", "stranger.Net")
         (run / "resolved.yaml").write_text(foreign if kind == "foreign" else resolved)
     assert cli.main(["quantize", str(run), "--to", *to.split()]) == code
     assert text in capsys.readouterr().err

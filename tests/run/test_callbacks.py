@@ -14,9 +14,7 @@ from trainkit.errors import CrashLoopError, TerminatedError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer.events import Ending, ended_hooks
 
-CFG = RunConfig.from_dict(
-    {"name": "digits", "callbacks": {"alert": {"_target_": "trainkit.callbacks.alerting.alert.Alert"}}}
-)
+CFG = RunConfig.from_dict({"name": "digits", "callbacks": {"alert": {"_target_": "trainkit.callbacks.Alert"}}})
 
 
 @pytest.fixture

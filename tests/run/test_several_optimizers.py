@@ -21,7 +21,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.trainer.checkpoint import load
 
 GAN = ("recipe=gan", "callbacks=[]", "logger=[]")
-LINEAR = "{_target_:trainkit.numerics.schedules.Linear}"
+LINEAR = "{_target_:trainkit.schedules.Linear}"
 BODY = "optimizers.body.match=['layers.0.*']"
 
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 
 TOUCH: Final = "touch CANARY"
-_MLP: Final = {"_target_": "trainkit.models.mlp.Mlp", "in_features": 64, "out_features": 10, "hidden": [8]}
+_MLP: Final = {"_target_": "trainkit.models.Mlp", "in_features": 64, "out_features": 10, "hidden": [8]}
 _SYSTEM: Final = {"_target_": "torch.os.system", "command": TOUCH}
 _POPEN: Final = {"_target_": "subprocess.Popen", "args": ["touch", "CANARY"]}
-_STREAM: Final = {"_target_": "trainkit.data.reading.iterable.Stream", "num_samples": 4}
+_STREAM: Final = {"_target_": "trainkit.data.Stream", "num_samples": 4}
 _FILES: Final = {
     "_target_": "torch.utils.data.datapipes.iter.FileOpener",
     "datapipe": {"_target_": "torch.utils.data.datapipes.iter.IterableWrapper", "iterable": ["HERE/evil.pickle"]},
@@ -87,7 +87,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a nested node": ("model", {**_MLP, "activation": _SYSTEM}),
     "a list of nodes": (
         "model",
-        {"_target_": "trainkit.models.ensemble.Ensemble", "members": [_MLP, _SYSTEM]},
+        {"_target_": "trainkit.models.Ensemble", "members": [_MLP, _SYSTEM]},
     ),
     "a list in a list": ("model", {**_MLP, "hidden": [[_POPEN]]}),
     "the source of a stream": ("data", {**_STREAM, "source": _SYSTEM}),
@@ -100,13 +100,13 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "a metric": (
         "objective",
-        {"_target_": "trainkit.objectives.classification.Classification", "extra_metrics": {"a": _SYSTEM}},
+        {"_target_": "trainkit.objectives.Classification", "extra_metrics": {"a": _SYSTEM}},
     ),
     "a parameter group": (
         "optimizer",
         {"_target_": "torch.optim.SGD", "lr": 0.1, "groups": {"a": {"match": ["*"], "lr": _POPEN}}},
     ),
-    "a callback's argument": ("callbacks", {"_target_": "trainkit.callbacks.plots.Plots", "every_s": _SYSTEM}),
+    "a callback's argument": ("callbacks", {"_target_": "trainkit.callbacks.Plots", "every_s": _SYSTEM}),
     "a callback": ("callbacks", _SYSTEM),
     "a logger": ("logger", _SYSTEM),
     "a cluster": ("cluster", _SYSTEM),
@@ -148,7 +148,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a module as optimizer": ("optimizer", {"_target_": "torch.nn.Linear", "lr": 0.1}),
     "an optimizer as model": ("model", {"_target_": "torch.optim.SGD", "lr": 0.1}),
     "a loader as data": ("data", {"_target_": "torch.utils.data.DataLoader", "dataset": [1]}),
-    "a strategy as callback": ("callbacks", {"_target_": "trainkit.strategies.one_device.OneDevice"}),
+    "a strategy as callback": ("callbacks", {"_target_": "trainkit.strategies.OneDevice"}),
     "a plain class of trainkit's": ("data", {"_target_": "trainkit.trainer.metrics_accumulator.MetricsAccumulator"}),
 }
 

@@ -109,7 +109,7 @@ def test_damaged_weights_and_a_class_that_nobody_allowed_are_not_loaded(two: Pat
     with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
         trainkit.load(made)
     file.write_bytes(content)
-    config.write_text(config.read_text().replace("trainkit.models.mlp.Mlp", "os.system"))
+    config.write_text(config.read_text().replace("trainkit.models.Mlp", "os.system"))
     with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=os\.system"):
         trainkit.load(made)
     with pytest.raises(ConfigError, match="holds no model"):

@@ -30,6 +30,7 @@ from trainkit.config.targets.allowed import ALLOWED_PACKAGES, IN_PROCESS, TARGET
 from trainkit.config.targets.build import INJECTED, imported, signature_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.files import write_atomically
+from trainkit.names import name_of, rule_of
 from trainkit.numerics.copies import copied
 from trainkit.objectives.base import Objective
 
@@ -286,9 +287,9 @@ def _path_of(factory: Definition) -> str | None:
     module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "<")
     if not module or module == "__main__" or "<" in name:
         return None
-    path = f"{module}.{name}"
+    path = name_of(factory)
     try:
-        return path if imported(path) == factory else None
+        return path if rule_of(path) is None and imported(path) == factory else None
     except ConfigError:
         return None
 

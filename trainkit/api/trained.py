@@ -20,7 +20,6 @@ from trainkit.run.folder.model_file import find_checkpoint
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.inference.request import Source, Verb
 from trainkit.run.planning.workers import refuse_open_workers
-from trainkit.strategies.one_device import OneDevice
 from trainkit.trainer.manifest import read_manifest
 
 Which = Literal["best", "last"]
@@ -124,7 +123,7 @@ def compose_job(
         "init_from": None,
     }
     if not any(key_of(line).partition(".")[0] == "strategy" for line in overrides):
-        values["strategy"] = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": "auto"}
+        values["strategy"] = {"_target_": "trainkit.strategies.OneDevice", "device": "auto"}
     composition = replace(composition, values=values)
     problems = [one for one in check_names(composition) if not _is_for_this(one, verb)] or check_values(composition)
     if problems:

@@ -29,7 +29,6 @@ from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.fields import NO_NEUTRAL, OnlyWith, Tag, Tagged, cosmetic, maths, placement, tags_of
 from trainkit.files import read_map
-from trainkit.moved import with_original_targets
 from trainkit.redaction import REDACTED, variable_of
 
 _MAX_BYTES: Final = 1 << 30
@@ -187,7 +186,7 @@ def fingerprint(cfg: RunConfig) -> str:
         >>> fingerprint(RunConfig(name="a")) == fingerprint(RunConfig(name="b")) != fingerprint(RunConfig(seed=1))
         True
     """
-    text = json.dumps(_canonical(with_original_targets(maths_keys(cfg))), sort_keys=True)
+    text = json.dumps(_canonical(maths_keys(cfg)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

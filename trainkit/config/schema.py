@@ -6,12 +6,14 @@ a plain mapping: the class behind its `_target_` is its schema.
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+from trainkit.bounded import MAX_BYTES, parse_yaml
 from trainkit.config.sections import (
     FOLDER_NAME,
     MOST_EPOCHS,
@@ -34,7 +36,7 @@ from trainkit.config.values import misfit, plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Reads, above, at_least, at_most, below, cosmetic, limits_in, maths, placement, speed
 from trainkit.files import read_text
-from trainkit.moved import with_current_targets
+from trainkit.names import NAMES
 
 GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "average", "convert", "cluster",
@@ -46,6 +48,8 @@ LIST_GROUPS: Final = ("callbacks", "logger")
 
 NO_RUN: Final = "is not a run folder: it has no resolved.yaml."
 """The message about a folder that was expected to be a run folder."""
+
+_OWN_TARGETS: Final = re.compile(r"^[ -]*_target_: (trainkit\.\S+)$", re.MULTILINE)
 
 Node = dict[str, Any]
 
@@ -165,7 +169,7 @@ class RunConfig:
         problems = list(_misfits(cls, values, ()))
         if problems:
             raise ConfigError(problems)
-        return typing.cast("RunConfig", _built(cls, with_current_targets(values)))
+        return typing.cast("RunConfig", _built(cls, values))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as `resolved.yaml` stores them."""
@@ -179,9 +183,7 @@ def load_resolved(path: str | Path) -> RunConfig:
         ConfigError: the file does not hold the config of a run.
         UnreadableError: it is not a regular file, is too large, or is not UTF-8 text.
     """
-    from trainkit.bounded import MAX_BYTES, parse_yaml  # noqa: PLC0415 - few processes read their config
-
-    text = read_text(Path(path), limit=MAX_BYTES)
+    text = refuse_earlier_names(Path(path))
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -192,6 +194,22 @@ def load_resolved(path: str | Path) -> RunConfig:
         return RunConfig.from_dict(values)
     except ConfigError as error:
         raise ConfigError([replace(one, origin=str(path)) for one in error.problems]) from None
+
+
+def refuse_earlier_names(path: Path) -> str:
+    """Return the text of a run's config, unless the run is from before the public names: its fingerprint was another.
+
+    Raises:
+        ConfigError: it names a class of trainkit that has no public name.
+        UnreadableError: it is not a regular file, is too large, or is not UTF-8 text.
+    """
+    text = read_text(path, limit=MAX_BYTES)
+    earlier = [name for name in _OWN_TARGETS.findall(text) if name not in NAMES]
+    if earlier:
+        rule = f"names {earlier[0]}: a version before 0.1.0 wrote this run, with other names and fingerprints. Read "
+        rule += f"and resume it with that version, or train on from its weights, init_from={path.parent}."
+        raise ConfigError([Problem(key=str(path), rule=rule)])
+    return text
 
 
 def hints_of(kind: type) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def declared_data(
         ConfigError: `num_samples` is given, and the class declares another length.
 
     Example:
-        >>> found = declared_data({"_target_": "trainkit.data.sets.digits.Digits"}, CvConfig())
+        >>> found = declared_data({"_target_": "trainkit.data.Digits"}, CvConfig())
         >>> {name: len(split) for name, split in found.splits.items()}
         {'train': 1437, 'val': 360}
     """

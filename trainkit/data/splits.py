@@ -59,7 +59,7 @@ def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
     Without it, a class that takes `split` has `train` and `val`, and any other class only `train`.
 
     Example:
-        >>> splits_of({"_target_": "trainkit.data.sets.digits.Digits"})
+        >>> splits_of({"_target_": "trainkit.data.Digits"})
         ('train', 'val')
     """
     target = resolve_target(node["_target_"], PLACES["data"])
@@ -84,7 +84,7 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         DataError: a split has no samples, or a dataset has no length.
 
     Example:
-        >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.sets.digits.Digits"}).items()}
+        >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.Digits"}).items()}
         {'train': 1437, 'val': 360}
     """
     node = class_node(node)

@@ -16,7 +16,6 @@ from trainkit.files import read_map
 from trainkit.measuring.bench import scratch_folder
 from trainkit.measuring.lr_curve import Divergence, LrCurve, RatePoint
 from trainkit.measuring.turns import Ended, alone, train_apart
-from trainkit.numerics.schedules import RateRange
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
@@ -93,11 +92,10 @@ def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: f
         steps: number of steps.
         peak: the peak learning rate of the config, after `lr_scaling`; above 0.
     """
-    target = f"{RateRange.__module__}.{RateRange.__qualname__}"
-    node = {"_target_": f"{RangeTest.__module__}.{RangeTest.__qualname__}", "most": steps}
+    node = {"_target_": "trainkit.callbacks.RangeTest", "most": steps}
     return replace(
         alone(cfg, {"range_test": node}),
-        schedule={"_target_": target, "first": low / peak, "last": high / peak, "steps": steps},
+        schedule={"_target_": "trainkit.schedules.RateRange", "first": low / peak, "last": high / peak, "steps": steps},
         warmup=WarmupConfig(),
         epochs=None,
         steps=steps + 1,  # stopped one step before its end, because the end evaluates the model

@@ -35,7 +35,7 @@ SHARES: Final = (1, 2, 4, 16, 64, 256)
 MEASURED: Final = (2, 4)
 """Numbers of replicas that are measured."""
 _STEPS: Final = 100_000
-_ONE_DEVICE: Final = {"_target_": "trainkit.strategies.one_device.OneDevice", "device": "auto"}
+_ONE_DEVICE: Final = {"_target_": "trainkit.strategies.OneDevice", "device": "auto"}
 _THREADS: Final = "OMP_NUM_THREADS"
 
 

@@ -25,7 +25,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.sweeps.results.metric_stream import last_line
 
-_MEASUREMENT: Final = "trainkit.callbacks.measurement.Measurement"
+_MEASUREMENT: Final = "trainkit.callbacks.Measurement"
 ERROR_FILE: Final = "error.json"
 """File with the error that ended a turn, next to its run folder: `error`, its class, and `line`, its first line."""
 _KEYS: Final[Mapping[str, Kind]] = {

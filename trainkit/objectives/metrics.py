@@ -6,14 +6,12 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Final
 
 import torch
 from torch import Tensor
 
 from trainkit.fields import cosmetic, maths
-from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 from trainkit.objectives.fields import Field
 from trainkit.objectives.tables import Result
@@ -125,7 +123,3 @@ def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:
         name: copy.deepcopy(metric) if isinstance(metric, Metric) else TorchMetric(metric)
         for name, metric in configured.items()
     }
-
-
-__getattr__ = partial(moved_attribute, __name__)
-"""Function that returns a class that has moved from this module."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic, speed
-from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_of
 from trainkit.objectives.fields import named_fields, scores_of
 from trainkit.objectives.from_hidden.causal import has_plain_loss
@@ -172,8 +171,3 @@ def _part(output: Any, name: str, position: int) -> Any:
     if hasattr(output, name):
         return getattr(output, name)
     return output[position] if isinstance(output, tuple) and len(output) > position else None
-
-
-def __getattr__(name: str) -> Any:
-    """Return a class by its old name."""
-    return moved_attribute(__name__, name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final, Literal, Protocol
 
@@ -22,7 +21,6 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import Problem
-from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
@@ -363,7 +361,3 @@ class Strategy(ABC):
     @abstractmethod
     def setup(self, request: SetupRequest) -> Executor:
         """Place the model on its devices; collective over the ranks of the run."""
-
-
-__getattr__ = partial(moved_attribute, __name__)
-"""Function that returns a class by its old name."""

@@ -27,7 +27,6 @@ from trainkit.config.sections import SweepConfig as Settings
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
-from trainkit.moved import with_original_targets
 from trainkit.redaction import REDACTED, redacted_argument, variable_of
 from trainkit.run.process.fork_server import ForkedGroup, ForkServerClient
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob
@@ -300,7 +299,7 @@ def identity(cfg: RunConfig) -> str:
         and path[0] != _OF_THE_SWEEP
         and tag_of(cfg, path).tag is not Tag.cosmetic
     }
-    text = json.dumps(with_original_targets(counted), sort_keys=True, default=str)
+    text = json.dumps(counted, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,1 +1,5 @@
 """Send runs to trackers (Trackio, Weights & Biases, MLflow) from the run folder, in a separate process."""
+
+from trainkit.names import lazy
+
+__getattr__ = lazy(__name__)

@@ -339,11 +339,6 @@ class Callback:
         """Restore the state that `state` returned, its tensors on the CPU."""
 
 
-def kind_of(callback: Callback) -> str:
-    """Return the full name of a callback's class."""
-    return f"{type(callback).__module__}.{type(callback).__qualname__}"
-
-
 def callback_problems(planned: Planned) -> list[Problem]:
     """Return the problems of the callbacks that validate a run; others are not built here.
 

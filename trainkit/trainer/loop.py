@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from trainkit.errors import CALLBACK_NOTE, TrainkitError
+from trainkit.names import name_of
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     Batch,
@@ -27,7 +28,7 @@ from trainkit.strategies.base import (
     Ticket,
     UpdateTensors,
 )
-from trainkit.trainer.events import Callback, Row, Run, kind_of
+from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
 
@@ -310,7 +311,7 @@ class CallbackHooks:
         except Exception as error:
             # An error of trainkit is an error of the run, such as a full disk or an invalid config.
             if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
-                error.add_note(f"{CALLBACK_NOTE}{kind_of(callback)}, hook {hook}")
+                error.add_note(f"{CALLBACK_NOTE}{name_of(type(callback))}, hook {hook}")
                 raise
             self._leave_out(callback, hook, error)
             return None
@@ -319,9 +320,9 @@ class CallbackHooks:
 
     def _leave_out(self, callback: Callback, hook: str, error: Exception) -> None:
         self._left_out.add(id(callback))
-        said = f"{type(error).__name__}: {error}"
-        self.failures.append({"callback": kind_of(callback), "hook": hook, "error": said})
-        _log.warning("the callback %s failed in %s and is disabled from now on: %s", kind_of(callback), hook, said)
+        name, said = name_of(type(callback)), f"{type(error).__name__}: {error}"
+        self.failures.append({"callback": name, "hook": hook, "error": said})
+        _log.warning("the callback %s failed in %s and is disabled from now on: %s", name, hook, said)
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

@@ -46,9 +46,9 @@ WRONG = (
     "quiet: 1",
     "model: {hiden: [3]}",
     "model: {hidden: 3}",
-    "_target_: trainkit.models.mlp.Mlp\nwidth: 3",
+    "_target_: trainkit.models.Mlp\nwidth: 3",
     "defaults: [{override /model: gpt}]\nmodel: {hidden: [3]}",
-    "model: {_target_: trainkit.models.gpt.Gpt, hidden: [3]}",
+    "model: {_target_: trainkit.models.Gpt, hidden: [3]}",
     "callbacks: {early_stop: {patience: 0}}",
     "optimizer: {groups: {none: {weight_dekay: 0}}}",
     "strategy: {staleness: {policy: never}}",
@@ -99,7 +99,7 @@ def test_it_holds_documentation_default_range_and_tag(validator: jsonschema.Draf
 
 def test_the_verb_knows_choices_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schedule").mkdir()
-    (tmp_path / "schedule/mine.yaml").write_text("_target_: trainkit.numerics.schedules.Cosine\nend: 0.5\n")
+    (tmp_path / "schedule/mine.yaml").write_text("_target_: trainkit.schedules.Cosine\nend: 0.5\n")
     assert main(["schema", "config", "--config-dir", str(tmp_path)]) == 0
     schema = json.loads(capsys.readouterr().out)
     names = schema["$defs"]["defaults"]["items"]["anyOf"][1]["properties"]["override /schedule"]["anyOf"][0]["enum"]

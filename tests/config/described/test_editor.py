@@ -52,7 +52,7 @@ def test_it_flags_mistakes_alone(server: YamlLanguageServer, folder: Path, text:
         ("", {"epochs", "batch", "model", "defaults"}),
         ("batch:\n  ", {"global_size", "micro_size", "accumulation", "drop_last"}),
         ("defaults:\n  - override /schedule: ", {"cosine", "linear"}),
-        ("model:\n  _target_: ", {"trainkit.models.mlp.Mlp"}),
+        ("model:\n  _target_: ", {"trainkit.models.Mlp"}),
     ],
 )
 def test_it_completes(server: YamlLanguageServer, folder: Path, text: str, words: set[str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from trainkit.config.door import trusting
 from trainkit.errors import ConfigError, Problem
+from trainkit.names import rule_of
 
 TARGET: Final = "_target_"
 ALLOWED_PACKAGES: Final = ("trainkit", "torch", "torchvision", "timm", "transformers", "torchmetrics")
@@ -176,8 +177,8 @@ def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
     if package not in allowed:
         rule = f"{package} is not among the packages that targets may come from ({', '.join(allowed)})."
         return _OF_A_SESSION if package == IN_PROCESS else f"{rule} To trust it: {trusting(package)}."
-    if package not in ALLOWED_PACKAGES:
-        return None
+    if package == "trainkit" or package not in ALLOWED_PACKAGES:
+        return rule_of(target)
     private = next((part for part in parts if part.startswith("_")), None)
     if private is not None:
         return f"{private} is private to {package}. {own_code()}"
@@ -188,7 +189,7 @@ def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
 
 def _shadow_problem(package: str) -> str | None:
     """Return the problem of a local folder that hides a package which is not installed: anyone may own it."""
-    if package in ("trainkit", "torch") or package in sys.modules:
+    if package == "torch" or package in sys.modules:
         return None
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or [spec.origin or "."]]

@@ -103,7 +103,7 @@ _OF_HOOKS: Final = {
     "data.sampler": (Kind(name="function from a dataset to weights", home="trainkit.data.samplers", methods=_CALLED),),
 }
 _REMEDIES: Final = {
-    "data.sampler": "Name one of your own, or a class of trainkit.data.samplers; for the order of the dataset use "
+    "data.sampler": "Name one of your own, or trainkit.data.BalancedClasses; for the order of the dataset use "
     "loader.shuffle=false.",
 }
 ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), TORCH_SCHEDULER, *_NESTED))))

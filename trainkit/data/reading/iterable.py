@@ -76,7 +76,7 @@ class Stream:
             raise ConfigError([Problem(key="data.val_num_samples", value=self.val_num_samples, rule=rule)])
         if self.distribute == "files" and self.split == "train" and not has_files(self.source):
             rule = (
-                "needs a source with files, sizes and read(file), as trainkit.data.sets.json_lines.JsonLines has, and "
+                "needs a source with files, sizes and read(file), as trainkit.data.JsonLines has, and "
                 f"{type(self.source).__name__} lacks them. Use samples."
             )
             raise ConfigError([Problem(key="data.distribute", value="files", rule=rule)])

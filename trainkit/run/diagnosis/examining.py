@@ -62,7 +62,7 @@ def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM) -> 
     return replace(
         cfg,
         optimizer=optimizer,
-        schedule={"_target_": "trainkit.numerics.schedules.Constant"},
+        schedule={"_target_": "trainkit.schedules.Constant"},
         clip=replace(cfg.clip, max_norm=None),
         warmup=replace(cfg.warmup, steps=None, epochs=None),
         lr_scaling=replace(cfg.lr_scaling, reference_batch=None),

@@ -36,7 +36,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import reporting
 from trainkit.strategies.capabilities import proof_problems
 
-_ONE_DEVICE: Final = "trainkit.strategies.one_device.OneDevice"
+_ONE_DEVICE: Final = "trainkit.strategies.OneDevice"
 _TEMPORARY: Final = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
 
 

@@ -23,7 +23,7 @@ from trainkit.trainer.checkpoint import list_complete, load
 Weights = Mapping[int, Mapping[str, Tensor]]
 """Updates -> `param/...` or `buffer/...` -> tensor."""
 
-_PRECISION: Final = "trainkit.numerics.precision.Precision"
+_PRECISION: Final = "trainkit.numerics.Precision"
 
 
 def bare(cfg: RunConfig, steps: int) -> RunConfig:

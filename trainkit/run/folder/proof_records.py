@@ -23,7 +23,6 @@ from trainkit.config.identity import fingerprint
 from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
 from trainkit.files import cache_folder, read_json, write_json_atomically
-from trainkit.moved import with_original_targets
 from trainkit.run.planning.plan import RunPlan
 
 _VERSION: Final = 1
@@ -64,7 +63,7 @@ def key_of(plan: RunPlan) -> str:
         "processes": len(plan.tasks),
         "devices": _devices(plan),
     }
-    return hashlib.sha256(json.dumps(_plain(with_original_targets(placement)), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_plain(placement), sort_keys=True).encode()).hexdigest()
 
 
 def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:

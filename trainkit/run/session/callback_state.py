@@ -8,11 +8,12 @@ from typing import Any, Final
 from torch import Tensor
 
 from trainkit.errors import TrainingError
+from trainkit.names import name_of
 from trainkit.objectives.base import Collective
 from trainkit.strategies import ALL_DEVICES
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.groups.process_group import all_gather_object
-from trainkit.trainer.events import Callback, kind_of
+from trainkit.trainer.events import Callback
 
 PREFIX: Final = "callback/"
 """Prefix of the names of these tensors in a checkpoint."""
@@ -26,7 +27,7 @@ def by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """
     found: dict[str, Callback] = {}
     for callback in callbacks:
-        kind = kind_of(callback)
+        kind = name_of(type(callback))
         count = sum(name.partition("#")[0] == kind for name in found)
         found[f"{kind}#{count}" if count else kind] = callback
     return found

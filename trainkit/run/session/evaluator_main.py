@@ -29,7 +29,6 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
 from trainkit.run.session.await_evaluator import bring_up_to_date
 from trainkit.run.signals import EXIT_CODES, StopFlag
-from trainkit.strategies.one_device import OneDevice
 from trainkit.trainer.ownership import owner_lives
 
 
@@ -90,7 +89,7 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
     # No logger and no callback runs, so that their secrets are not needed.
     values = {**load_resolved(folder.resolved).to_dict(), "logger": {}, "callbacks": {}}
     cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
-    alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
+    alone = {"_target_": "trainkit.strategies.OneDevice", "device": device}
     plan = make_plan(replace(cfg, strategy=alone, cluster={}))
     if not validation_splits(plan.components.datasets):
         rule = "has no validation split to evaluate on."

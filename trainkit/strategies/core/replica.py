@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Final, Self
 
 import torch
@@ -15,7 +15,6 @@ from torch.autograd.graph import _engine_run_backward
 
 from trainkit.adapters.average import AVERAGE, swap
 from trainkit.errors import CheckpointError
-from trainkit.moved import moved_attribute
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
@@ -357,7 +356,3 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
     if lines:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
-
-
-__getattr__ = partial(moved_attribute, __name__)
-"""Function that returns a class by its old name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from itertools import groupby
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from trainkit.errors import TrainingError
-from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.objectives.terms import add_terms
@@ -353,7 +352,3 @@ def _unused(names: list[str]) -> str:
         f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
         "strategy.allow_unused=true, which excludes it from the exchange."
     )
-
-
-__getattr__ = partial(moved_attribute, __name__)
-"""Function that returns a class by its old name."""

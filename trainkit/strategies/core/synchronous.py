@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.host import keep_freed_memory, use_device
-from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys, Drawing
@@ -287,7 +286,3 @@ class SynchronousExecutor(Executor, Generic[R]):
             self._phased.close()
         self._replica.reducer.close()
         self._ranks.close(failed=failed)
-
-
-__getattr__ = partial(moved_attribute, __name__)
-"""Function that returns a class by its old name."""

@@ -221,7 +221,7 @@ def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> lis
     """Write the scored ensemble, and the averaged weights into `averaged` below it; return the folders."""
     joined = cast("Ensemble", combined.ensemble.model)
     node = {
-        TARGET: f"{Ensemble.__module__}.{Ensemble.__qualname__}",
+        TARGET: "trainkit.models.Ensemble",
         "combine": joined.combine,
         "class_dim": joined.class_dim,
         "members": [dict(one) for one in combined.nodes],

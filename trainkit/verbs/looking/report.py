@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from trainkit.config.grammar import refusal
-from trainkit.config.schema import NO_RUN
+from trainkit.config.schema import NO_RUN, refuse_earlier_names
+from trainkit.errors import UnreadableError
 from trainkit.verbs.support.call import Call, Flag
 
 USAGE: Final = "RUN | RUN RUN ... | SWEEP"
@@ -30,6 +32,8 @@ def run(call: Call) -> int:
     for folder in folders:
         if not is_sweep and not (folder / "resolved.yaml").is_file():
             raise refusal(str(folder), f"{NO_RUN} Give run folders, or one folder of a sweep.")
+        with contextlib.suppress(UnreadableError):  # a page is also written of a run whose config is damaged
+            refuse_earlier_names(folder / "resolved.yaml")
     out = _out(call) or (folders[0] / _PAGE if len(folders) == 1 else Path("comparison.html"))
     with reporting(out.parent):
         if is_sweep:
