@@ -1,3 +1,5 @@
+"""A GPU figure in the wrong unit or of another device, or a driver asked at every row, is caught here alone."""
+
 from __future__ import annotations
 
 import logging
@@ -5,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,37 +20,27 @@ from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.loop import CallbackHooks
 
 
-class NvmlDouble:
-    """The driver of a machine with GPUs, whose handles are their numbers."""
+class NvmlError(Exception):
+    """An error of the driver."""
 
-    NVML_TEMPERATURE_GPU = 0
 
-    class NVMLError(Exception):
-        pass
+def nvml(asked: list[int], *, power: int | None = 312_500) -> SimpleNamespace:
+    """The driver of a machine with GPUs, whose handles are their numbers; without `power` it reports none."""
 
-    def __init__(self, *, reports_power: bool = True) -> None:
-        self.reports_power, self.asked = reports_power, 0
+    def watts(_: object) -> int:
+        if power is None:
+            raise NvmlError
+        return power
 
-    def nvmlInit(self) -> None:
-        pass
+    def use(handle: bytes) -> SimpleNamespace:
+        asked.append(int(handle.decode().removeprefix("GPU-")))
+        return SimpleNamespace(gpu=87 - asked[-1])
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> bytes:
-        return uuid
-
-    def nvmlDeviceGetUtilizationRates(self, handle: bytes) -> Any:
-        self.asked += 1
-        return SimpleNamespace(gpu=87)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: bytes) -> Any:
-        return SimpleNamespace(used=2**30)
-
-    def nvmlDeviceGetPowerUsage(self, handle: bytes) -> int:
-        if not self.reports_power:
-            raise self.NVMLError
-        return 312_500
-
-    def nvmlDeviceGetTemperature(self, handle: bytes, sensor: int) -> int:
-        return 64
+    return SimpleNamespace(
+        NVMLError=NvmlError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetPowerUsage=watts,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlDeviceGetUtilizationRates=use,
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=2**30), nvmlDeviceGetTemperature=lambda *_: 64,
+    )  # fmt: skip
 
 
 Start = Callable[..., tuple[Gpu, Run]]
@@ -56,8 +48,8 @@ Start = Callable[..., tuple[Gpu, Run]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
-    def started(nvml: object, *, gpus: int = 1, is_owner: bool = True) -> tuple[Gpu, Run]:
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    def started(driver: object, *, gpus: int = 1, is_owner: bool = True) -> tuple[Gpu, Run]:
+        monkeypatch.setitem(sys.modules, "pynvml", driver)
         monkeypatch.setattr(gpu, "devices_of", lambda run: [torch.device("cuda", number) for number in range(gpus)])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
         callback, run = Gpu(), run_double(tmp_path, is_owner=is_owner)
@@ -68,58 +60,40 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
 
 
 def test_a_row_gets_the_figures_of_each_gpu_in_their_units(start: Start) -> None:
-    callback, run = start(NvmlDouble(), gpus=2)
+    callback, run = start(nvml([]), gpus=2)
     found = callback.row_figures(run)
-    assert {name: value for name, value in found.items() if name.startswith("gpu/1/")} == {
-        "gpu/1/use": 0.87,
-        "gpu/1/memory": 2.0**30,
-        "gpu/1/power": 312.5,
-        "gpu/1/temperature": 64.0,
-    }
-    assert len(found) == 8
+    assert [found[f"gpu/1/{name}"] for name in ("use", "memory", "power", "temperature")] == [0.86, 2**30, 312.5, 64]
+    assert (found["gpu/0/use"], len(found)) == (0.87, 8)
 
 
-def test_the_driver_is_asked_once_a_second_at_most(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml, now = NvmlDouble(), [100.0]
+def test_the_driver_is_asked_once_a_second_at_most_and_by_one_rank(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, now = list[int](), [100.0]
     monkeypatch.setattr("trainkit.callbacks.gpu.time.monotonic", lambda: now[0])
-    callback, run = start(nvml)
-    rows = []
+    callback, run = start(nvml(asked))
+    sizes = []
     for now[0] in (100.0, 100.5, 101.0):
-        rows.append(len(callback.row_figures(run)))
-    assert (rows, nvml.asked) == ([4, 0, 4], 2)
+        sizes.append(len(callback.row_figures(run)))
+    assert (sizes, asked) == ([4, 0, 4], [0, 0])
+    callback, run = start(nvml(asked), is_owner=False)
+    assert (dict(callback.row_figures(run)), asked) == ({}, [0, 0])
 
 
 def test_what_a_gpu_does_not_report_is_left_out(start: Start) -> None:
-    callback, run = start(NvmlDouble(reports_power=False))
+    callback, run = start(nvml([], power=None))
     assert [*callback.row_figures(run)] == ["gpu/0/use", "gpu/0/memory", "gpu/0/temperature"]
 
 
-def test_an_absent_package_is_named_with_the_line_that_installs_it(start: Start) -> None:
-    with pytest.raises(ConfigError, match=r'needs the package nvidia-ml-py. Install it: pip install "nvidia-ml-py>='):
+def test_an_absent_package_is_named_and_a_run_without_a_gpu_says_so_once(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"needs the package nvidia-ml-py\. Install it: "):
         start(None)
-
-
-def test_a_run_without_a_gpu_says_so_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        callback, run = start(NvmlDouble(), gpus=0)
+        callback, run = start(nvml([]), gpus=0)
         assert [dict(callback.row_figures(run)) for _ in range(3)] == [{}, {}, {}]
-    assert [one.getMessage() for one in caplog.records] == ["callbacks=[gpu] records nothing: rank 0 trains on cpu."]
-
-
-def test_other_ranks_make_no_calls_to_the_driver(start: Start) -> None:
-    nvml = NvmlDouble()
-    callback, run = start(nvml, is_owner=False)
-    assert (dict(callback.row_figures(run)), nvml.asked) == ({}, 0)
-
-
-def test_a_driver_that_fails_later_costs_the_figures_and_not_the_run(start: Start) -> None:
-    nvml = NvmlDouble()
-    callback, run = start(nvml)
-    nvml.nvmlDeviceGetTemperature = lambda handle, sensor: 1 // 0  # type: ignore[method-assign]
-    hooks = CallbackHooks([callback])
-    (figures,) = hooks.of("row_figures")
-    assert [figures(run), figures(run)] == [None, None]
-    assert [one["hook"] for one in hooks.failures] == ["row_figures"]
+    assert caplog.messages == ["callbacks=[gpu] records nothing: rank 0 trains on cpu."]
 
 
 def test_a_row_has_the_figures_of_callbacks_and_keeps_those_of_the_trainer(tmp_path: Path) -> None:
@@ -132,5 +106,14 @@ def test_a_row_has_the_figures_of_callbacks_and_keeps_those_of_the_trainer(tmp_p
         def log(self, run: Run, row: Row) -> None:
             self.rows.append(row)
 
-    CallbackHooks([Own()]).log_row(run_double(tmp_path), {"step": 1, "train/loss": 0.5})
-    assert Own.rows == [{"own": 1.0, "step": 1, "train/loss": 0.5}]
+    class Failing(Callback):
+        observes: ClassVar[bool] = True
+
+        def row_figures(self, run: Run) -> Row:
+            raise ValueError("no driver")
+
+    hooks = CallbackHooks([Failing(), Own()])
+    for _ in range(2):
+        hooks.log_row(run_double(tmp_path), {"step": 1, "train/loss": 0.5})
+    assert Own.rows == [{"own": 1.0, "step": 1, "train/loss": 0.5}] * 2
+    assert [one["hook"] for one in hooks.failures] == ["row_figures"]

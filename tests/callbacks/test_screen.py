@@ -1,3 +1,7 @@
+"""A run that opens without its effective values or closes without its result, folder and compile time is caught here
+alone.
+"""
+
 from __future__ import annotations
 
 import re
@@ -13,7 +17,7 @@ from trainkit.callbacks.every_run import FinalSummary, StartupSummary
 
 
 def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(
-    cwd: Path, capsys: pytest.CaptureFixture[str]
+    cwd: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = run_double(Path("outputs/digits/1"), step=20)
     run.summary, run.notes = {"replicas": "2 on cpu"}, ("The model draws random numbers.",)
@@ -28,21 +32,9 @@ def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(
         "  result  val/loss 0.25\n"
         "  folder  outputs/digits/1\n"
     )
-
-
-def test_a_folder_elsewhere_is_named_in_full(
-    cwd: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     StartupSummary().run_start(run_double(elsewhere))
     assert capsys.readouterr().out == f"digits  {elsewhere}\n"
-
-
-def test_other_ranks_say_nothing(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_double(cwd, is_owner=False)
-    StartupSummary().run_start(run)
-    FinalSummary().run_end(run, {"status": "finished"})
-    assert capsys.readouterr().out == ""
 
 
 def test_the_end_of_a_compiled_run_says_how_long_compiling_took(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:

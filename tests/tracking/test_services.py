@@ -1,4 +1,4 @@
-"""The three trackers themselves, end to end and offline: a run that is killed and resumed is one tracked run.
+"""A tracker whose own store has two runs, a lost step or a secret after a kill and a resume is caught here alone.
 
 They run where the packages are installed, as in the environment that .ci/run makes for them.
 """

@@ -1,4 +1,4 @@
-"""A training and the process that sends it: neither a tracker that hangs nor one that fails is waited for."""
+"""A training that waits for a tracker that hangs, or that hides what it could not send, is caught here alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from trainkit.errors import ConfigError
 from trainkit.tracking.state import read_state
 from trainkit.tracking.wandb import Wandb
 
-HANGS = "import time\n\ndef init(**_):\n    time.sleep(600)\n\nSettings = dict\nRun = None\n"
-FAILS = "def init(**_):\n    raise ConnectionError('no route to the key-1234567')\n\nSettings = dict\nRun = None\n"
+PACKAGE = "import time\n\ndef init(**_):\n    {body}\n\nSettings = dict\nRun = None\n"
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_package(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package `wandb` whose `init` does this."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1")
-
-
-def with_package(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "wandb.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    (folder / "packages").mkdir()
+    (folder / "packages" / "wandb.py").write_text(PACKAGE.format(body=body))
+    monkeypatch.setenv("PYTHONPATH", str(folder / "packages"))
 
 
 def test_an_absent_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,11 +35,10 @@ def test_an_absent_package_is_named_before_anything_starts(monkeypatch: pytest.M
         Wandb()
 
 
-@pytest.mark.usefixtures("installed")
 def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_package(tmp_path, HANGS, monkeypatch)
+    with_package(tmp_path, "time.sleep(600)", monkeypatch)
     run = run_double(run_folder(tmp_path / "run"))
     tracker = Wandb(warn_s=0.01, wait_s=0.5)
     with caplog.at_level(logging.WARNING):
@@ -61,22 +56,11 @@ def test_a_tracker_that_hangs_gets_one_warning_and_a_limited_end(
     assert state.not_sent == "everything after step 0, the files and the end: no answer within 0.5 s"
 
 
-@pytest.mark.usefixtures("installed")
 def test_a_tracker_that_fails_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_package(tmp_path, FAILS, monkeypatch)
-    run = run_double(run_folder(tmp_path / "run"))
-    tracker = Wandb(wait_s=60)
+    with_package(tmp_path, "raise ConnectionError('no route to the key-1234567')", monkeypatch)
+    run, tracker = run_double(run_folder(tmp_path / "run")), Wandb(wait_s=60)
     tracker.run_start(run)
     tracker.run_end(run, {})
     assert "wandb did not receive everything: ConnectionError: no route" in caplog.text
-
-
-@pytest.mark.usefixtures("installed")
-def test_other_ranks_send_nothing(tmp_path: Path) -> None:
-    run, tracker = run_double(tmp_path, is_owner=False), Wandb()
-    tracker.run_start(run)
-    tracker.log(run, row(10))
-    tracker.run_end(run, {})
-    assert list(tmp_path.iterdir()) == []
