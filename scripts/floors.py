@@ -58,9 +58,9 @@ def direct_names() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["test"]]
-    for own in [one for one in wanted if one.startswith("trainkit[")]:
-        wanted += [name for extra in own[len("trainkit[") : -1].split(",") for name in extras[extra]]
-    return sorted({re.split(r"[^\w-]", one)[0] for one in wanted} - {"trainkit"})
+    for own in [one for one in wanted if one.startswith("trainkit-torch[")]:
+        wanted += [name for extra in own[len("trainkit-torch[") : -1].split(",") for name in extras[extra]]
+    return sorted({re.split(r"[^\w-]", one)[0] for one in wanted} - {"trainkit-torch"})
 
 
 def install(uv: Path, resolution: str, folder: Path) -> Path:

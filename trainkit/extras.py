@@ -1,7 +1,7 @@
 """The packages that the extras of trainkit install.
 
 The name `trainkit` on the public package index is another project's: no message must recommend to install it from
-there.
+there. The distribution is named `trainkit-torch`, the package `trainkit`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+DISTRIBUTION: Final = "trainkit-torch"
 _PROJECT: Final = Path(__file__).resolve().parents[1] / "pyproject.toml"
 """The project file of a checkout; an installed wheel has its metadata instead."""
 
@@ -39,12 +40,12 @@ def packages_of(extra: str) -> tuple[str, ...]:
         import tomllib  # noqa: PLC0415 - for error messages, and every command imports this module
 
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == "trainkit":
+        if project.get("name") == DISTRIBUTION:
             return tuple(project["optional-dependencies"].get(extra, ()))
     import importlib.metadata  # noqa: PLC0415 - as above
 
     try:
-        found = importlib.metadata.requires("trainkit") or ()
+        found = importlib.metadata.requires(DISTRIBUTION) or ()
     except importlib.metadata.PackageNotFoundError:
         return ()
     marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")

@@ -24,7 +24,7 @@ def test_an_installed_package_reads_its_metadata(monkeypatch: pytest.MonkeyPatch
     assert extras.install_command("optuna", "optuna") == 'pip install "optuna>=4.4"'
 
 
-def test_no_text_installs_trainkit_from_the_index() -> None:
+def test_no_text_installs_a_project_of_another_name_from_the_index() -> None:
     root = Path(__file__).parents[2]
     pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("recipes/*/README.md")]
     code = [*root.glob("trainkit/**/*.py"), *root.glob("hydra_plugins/**/*.py")]

@@ -27,7 +27,7 @@ def test_the_wheel_carries_configs_recipes_data_and_type_marker(wheel: Path) -> 
 
 def test_the_wheel_carries_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    version = "trainkit-0.1.0.dist-info"
+    version = "trainkit_torch-0.1.0.dist-info"
     assert {name.partition("/")[0] for name in names} == {"trainkit", "hydra_plugins", version}
     assert "hydra_plugins/__init__.py" not in names
     assert not [name for name in names if "__pycache__" in name]

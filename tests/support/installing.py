@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
         subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True)
 
-    return next(_once(tmp_path_factory, "wheel", build).glob("trainkit-*.whl"))
+    return next(_once(tmp_path_factory, "wheel", build).glob("trainkit_torch-*.whl"))
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
 from trainkit.data.splits import size_of
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
+from trainkit.extras import DISTRIBUTION
 from trainkit.files import write_atomically, write_json_atomically
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
@@ -418,7 +419,7 @@ def packages(values: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name in dict.fromkeys((*_OURS, *sorted(modules))):
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(DISTRIBUTION if name == "trainkit" else name)
         except importlib.metadata.PackageNotFoundError:  # a folder on the path, or a module of another name
             continue
     return found
