@@ -12,10 +12,12 @@ import trainkit
 from benchmarks.loopback import NAME
 from tests.launchers.launches import launch_of
 from tests.support import quick
+from trainkit.config.compose import compose
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.estimates.traffic import Traffic, step_traffic
-from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan
+from trainkit.run.planning.where import where_rows
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.fsdp import Fsdp
@@ -209,6 +211,22 @@ CASES = {
                         "batch.micro_size=8"],
     "sparse": [*LOOKUP, "strategy=mirrored", "strategy.replicas=3"],
 }  # fmt: skip
+CUT_GPT = [*GPT, "strategy=tensor_parallel", "strategy.degree=2"]
+STRETCHES = (
+    "strategy.plan={embed:sequence_split,attention_norm:sequence,mlp_norm:sequence,"
+    "queries_keys_values:colwise_sequence,expand:colwise_sequence,project:rowwise_sequence,head:sequence_join}"
+)
+MORE = {
+    "to_one_device": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.reduce=to_one_device"],
+    "bf16": [*SMALL, "strategy=mirrored", "strategy.replicas=2", "strategy.compression=bf16"],
+    "hybrid": [*SMALL, "strategy=fsdp", "strategy.replicas=4", "strategy.replicate=2"],
+    "async": [*SMALL, "strategy=parameter_server", "strategy.mode=async"],
+    "tensor_parallel, replicas": [*CUT_GPT, "strategy.replicas=2", "activation_checkpointing=full"],
+    "tensor_parallel, shared out": [*CUT_GPT, "strategy.replicas=2", "strategy.shard=true"],
+    "tensor_parallel, stretches": [*CUT_GPT, "strategy.replicas=1", STRETCHES],
+    "tensor_parallel, bf16": [*CUT_GPT, "strategy.replicas=1", "precision=bf16_mixed"],
+    "sparse, servers": [*LOOKUP, "strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"],
+}
 
 
 def planned(overrides: list[str]) -> Traffic:
@@ -252,8 +270,23 @@ def loopback_bytes(overrides: list[str], folder: Path) -> float:
 
 @pytest.mark.long
 @pytest.mark.skipif(subprocess.run(["unshare", "-n", "true"], check=False).returncode != 0, reason="needs root")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)])
 def test_a_step_sends_the_bytes_that_are_planned(name: str, tmp_path: Path) -> None:
-    traffic = planned(CASES[name])
-    measured = loopback_bytes(CASES[name], tmp_path / "run")
+    traffic = planned({**CASES, **MORE}[name])
+    measured = loopback_bytes({**CASES, **MORE}[name], tmp_path / "run")
     assert mean_wire_bytes(traffic) == pytest.approx(measured, rel=0.05)
+
+
+def test_a_plan_for_four_gpus_names_the_devices_that_compute() -> None:
+    plan = make_plan(compose(["recipe=digits", "strategy=central_storage"]).cfg, num_gpus=4)
+    assert plan.summary(1)["replicas"] == "4 on cuda"
+    shown = dict(where_rows(plan))["tasks"]
+    assert shown == "worker:0 on cpu, computes on cuda:0, cuda:1, cuda:2, cuda:3, in this process"
+
+
+@pytest.mark.parametrize(("num_gpus", "copies"), [(0, 4), (4, 8)])
+def test_the_copies_of_an_asynchronous_plan_are_those_of_its_host(num_gpus: int, copies: int) -> None:
+    keys = ["recipe=digits", "strategy=central_storage", "strategy.mode=async"]
+    plan = make_plan(compose(keys).cfg, num_gpus=num_gpus)
+    memory = memory_of(plan, meta_model(plan))
+    assert memory.exchange_bytes == copies * memory.gradient_bytes
