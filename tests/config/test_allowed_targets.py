@@ -62,7 +62,7 @@ def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(can
 REFUSED = {
     "torch.os.system": "of torch, targets may come from torch.nn, torch.optim and torch.utils.data only.",
     "trainkit.run.begin.subprocess.getoutput": "trainkit has no class of this name for configs.",
-    "trainkit.models.Mlp": "write trainkit.models.Mlp.",
+    "trainkit.models.mlp.Mlp": "write trainkit.models.Mlp.",
     "trainkit.models.Mpl": "there is no Mpl. Did you mean trainkit.models.Mlp?",
     "torch.optim.SGD": "is no torch.nn.Module, which model needs.",
     "torch.utils.data.datapipes.iter.FileOpener": "is defined in torch.utils.data.datapipes.iter.fileopener, which",
