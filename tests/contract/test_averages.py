@@ -1,4 +1,8 @@
-"""Averages of the weights: torch's own, the same under every strategy, resumed, evaluated and exported."""
+"""Averages of the weights: torch's own, the same under every strategy, resumed, evaluated and exported.
+
+An average of weights that counts a step twice after a resume, or is evaluated with other batch statistics is caught
+here alone.
+"""
 
 from __future__ import annotations
 

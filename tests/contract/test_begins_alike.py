@@ -1,4 +1,7 @@
-"""A model that draws numbers that no seed controls begins alike on every rank that holds the same part of it."""
+"""A model that draws numbers that no seed controls begins alike on every rank that holds the same part of it.
+
+A rank that begins with weights of its own, since a constructor drew what no seed controls is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Blocks that write into what they are given, and blocks that count: the same everywhere, or refused by name."""
+"""Blocks that write into what they are given, and blocks that count: the same everywhere, or refused by name.
+
+A block whose writes into its arguments reach a tensor that was moved, gathered or recomputed is caught here alone.
+"""
 
 from __future__ import annotations
 

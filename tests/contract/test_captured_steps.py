@@ -1,4 +1,7 @@
-"""Steps replayed as CUDA graphs compute what direct calls do: on a CPU with a double of the device."""
+"""Steps replayed as CUDA graphs compute what direct calls do: on a CPU with a double of the device.
+
+A replayed graph that reads the batch or the learning rate of the step that was captured is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Central storage is the training of one device: threads compute, the variables are in one place."""
+"""Central storage is the training of one device: threads compute, the variables are in one place.
+
+A copy on another device that computes with variables of the update before, or a sample that a thread uses twice is
+caught here alone.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Models that write into their inputs: every pass of a step computes what the samples say."""
+"""Models that write into their inputs: every pass of a step computes what the samples say.
+
+A repeated step, or a second phase, that is computed from samples that the model has overwritten is caught here alone.
+"""
 
 from __future__ import annotations
 

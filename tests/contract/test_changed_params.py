@@ -1,4 +1,7 @@
-"""Code of the user that changes during a run which parameters are trained: it ends the run at that step, by name."""
+"""Code of the user that changes during a run which parameters are trained: it ends the run at that step, by name.
+
+A parameter that code of the user freezes during a run and that goes on being trained is caught here alone.
+"""
 
 from pathlib import Path
 

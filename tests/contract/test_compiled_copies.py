@@ -1,4 +1,8 @@
-"""`compile.mode=default` under strategies whose threads and workers compute with copies of a model."""
+"""`compile.mode=default` under strategies whose threads and workers compute with copies of a model.
+
+A compiled copy of a model that computes with the weights of the original, or two that compile at once is caught here
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What each compression of gradients loses, and what it leaves alone."""
+"""What each compression of gradients loses, and what it leaves alone.
+
+Compression that also rounds buffers or counted weights, or whole gradients that a resumed PowerSGD sends again is
+caught here alone.
+"""
 
 from __future__ import annotations
 

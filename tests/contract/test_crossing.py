@@ -1,4 +1,7 @@
-"""Checkpoints cross: what any strategy saved is what one device would have, and any other continues from it."""
+"""Checkpoints cross: what any strategy saved is what one device would have, and any other continues from it.
+
+A checkpoint that one strategy writes and another one reads with permuted or missing slots is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A device map is the training of one device: every step by the way that several devices take, here on the CPU.
 
+An activation or a gradient that is brought to the wrong device of a map is caught here alone.
 A map that is written out is always computed that way; only `auto` on one device spares itself the way.
 """
 

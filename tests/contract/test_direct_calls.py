@@ -1,4 +1,7 @@
-"""Compiled steps that are called without guards compute what checked calls do, and only where nothing has changed."""
+"""Compiled steps that are called without guards compute what checked calls do, and only where nothing has changed.
+
+A compiled step that is called without guards although a flag, a field or a parameter has changed is caught here alone.
+"""
 
 from __future__ import annotations
 

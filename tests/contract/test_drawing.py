@@ -1,4 +1,7 @@
-"""Models and objectives that draw random numbers: the same numbers at the same cut, wherever shards are computed."""
+"""Models and objectives that draw random numbers: the same numbers at the same cut, wherever shards are computed.
+
+A dropout in a function, or noise of an objective, that differs with the number of ranks is caught here alone.
+"""
 
 from dataclasses import replace
 from typing import Any, Final

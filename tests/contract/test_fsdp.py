@@ -1,4 +1,8 @@
-"""Parameters cut over ranks train as on one device: hybrid groups, both ways to sum, every way to gather."""
+"""Parameters cut over ranks train as on one device: hybrid groups, both ways to sum, every way to gather.
+
+A part of a parameter that is summed over the wrong group, or a clip by the norm of one rank's parts is caught here
+alone.
+"""
 
 from __future__ import annotations
 

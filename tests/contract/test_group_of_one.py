@@ -1,4 +1,7 @@
-"""`strategy.process_group=always`: a single rank runs the exchanges of several, and trains as one device does."""
+"""`strategy.process_group=always`: a single rank runs the exchanges of several, and trains as one device does.
+
+An exchange of a single rank that scales, rounds or reorders a gradient is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An error saves a last checkpoint where the state is that of the end of a step; the run then ends in the same bits."""
+"""An error saves a last checkpoint where the state is that of the end of a step; the run then ends in the same bits.
+
+A checkpoint that is saved in the middle of an update, or with weights that are not finite is caught here alone.
+"""
 
 from __future__ import annotations
 

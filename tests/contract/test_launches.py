@@ -1,4 +1,7 @@
-"""How many kernels a step of a convnet asks a GPU for; most once went to the buffers of its batch normalisation."""
+"""How many kernels a step of a convnet asks a GPU for; most once went to the buffers of its batch normalisation.
+
+A step of a convnet that launches a kernel for every buffer or gradient again is caught here alone.
+"""
 
 from dataclasses import dataclass, replace
 

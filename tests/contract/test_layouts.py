@@ -1,4 +1,7 @@
-"""Parameters that are not contiguous: every tensor that belongs to one has its strides, under every strategy."""
+"""Parameters that are not contiguous: every tensor that belongs to one has its strides, under every strategy.
+
+A strategy that reads a transposed or channels-last parameter by the strides of a contiguous one is caught here alone.
+"""
 
 import re
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""The learning rate as a function of the step: every schedule of conf/schedule, scaling and warmup, written out."""
+"""The learning rate as a function of the step: every schedule of conf/schedule, scaling and warmup, written out.
+
+A schedule or warmup that is off by one step, or scaled by the wrong batch is caught here alone.
+"""
 
 import importlib
 from typing import Any

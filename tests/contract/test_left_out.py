@@ -1,4 +1,7 @@
-"""Steps that are not finite: left out, trained again, or the end of the run; under every strategy alike."""
+"""Steps that are not finite: left out, trained again, or the end of the run; under every strategy alike.
+
+A step that is left out on one rank alone, or logged twice after a rollback is caught here alone.
+"""
 
 import json
 from pathlib import Path

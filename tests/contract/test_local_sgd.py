@@ -1,4 +1,7 @@
-"""Local SGD against replicas trained apart by hand, and against one device where every step is averaged."""
+"""Local SGD against replicas trained apart by hand, and against one device where every step is averaged.
+
+Replicas that are averaged a step too early, or without their momentum is caught here alone.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""A convnet whose weights have their channels last is the same training to rounding, under every strategy."""
+"""A convnet whose weights have their channels last is the same training to rounding, under every strategy.
+
+A convnet in channels-last whose weights fall back to contiguous, or whose numbers change is caught here alone.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,8 @@
-"""Several optimizers: phases of a step train as a hand-written loop, and alike under every strategy that takes them."""
+"""Several optimizers: phases of a step train as a hand-written loop, and alike under every strategy that takes them.
+
+A phase that also updates the parameters of another optimizer, or is repeated after an overflow of a later one is caught
+here alone.
+"""
 
 from __future__ import annotations
 

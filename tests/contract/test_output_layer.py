@@ -1,4 +1,7 @@
-"""A loss that is computed in the output layer of a language model is that of all scores, wherever the model is."""
+"""A loss that is computed in the output layer of a language model is that of all scores, wherever the model is.
+
+A chunked loss under a strategy that cuts or recomputes the layer whose gradient it computes is caught here alone.
+"""
 
 from __future__ import annotations
 

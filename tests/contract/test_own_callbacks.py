@@ -1,4 +1,7 @@
-"""Callbacks as users write them: named where they fail, restored with their tensors, and able to evaluate."""
+"""Callbacks as users write them: named where they fail, restored with their tensors, and able to evaluate.
+
+A callback whose tensors a resume forgets, or whose evaluation changes the training is caught here alone.
+"""
 
 import json
 from pathlib import Path

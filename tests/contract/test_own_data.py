@@ -1,4 +1,8 @@
-"""A user's own data, in whole runs: the same training on every layout, and as it was without the hooks of `data`."""
+"""A user's own data, in whole runs: the same training on every layout, and as it was without the hooks of `data`.
+
+A collate, transform or weight of samples of a user that draws otherwise with another layout or after a resume is caught
+here alone.
+"""
 
 from __future__ import annotations
 

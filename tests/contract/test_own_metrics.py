@@ -1,4 +1,7 @@
-"""Tables and metrics of torchmetrics: the same on every placement, with short last batches."""
+"""Tables and metrics of torchmetrics: the same on every placement, with short last batches.
+
+A table of a metric that counts the padding or the duplicate samples of a rank is caught here alone.
+"""
 
 import json
 from importlib.util import find_spec

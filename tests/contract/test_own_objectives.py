@@ -1,4 +1,7 @@
-"""Objectives as users write them: the training of one device, which is that of a plain loop, or refused by name."""
+"""Objectives as users write them: the training of one device, which is that of a plain loop, or refused by name.
+
+A term of an objective that is logged as a mean of means of shards is caught here alone.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""A synchronous parameter server is the training of one device, and so is an asynchronous one with one worker."""
+"""A synchronous parameter server is the training of one device, and so is an asynchronous one with one worker.
+
+A gradient that a server applies twice, drops or divides by the wrong number of workers is caught here alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""Phases of a step where a loss is not finite, where a replica is lost, and where the model is compiled."""
+"""Phases of a step where a loss is not finite, where a replica is lost, and where the model is compiled.
+
+A skipped, rolled back or lost phase that also takes back the update of the one before it is caught here alone.
+"""
 
 from __future__ import annotations
 

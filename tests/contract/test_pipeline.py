@@ -1,4 +1,7 @@
-"""A pipeline is the training of one device: every schedule, over stages and replicas."""
+"""A pipeline is the training of one device: every schedule, over stages and replicas.
+
+A microbatch whose gradient a schedule loses, or a tied weight whose two stages are not summed is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Models that make Python objects in their forward passes: trained as on one device, or refused beforehand."""
+"""Models that make Python objects in their forward passes: trained as on one device, or refused beforehand.
+
+A Python object that a forward pass leaves behind and that a traced stage would share between microbatches is caught
+here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GPT-2 of transformers, from its config: trained in stages as on one device, or refused with the key to set."""
+"""GPT-2 of transformers, from its config: trained in stages as on one device, or refused with the key to set.
+
+A GPT-2 of transformers that trace cannot cut, or that computes other numbers in stages is caught here alone.
+"""
 
 from __future__ import annotations
 

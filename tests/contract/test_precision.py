@@ -1,4 +1,8 @@
-"""Each precision of conf/precision, and what keeps fp16 from overflowing."""
+"""Each precision of conf/precision, and what keeps fp16 from overflowing.
+
+A loss scale that reaches the clip, or an update below the rounding of bf16 that is lost without masters is caught here
+alone.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

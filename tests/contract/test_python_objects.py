@@ -1,4 +1,7 @@
-"""Models that users bring, under every strategy but a pipeline: Python objects between blocks, writing in place."""
+"""Models that users bring, under every strategy but a pipeline: Python objects between blocks, writing in place.
+
+A dataclass, dict or in-place write between blocks that a strategy copies, loses or refuses is caught here alone.
+"""
 
 from __future__ import annotations
 

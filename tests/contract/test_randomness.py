@@ -1,4 +1,7 @@
-"""Keyed randomness, derived a second time: what a dropout draws is the hash of seed, step, shard and block."""
+"""Keyed randomness, derived a second time: what a dropout draws is the hash of seed, step, shard and block.
+
+A mask that does not follow from seed, step, shard and block is caught here alone: others compare trainkit with itself.
+"""
 
 import hashlib
 import math

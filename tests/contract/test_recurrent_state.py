@@ -1,4 +1,7 @@
-"""State per sample: declared, it equals that of a loop by hand under every strategy; not declared, it is refused."""
+"""State per sample: declared, it equals that of a loop by hand under every strategy; not declared, it is refused.
+
+A state of a sample that another sample reads, or that two replicas add up twice is caught here alone.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Every way to sum gradients over ranks, against the oracle; what each exchanges, and what happens when a rank dies."""
+"""Every way to sum gradients over ranks, against the oracle; what each exchanges, and what happens when a rank dies.
+
+A way to sum gradients over ranks that leaves out or doubles a rank's part is caught here alone.
+"""
 
 from __future__ import annotations
 

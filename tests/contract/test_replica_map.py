@@ -1,5 +1,7 @@
 """Replicas that span several devices each train as one device does: here two places of the CPU, whose tensors are
 exchanged in two vectors, and a second device that is simulated.
+
+A gradient in the second place of a replica that is not summed with that of the other replicas is caught here alone.
 """
 
 from __future__ import annotations

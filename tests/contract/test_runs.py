@@ -1,4 +1,8 @@
-"""Whole runs against the oracle: config, data, loop and checkpoint together."""
+"""Whole runs against the oracle: config, data, loop and checkpoint together.
+
+A run whose config, data order, evaluation or log differs from the loop by hand although each step is right is caught
+here alone.
+"""
 
 import math
 from pathlib import Path

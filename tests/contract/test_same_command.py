@@ -1,4 +1,7 @@
-"""The same command twice, and with other workers: the same weights, for models and objectives that draw."""
+"""The same command twice, and with other workers: the same weights, for models and objectives that draw.
+
+Numbers that differ between two runs of one command, by the time, the workers of data or a hash is caught here alone.
+"""
 
 from pathlib import Path
 from typing import Any, Final

@@ -1,4 +1,8 @@
-"""Recomputing cheap operations alone, or keeping a share of the activations: what backward holds, never the numbers."""
+"""Recomputing cheap operations alone, or keeping a share of the activations: what backward holds, never the numbers.
+
+A result that is kept although it was overwritten, or batch statistics that a recomputation counts again is caught here
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Activation checkpointing and compiling change where numbers are kept and how fast they come, never the numbers."""
+"""Activation checkpointing and compiling change where numbers are kept and how fast they come, never the numbers.
+
+A recomputed or compiled block that draws another mask, or begins with changed buffers is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Activation checkpointing and compiling under strategies that cut a model: the numbers stay those of one device."""
+"""Activation checkpointing and compiling under strategies that cut a model: the numbers stay those of one device.
+
+A recomputed block of a cut model that draws by the order of computation instead of its shard is caught here alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sparse gradients give the numbers of dense ones, wherever shards are computed, and fewer bytes."""
+"""Sparse gradients give the numbers of dense ones, wherever shards are computed, and fewer bytes.
+
+A sparse gradient whose repeated rows are scaled, clipped or averaged once instead of each is caught here alone.
+"""
 
 from __future__ import annotations
 

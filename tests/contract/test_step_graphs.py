@@ -1,4 +1,7 @@
-"""`compile.mode=step`: graphs of whole steps train as eager steps do, and what no graph can hold is refused by name."""
+"""`compile.mode=step`: graphs of whole steps train as eager steps do, and what no graph can hold is refused by name.
+
+A graph of a whole step that keeps the gradients of one shard, or a rate of an earlier step is caught here alone.
+"""
 
 from __future__ import annotations
 

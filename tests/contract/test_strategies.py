@@ -1,4 +1,7 @@
-"""Every strategy of conf/strategy against the oracle: the same numbers, wherever the shards are computed."""
+"""Every strategy of conf/strategy against the oracle: the same numbers, wherever the shards are computed.
+
+A strategy that weighs shards alike, drops a short batch or reads samples in another order is caught here alone.
+"""
 
 from dataclasses import replace
 

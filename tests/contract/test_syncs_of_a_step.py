@@ -1,4 +1,7 @@
-"""No step waits for its device: what a step reads, copies from the host and launches, phase by phase, on each rank."""
+"""No step waits for its device: what a step reads, copies from the host and launches, phase by phase, on each rank.
+
+A read of a device or a copy from the host that makes every step wait is caught here alone.
+"""
 
 from __future__ import annotations
 

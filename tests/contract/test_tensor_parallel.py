@@ -1,4 +1,7 @@
-"""Tensor parallelism is the training of one device: layers cut by a plan, replicas plain or sharded."""
+"""Tensor parallelism is the training of one device: layers cut by a plan, replicas plain or sharded.
+
+A cut layer whose bias is added on each rank, or whose input gradient is not summed is caught here alone.
+"""
 
 from __future__ import annotations
 

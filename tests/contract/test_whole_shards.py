@@ -1,4 +1,8 @@
-"""`compile.mode=default`: a model that draws nothing is compiled with its loss, and trains as eagerly."""
+"""`compile.mode=default`: a model that draws nothing is compiled with its loss, and trains as eagerly.
+
+A model that is compiled with its loss and loses gradients of earlier shards, or a draw of its code is caught here
+alone.
+"""
 
 from __future__ import annotations
 
