@@ -1,3 +1,5 @@
+"""A background save that holds numbers of a later step, or whose full disk nobody hears of, is caught here alone."""
+
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from tests.support.present import present
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import BackgroundSaver, Retention, SavePolicy, background, list_complete, load, save
+from trainkit.trainer.checkpoint import BackgroundSaver, background, list_complete, load, save
 from trainkit.trainer.manifest import Checkpoint
 
 
@@ -34,21 +36,11 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, slow_disk: thr
     weight.zero_()
     assert saver.finished() == []
     slow_disk.set()
-    assert [entry.step for entry in saver.close()] == [1]
+    saver.save(step=2, tensors={"param/w": weight}, meta={})
+    assert [entry.step for entry in saver.close()] == [1, 2]
     loaded = load(tmp_path / "step_00000001")
     assert loaded.tensors["param/w"].tolist() == [1, 1, 1]
     assert loaded.aliases == {"param/tied": "param/w"}
-
-
-def test_the_second_save_uses_the_buffers_of_the_first(tmp_path: Path) -> None:
-    saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
-    saver.save(step=1, tensors={"param/w": weight}, meta={})
-    saver.wait()
-    first = saver._snapshot.buffers["param/w"].data_ptr()
-    saver.save(step=2, tensors={"param/w": weight + 1}, meta={})
-    assert saver._snapshot.buffers["param/w"].data_ptr() == first
-    assert [entry.step for entry in saver.close()] == [1, 2]
-    assert load(tmp_path / "step_00000002").tensors["param/w"].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("call", ["finished", "wait", "close", "save"])
@@ -69,14 +61,6 @@ def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path: Path) -> Non
     saver.save(step=1, tensors={"param/w": torch.ones(3)}, meta={}, metric=0.5)
     assert [entry.metric for entry in list_complete(tmp_path)] == [0.5]
     assert [entry.step for entry in saver.finished()] == [1]
-
-
-def test_older_checkpoints_are_pruned(tmp_path: Path) -> None:
-    saver = BackgroundSaver(tmp_path, policy=SavePolicy(retention=Retention(keep_last=1)))
-    for step in (1, 2, 3):
-        saver.save(step=step, tensors={}, meta={})
-    saver.close()
-    assert [entry.step for entry in list_complete(tmp_path)] == [3]
 
 
 @pytest.mark.gpu

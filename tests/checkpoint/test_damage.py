@@ -1,5 +1,5 @@
-import hashlib
-import json
+"""A checkpoint with one flipped bit, or cut short, that is loaded instead of the one before it is caught here alone."""
+
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,39 +20,36 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flip_bit(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+def flipped(at: int) -> Callable[[Path], None]:
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at % len(content)] ^= 1
+        path.write_bytes(content)
+
+    return flip
 
 
-def zero_page(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:8192] + bytes(4096) + content[12288:])
+def zeroed(start: int, stop: int) -> Callable[[Path], None]:
+    def zero(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content[:start] + bytes(len(content[start:stop])) + content[stop:])
+
+    return zero
 
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def zero_all(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
+CHANGED = "has changed since it was written (SHA-256 differs)"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (lambda path: flip_bit(path, 10_000), "has changed since it was written (SHA-256 differs)"),
-    "a flipped bit in the header": (
-        lambda path: flip_bit(path, 20),
-        "has changed since it was written (SHA-256 differs)",
-    ),
-    "a flipped bit in the length": (
-        lambda path: flip_bit(path, 3),
-        "has changed since it was written (SHA-256 differs)",
-    ),
-    "a zeroed page": (zero_page, "has changed since it was written (SHA-256 differs)"),
-    "zeros": (zero_all, "has changed since it was written (SHA-256 differs)"),
+    "a flipped bit": (flipped(10_000), CHANGED),
+    "the last bit": (flipped(-1), CHANGED),
+    "a flipped bit in the header": (flipped(20), CHANGED),
+    "a flipped bit in the length": (flipped(3), CHANGED),
+    "a zeroed page": (zeroed(8192, 12288), CHANGED),
     "half the file": (truncate, "has 8248 bytes instead of 16496"),
-    "no file": (lambda path: path.unlink(), "is absent"),
+    "no file": (Path.unlink, "is absent"),
 }
 
 
@@ -69,7 +66,7 @@ def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two: Path, ki
 
 
 @pytest.mark.parametrize("name", ["index.json", "meta.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [lambda path: flip_bit(path, path.stat().st_size // 2), truncate, zero_all])
+@pytest.mark.parametrize("damage", [flipped(20), truncate, zeroed(0, 9999)], ids=["flipped", "half", "zeros"])
 def test_a_damaged_json_file_is_named_and_the_one_before_is_used(
     two: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -89,7 +86,6 @@ def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Path) -> None:
             assert found == whole, at  # white space may change, nothing else
         except CheckpointError:
             pass
-        manifest.write_bytes(original)
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(two: Path) -> None:
@@ -97,43 +93,24 @@ def test_a_folder_without_manifest_is_no_checkpoint(two: Path) -> None:
     assert [entry.step for entry in list_complete(two)] == [1]
     with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: it has no manifest\.json"):
         load(two / "step_00000002")
+    assert newest_valid(two / "absent", pytest.fail) is None
 
 
 def test_where_all_are_damaged_all_are_named(two: Path) -> None:
     for step in (1, 2):
-        zero_page(two / f"step_0000000{step}" / "rank_00000.safetensors")
+        truncate(two / f"step_0000000{step}" / "rank_00000.safetensors")
     with pytest.raises(CheckpointError) as caught:
         newest_valid(two, print)
-    assert [line.split("/")[-1] for line in str(caught.value).splitlines()] == [
-        "no checkpoint is undamaged:",
-        "step_00000002 is damaged: rank_00000.safetensors has changed since it was written (SHA-256 differs).",
-        "step_00000001 is damaged: rank_00000.safetensors has changed since it was written (SHA-256 differs).",
-    ]
+    first, *lines = str(caught.value).splitlines()
+    assert first == "no checkpoint is undamaged:"
+    assert ["step_00000002 is" in lines[0], "step_00000001 is" in lines[1]] == [True, True]
 
 
-def test_without_checkpoints_there_is_nothing_to_load(tmp_path: Path) -> None:
-    assert newest_valid(tmp_path / "absent", print) is None
-
-
-def test_a_checkpoint_of_a_newer_format_is_refused_not_guessed(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 2)
-    save(two, step=3, tensors={}, meta={})
-    monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 1)
-    readers: tuple[Callable[[], object], ...] = (
-        lambda: load(two / "step_00000003"),
-        lambda: newest_valid(two, pytest.fail),
-    )
-    for read in readers:
-        with pytest.raises(CheckpointError, match="has format 2; this version of trainkit reads format 1"):
-            read()
-
-
-def test_a_crafted_manifest_cannot_leave_its_folder(two: Path) -> None:
-    folder = two / "step_00000002"
-    content = json.loads((folder / "manifest.json").read_text())
-    del content["sha256"]
-    content["files"]["../outside.json"] = content["files"]["meta.json"]
-    signed = {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(signed))
-    with pytest.raises(CheckpointError, match=r"names a file outside itself: '../outside\.json'"):
-        load(folder)
+def test_a_checkpoint_of_a_newer_format_is_refused_not_passed_over(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("trainkit.trainer.manifest.FORMAT", 2)
+        save(two, step=3, tensors={}, meta={})
+    with pytest.raises(CheckpointError, match="has format 2; this version of trainkit reads format 1"):
+        load(two / "step_00000003")
+    with pytest.raises(CheckpointError, match="has format 2"):
+        newest_valid(two, pytest.fail)

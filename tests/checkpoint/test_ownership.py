@@ -1,4 +1,4 @@
-"""What saves, retention and fallbacks delete: checkpoints and temporary folders of their own run, nothing else."""
+"""A save, a pruning or a fallback that deletes a file of the user or of another run is caught here alone."""
 
 import errno
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.present import present
 from trainkit.errors import UnreadableError
 from trainkit.trainer.checkpoint import (
     Retention,
@@ -37,14 +38,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def put(root: Path, step: int, *, keep: int | None = None, owner: OwnershipToken | None = None) -> None:
-    tensors = {"param/w": torch.full((4,), float(step))}
-    save(
-        root,
-        step=step,
-        tensors=tensors,
-        meta={"position": step},
-        policy=SavePolicy(retention=Retention(keep_last=keep), owner=owner),
-    )
+    policy = SavePolicy(retention=Retention(keep_last=keep), owner=owner)
+    save(root, step=step, tensors={"param/w": torch.full((4,), float(step))}, meta={"position": step}, policy=policy)
+
+
+def steps(root: Path) -> list[int]:
+    return [entry.step for entry in list_complete(root)]
 
 
 def plant(root: Path) -> dict[str, bytes]:
@@ -78,14 +77,12 @@ def test_saves_resumes_and_retention_leave_alone_what_the_run_did_not_write(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no power fails here
     planted, said = plant(root), list[str]()
-    for step in range(1, 201):
+    for step in (*range(1, 10), *range(90, 105)):
         put(root, step, keep=2)
-        loaded = newest_valid(root, said.append)
-        assert loaded is not None
-        assert loaded.checkpoint.step == step
+        assert present(newest_valid(root, said.append)).checkpoint.step == step
     found = {name.replace(".aside", ""): content for name, content in held(root).items()}
     assert planted == {name: found[name] for name in planted}
-    assert [entry.step for entry in list_complete(root)] == [200, 199]
+    assert steps(root) == [104, 103]
     taken = [f"step_000000{number}.aside" for number in (96, 97, 98, 99)]
     assert sorted(path.name for path in root.glob("*.aside")) == taken
     (root / "step_00000096.aside" / "deep").rename(root / "still_a_link")
@@ -96,35 +93,31 @@ def test_a_path_in_the_place_of_a_checkpoint_is_renamed_and_both_names_are_shown
 ) -> None:
     (root / "step_00000007").write_text("a file")
     put(root, 7)
-    assert capsys.readouterr().err == (
-        f"{root}/step_00000007 is in the place of a new checkpoint: renamed to {root}/step_00000007.aside.\n"
-    )
+    assert f"renamed to {root}/step_00000007.aside." in capsys.readouterr().err
     assert (root / "step_00000007.aside").read_text() == "a file"
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_deleted(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
         put(root, step)
     with monkeypatch.context() as patched:
-        refuse_reading(patched, root / "step_00000003", number)
+        refuse_reading(patched, root / "step_00000003")
         fallen_back = newest_valid(root, lambda _: None)
-    assert fallen_back is not None
-    assert fallen_back.checkpoint.step == 2
+    assert present(fallen_back).checkpoint.step == 2
     put(root, 2, keep=1)
     assert load(root / "step_00000003.aside").tensors["param/w"].eq(3.0).all()
     assert "step_00000003 was skipped, and the run has continued to step 2 from an older" in capsys.readouterr().err
 
 
-def refuse_reading(patched: pytest.MonkeyPatch, folder: Path, number: int) -> None:
+def refuse_reading(patched: pytest.MonkeyPatch, folder: Path) -> None:
     """Let every look at a file below a folder fail."""
 
     def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             if str(path).startswith(str(folder)):
-                raise OSError(number, os.strerror(number), str(path))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             return real(path, *args, **kwargs)
 
         return call
@@ -138,7 +131,7 @@ def test_while_a_checkpoint_cannot_be_read_it_stays_where_it_is(root: Path, monk
     for step in (1, 2, 3):
         put(root, step)
     with monkeypatch.context() as patched:
-        refuse_reading(patched, root / "step_00000003", errno.EIO)
+        refuse_reading(patched, root / "step_00000003")
         put(root, 2, keep=1)
     assert load(root / "step_00000003").checkpoint.step == 3
 
@@ -148,10 +141,7 @@ def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pyt
     (root / "step_00000001" / "notes.txt").write_text("mine")
     put(root, 2, keep=1)
     assert [path.name for path in (root / "step_00000001.aside").iterdir()] == ["notes.txt"]
-    assert capsys.readouterr().err == (
-        f"{root}/step_00000001.aside holds the files of step_00000001 that this run did not write; "
-        "step_00000001 is deleted: notes.txt.\n"
-    )
+    assert "files of step_00000001 that this run did not write" in capsys.readouterr().err
 
 
 def test_the_checkpoints_of_an_old_run_without_tokens_count_as_its_own_if_they_verify(tmp_path: Path) -> None:
@@ -160,13 +150,14 @@ def test_the_checkpoints_of_an_old_run_without_tokens_count_as_its_own_if_they_v
     (tmp_path / "checkpoints" / "step_00000002" / "meta.json").write_text("{}")
     OwnershipToken.new(adopts=True).mark(tmp_path)
     put(tmp_path / "checkpoints", 3, keep=1)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000003"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert names == ["step_00000002", "step_00000003"]
 
 
 def test_a_checkpoint_without_a_token_is_not_of_a_run_that_has_one(root: Path) -> None:
     put_without_token(root, 1)
     put(root, 2, keep=1)
-    assert [entry.step for entry in list_complete(root)] == [2]
+    assert steps(root) == [2]
     assert load(root / "step_00000001").checkpoint.owner is None
 
 
@@ -178,9 +169,7 @@ def put_without_token(root: Path, step: int) -> None:
 
 def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:
     for draft in (".tmp_step_00000001", ".tmp_old_step_00000002"):
-        owner = OwnershipToken.found(root.parent)
-        assert owner is not None
-        owner.make(root / draft)
+        present(OwnershipToken.found(root.parent)).make(root / draft)
         (root / draft / "rank_00000.safetensors").write_text("half")
     put(root, 3)
     assert sorted(path.name for path in root.iterdir()) == ["index.json", "step_00000003"]
@@ -190,55 +179,37 @@ def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: 
     (root / "step_00000099").mkdir()
     said: list[str] = []
     assert newest_valid(root, said.append) is None
-    assert "".join(said) == (
-        f"{root}/step_00000099 is not a complete checkpoint: it has no manifest.json. "
-        "This run has saved no checkpoint yet: that one stays in its place, and is not used."
-    )
+    assert "step_00000099 is not a complete checkpoint" in said[0]
+    assert (root / "step_00000099").exists()
 
 
 def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> None:
     put(root, 1)
     put(root, 99, owner=OwnershipToken.new())
     said: list[str] = []
-    loaded = newest_valid(root, said.append)
-    assert loaded is not None
-    note_foreign(root, loaded.checkpoint.step, said.append)
-    assert loaded.checkpoint.step == 1
-    assert "".join(said) == (
-        f"{root}/step_00000099 was not written by this run: it stays in its place, and is not used. "
-        f"To start a run from it: resume={root}/step_00000099"
-    )
+    assert present(newest_valid(root, said.append)).checkpoint.step == 1
+    note_foreign(root, 1, said.append)
+    assert "step_00000099 was not written by this run" in said[0]
+    assert f"resume={root}/step_00000099" in said[0]
 
 
 def test_a_checkpoint_that_is_copied_elsewhere_loads(root: Path, tmp_path: Path) -> None:
     put(root, 1)
     shutil.copytree(root / "step_00000001", tmp_path / "elsewhere")
     assert load(tmp_path / "elsewhere").checkpoint.step == 1
-    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
-        "index.json",
-        "manifest.json",
-        "meta.json",
-        "rank_00000.safetensors",
-    ]
 
 
 def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:
-    owner = OwnershipToken.found(root.parent)
-    assert owner is not None
-    owner.make(tmp_path / "moved")
+    present(OwnershipToken.found(root.parent)).make(tmp_path / "moved")
     (root / ".tmp_step_00000009").symlink_to(tmp_path / "moved")
     put(root, 1)
     assert (tmp_path / "moved" / MARK).exists()
 
 
-def test_a_token_that_a_file_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_token_file_of_another_form_is_refused_and_leads_out_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text('{"token": "x", "adopts": false, "folders": {}}')
-    with pytest.raises(UnreadableError) as caught:
+    with pytest.raises(UnreadableError, match="it holds no token of a run"):
         OwnershipToken.read(tmp_path)
-    assert str(caught.value) == f"{tmp_path}/.owner cannot be read: it holds no token of a run."
-
-
-def test_a_name_in_a_token_file_does_not_lead_out_of_the_run_folder(tmp_path: Path) -> None:
     text = '{"token": "%s", "adopts": false, "folders": {"live": "../../home"}}' % ("0" * 32)
     (tmp_path / MARK).write_text(text)
     assert OwnershipToken.found(tmp_path) is None

@@ -1,3 +1,5 @@
+"""A rank whose piece lands in the wrong rows, or whose failed write the others do not hear of, is caught here alone."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -46,14 +48,9 @@ def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_not
     pool: Pool, tmp_path: Path, rank: int
 ) -> None:
     told = pool.run(f"{HERE}.fail", tmp_path, rank, "full", num_ranks=3, group=True)
-    who = "rank 1: " if rank else ""
     (text,) = {one.partition(": ")[2] for one in told}
-    start, _, end = text.partition(" (")
-    assert start == f"the checkpoint of step 2 could not be written below {tmp_path}: {who}No space left on device"
-    assert end.partition("). ")[2] == (
-        f"The last complete one is {tmp_path}/step_00000001. "
-        "Free space there, or choose a folder on another file system (hydra.run.dir=FOLDER)."
-    )
+    assert f"could not be written below {tmp_path}: {'rank 1: ' * rank}No space left on device" in text
+    assert f"The last complete one is {tmp_path}/step_00000001. " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
 
@@ -61,11 +58,8 @@ def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_not
 def test_half_a_part_is_no_checkpoint(pool: Pool, tmp_path: Path, asks_before: bool) -> None:
     told = pool.run(f"{HERE}.fill_the_disk", tmp_path, asks_before, num_ranks=2, group=True)
     (text,) = set(told)
-    start, _, end = text.partition(" (")
-    assert start == f"the checkpoint of step 2 could not be written below {tmp_path}: rank 1: File too large"
-    assert end.partition("). ")[2] == (
-        "There is no earlier one. Raise the limit of the size of a file (ulimit -f), or lower the size of the model."
-    )
+    assert f"the checkpoint of step 2 could not be written below {tmp_path}: rank 1: File too large" in text
+    assert "There is no earlier one. Raise the limit of the size of a file (ulimit -f)" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,9 +71,6 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks(pool: Pool, tmp_path: Path)
 
 def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(f"{HERE}.save_apart", tmp_path, num_ranks=2, group=True)
-    expected = (
-        f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 created: each rank writes its own "
-        f"part of a checkpoint there. Put the run folder on a file system that all hosts share."
-    )
-    assert told == [expected] * 2
+    (text,) = set(told)
+    assert f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 created" in text
     assert list(tmp_path.iterdir()) == []
