@@ -89,7 +89,7 @@ save_for_ever(sys.argv[2])
 
 def test_a_kill_just_before_the_manifest_and_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     before, later = tmp_path / "before", tmp_path / "later"
-    command = [sys.executable, "-c", SAVE_FOR_EVER, before, later]
+    command = [sys.executable, "-c", SAVE_FOR_EVER, str(before), str(later)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert int(present(process.stdout).readline()) == -signal.SIGKILL
         for moment in range(4):  # the last checkpoint is looked at while the next ones are written, then after the kill

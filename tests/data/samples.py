@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.hooks import Reading
+from trainkit.data.hooks import DataHooks, Reading
 from trainkit.data.reading.loader import Loader
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 
 CPU = torch.device("cpu")
+NO_HOOKS = DataHooks()
 
 
 class Squares:
@@ -95,6 +96,7 @@ def make_loader(
     global_size: int = 4,
     micro_size: int = 2,
     device: Any = CPU,
+    hooks: DataHooks = NO_HOOKS,
     **settings: Any,
 ) -> Loader:
     """A loader of steps of 4 samples by default, seed 7, three epochs."""
@@ -108,7 +110,7 @@ def make_loader(
         plan=plan,
         shards_at=shards_at,
         num_steps=3 * plan.steps_per_epoch,
-        reading=Reading(device=device, settings=LoaderSettings(**settings), seed=7),
+        reading=Reading(device=device, settings=LoaderSettings(**settings), seed=7, hooks=hooks),
     )
 
 

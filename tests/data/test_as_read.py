@@ -1,4 +1,4 @@
-"""What each pass over the batches of a ticket gets, where a pass writes into them."""
+"""A second pass over a batch that gets what the model of the first wrote into it is caught here alone."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A batch with other padding, order of fields or number of samples than its samples have is caught here alone."""
+
 from __future__ import annotations
 
 from collections import UserDict
@@ -10,41 +12,31 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.data.samples import CPU, Copied, Squares, make_loader
-from trainkit.data.reading.collate import collate, immovable_in, narrow, shards_of, tensors_in, to_device
+from tests.data.samples import CPU, Copied, Noisy, Squares, make_loader
+from trainkit.data.collates import Dicts, Lists, PadImages, PadSequences
+from trainkit.data.hooks import DataHooks, UserCollate, class_node
+from trainkit.data.reading.collate import collate, immovable_in, shards_of, tensors_in, to_device
 from trainkit.errors import DataError
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.fields import input_of, split_batch, with_fields
 
 
-def test_numbers_arrays_and_tensors_become_tensors_and_text_stays() -> None:
+def test_numbers_arrays_and_tensors_become_tensors_and_text_and_nesting_stay() -> None:
     samples = [
-        {"x": np.array([i, i], dtype=np.float32), "n": i, "f": i / 2, "ok": True, "t": f"s{i}"} for i in range(2)
+        {"x": (np.array([i, i], dtype=np.float32), {"n": i}), "f": i / 2, "ok": True, "t": f"s{i}"} for i in range(2)
     ]
-
     batch = collate(samples, [0, 1])
-
-    assert batch["x"].tolist() == [[0, 0], [1, 1]]
-    assert batch["n"].dtype == torch.int64
+    assert batch["x"][0].tolist() == [[0, 0], [1, 1]]
+    assert batch["x"][1]["n"].dtype == torch.int64
     assert batch["f"].dtype == torch.float32
     assert batch["ok"].dtype == torch.bool
     assert batch["t"] == ["s0", "s1"]
 
 
-def test_nesting_is_kept() -> None:
-    assert collate([((1, 2), {"a": 3})], [0])[0][1].tolist() == [2]
-
-
 class Sample(NamedTuple):
     label: int
     image: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Box:
-    corners: torch.Tensor
-    name: str = "box"
 
 
 class Named(Squares):
@@ -55,17 +47,20 @@ class Named(Squares):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_named_tuple_keeps_its_names_from_the_sample_to_the_shards(cache: bool) -> None:
-    dataset = Named(8)
-    batches = make_loader(dataset, cache=cache).fetch(Ticket(0, (0, 1)))
+    batches = make_loader(Named(8), cache=cache).fetch(Ticket(0, (0, 1)))
     assert [type(batch) for batch in batches] == [Sample, Sample]
     assert batches[1].label.tolist() == [int(value) ** 2 for value in batches[1].image.flatten()]
     images, labels = split_batch(batches[0])  # by their names, not by their order
-    assert images is batches[0].image
-    assert labels is batches[0].label
-    assert split_batch(batches[0], "label", 1)[0] is labels
-    assert input_of(batches[0]) is images
+    assert images is input_of(batches[0]) is batches[0].image
+    assert labels is split_batch(batches[0], "label", 1)[0] is batches[0].label
     changed = with_fields(batches[0], {"label": 3})
     assert (changed.label, changed.image) == (3, images)
+
+
+@dataclass(frozen=True)
+class Box:
+    corners: torch.Tensor
+    name: str = "box"
 
 
 def test_tensors_of_dataclasses_and_mappings_are_moved_and_the_given_batch_stays() -> None:
@@ -88,32 +83,21 @@ def test_only_copies_to_a_device_are_asynchronous() -> None:
     assert copied.beside == ["cuda"]
 
 
-def test_a_sample_of_another_shape_is_named() -> None:
-    samples = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
-
-    with pytest.raises(DataError) as caught:
-        collate(samples, [11, 4, 8])
-
-    assert str(caught.value) == (
-        "sample 8 cannot be in a batch with sample 11: (float32 (3,), int) differs from (float32 (2,), int). "
-        "Samples of several sizes need a collate: data.collate=PACKAGE.FUNCTION (docs/data.md)."
-    )
-
-
-def test_a_sample_of_a_foreign_type_is_named() -> None:
-    with pytest.raises(DataError, match=r"^sample 3 cannot be part of a batch: a object cannot become part"):
-        collate([(1, 2), (1, object())], [2, 3])
-
-
-def test_a_sample_with_other_keys_is_named() -> None:
-    with pytest.raises(DataError, match=r"^sample 1 cannot be in a batch with sample 0: \{b: int\} differs from"):
-        collate([{"a": 1}, {"b": 1}], [0, 1])
-
-
-def test_a_shard_is_a_view() -> None:
-    batch = torch.arange(6)
-
-    assert narrow(batch, 2, 3).data_ptr() == batch[2:].data_ptr()
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (
+            [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)],
+            "sample 8 cannot .* sample 11: .*data.collate",
+        ),
+        ([(1, 2), (1, object())], "sample 4 cannot be part of a batch: a object"),
+        ([{"a": 1}, {"b": 1}], r"sample 4 cannot be in a batch with sample 11: \{b: int\}"),
+    ],
+    ids=["shape", "type", "keys"],
+)
+def test_a_sample_that_differs_is_named(samples: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        collate(samples, [11, 4, 8][: len(samples)])
 
 
 def test_shards_of_a_batch_are_tensors_of_their_own_to_autograd() -> None:
@@ -123,3 +107,83 @@ def test_shards_of_a_batch_are_tensors_of_their_own_to_autograd() -> None:
         squares.sum().backward()
     assert shift.grad is not None
     assert shift.grad.tolist() == [16, 16]
+
+
+def test_dicts_are_padded_with_a_mask_to_a_multiple() -> None:
+    samples = [{"ids": [5, 6, 7], "labels": [1, 2, 3], "n": 3}, {"ids": [8], "labels": [4], "n": 1}]
+    batch = PadSequences(multiple_of=2, mask="attention_mask")(samples)
+    assert batch["ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[1, 2, 3, -100], [4, -100, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch["n"].tolist() == [3, 1]
+
+
+def test_a_sequence_that_is_longer_than_the_given_length_is_refused() -> None:
+    assert PadSequences(length=4)([(torch.ones(4), 1)])[0].shape == (1, 4)
+    with pytest.raises(DataError, match=r"length 5 is longer than data\.collate\.length=4"):
+        PadSequences(length=4)([(torch.ones(5), 1)])
+
+
+def test_images_and_masks_of_classes_are_padded_to_a_multiple() -> None:
+    samples = [(torch.ones(1, 2, 3), torch.ones(2, 3).long()), (torch.ones(1, 3, 1), torch.zeros(3, 1).long())]
+    images, classes = PadImages(multiple_of=4)(samples)
+    assert images.shape == (2, 1, 4, 4)
+    assert images.sum() == 9
+    assert int((classes == -100).sum()) == 32 - 9
+
+
+def test_lists_reach_the_device_as_they_are() -> None:
+    batch = to_device(Lists(stacked=[1])([(torch.ones(2), 1), (torch.ones(3), 0)]), torch.device("meta"))
+    assert [one.device.type for one in batch[0]] == ["meta", "meta"]
+    assert batch[1].shape == (2,)
+
+
+def test_fields_of_dicts_are_dropped_kept_or_padded_and_a_wrong_name_is_refused() -> None:
+    samples = [{"a": [1], "text": "x", "id": object()}, {"a": [2, 3], "text": "yy", "id": object()}]
+    batch = Dicts(keep=["text"], drop=["id"], pad={"a": 7})(samples)
+    assert (batch["a"].tolist(), batch["text"], len(batch)) == ([[1, 7], [2, 3]], ["x", "yy"], 2)
+    with pytest.raises(DataError, match=r"^data\.collate names ids, and a sample has a, text, id\.$"):
+        Dicts(drop=["ids"])(samples)
+
+
+def own(function: Any) -> DataHooks:
+    return DataHooks(collate=UserCollate(function=function, name="mine.collate"))
+
+
+def test_a_collate_is_called_with_the_samples_of_one_shard() -> None:
+    loader = make_loader(Noisy(7), hooks=own(lambda samples: torch.stack([inputs for inputs, _ in samples])))
+    assert [len(batch) for batch in loader.fetch(Ticket(1, (0, 1)))] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda samples: torch.stack([inputs for inputs, _ in samples[1:]]), "makes .* of the 4 samples 0, 1, 2, 3:"),
+        (lambda samples: {"x": torch.zeros(4, 5), "y": torch.zeros(5)}, "makes .* of the 4 samples 0, 1, 2, 3:"),
+        (lambda samples: samples[1:], "makes .* of the 4 samples 0, 1, 2, 3:"),
+        (lambda samples: samples[4], r"fails on the samples 0, 1, 2, 3: IndexError: .* \(float32 \(5,\), int\)\.$"),
+    ],
+    ids=["tensor", "one field", "list", "fails"],
+)
+def test_a_collate_that_loses_a_sample_or_fails_is_named(function: Any, said: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.collate=mine\.collate {said}"):
+        own(function).collate_function([(torch.ones(5), 1)] * 4, range(4))
+
+
+def test_batches_with_another_order_of_dims_and_without_tensors_are_taken() -> None:
+    for batch in (torch.zeros(9, 4), {"length_first": torch.zeros(9, 4, 2), "y": torch.zeros(4)}, object()):
+        assert own(lambda _samples, batch=batch: batch).collate_function([0] * 4, range(4)) is batch
+
+
+def test_a_key_that_is_a_parameter_of_the_class_belongs_to_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.config.targets.build.allowed_packages", lambda: ("tests",))
+    node = {"_target_": f"{__name__}.Sampled", "sampler": "own", "collate": None}
+    assert class_node(node) == {"_target_": f"{__name__}.Sampled", "sampler": "own"}
+
+
+class Sampled(Noisy):
+    """A dataset that has a sampler of its own."""
+
+    def __init__(self, sampler: str) -> None:
+        super().__init__(4)
+        self.sampler = sampler

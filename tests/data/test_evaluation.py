@@ -1,3 +1,5 @@
+"""An evaluation that counts a sample twice or never on some number of ranks is caught here alone."""
+
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -10,17 +12,27 @@ from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches, num_eval_batches
 from trainkit.data.hooks import Reading
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.regression import Regression
+from trainkit.strategies.base import LocalModel
+from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.trainer.evaluate import evaluate
 
 
-def batches(dataset: InMemorySquares | Squares, rank: int = 0, num_ranks: int = 1, **settings: Any) -> EvalBatches:
+def batches(dataset: Any, rank: int = 0, num_ranks: int = 1, *, together: bool = False, **settings: Any) -> EvalBatches:
     reading = Reading(device=CPU, settings=LoaderSettings(**settings))
-    return EvalBatches(dataset, reading, batch_size=4, rank=rank, num_ranks=num_ranks)
+    return EvalBatches(dataset, reading, batch_size=4, rank=rank, num_ranks=num_ranks, together=together)
 
 
-PATHS = [(InMemorySquares, {}), (Squares, {}), (Squares, {"cache": True}), (Squares, {"num_workers": 1})]
+PATHS = [
+    pytest.param(InMemorySquares, {}, id="memory"),
+    pytest.param(Squares, {}, id="direct"),
+    pytest.param(Squares, {"cache": True}, id="cached"),
+    pytest.param(Squares, {"num_workers": 1}, id="workers"),
+]
 
 
-@pytest.mark.parametrize(("dataset", "settings"), PATHS, ids=["memory", "direct", "cached", "workers"])
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
 def test_each_sample_comes_exactly_once_over_all_ranks(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
@@ -29,10 +41,10 @@ def test_each_sample_comes_exactly_once_over_all_ranks(
     assert seen == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
 
 
-def test_it_can_be_iterated_twice_and_has_a_length() -> None:
-    both = batches(Squares(10))
-
-    assert len(list(both)) == len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
+def test_it_has_the_same_random_samples_each_time_and_a_length() -> None:
+    both = batches(Noisy(10))
+    assert [x.tolist() for x, _ in both] == [x.tolist() for x, _ in both]
+    assert len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
@@ -52,12 +64,6 @@ def test_a_rank_without_batches_gets_none() -> None:
     assert list(batches(Squares(3), rank=1, num_ranks=2, num_workers=1)) == []
 
 
-def test_random_samples_are_the_same_at_each_evaluation() -> None:
-    evaluation = batches(Noisy(5))
-
-    assert [x.tolist() for x, _ in evaluation] == [x.tolist() for x, _ in evaluation]
-
-
 def test_stopping_early_leaves_no_process() -> None:
     running = iter(batches(Squares(10), num_workers=1))
     next(running)
@@ -65,34 +71,21 @@ def test_stopping_early_leaves_no_process() -> None:
     running.close()
 
 
-@pytest.mark.parametrize(("dataset", "settings"), PATHS, ids=["memory", "direct", "cached", "workers"])
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
 def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
-    split, reading = dataset(6), Reading(device=CPU, settings=LoaderSettings(**settings))
-    ranks = [EvalBatches(split, reading, batch_size=4, rank=rank, num_ranks=3, together=True) for rank in range(3)]
-    seen = [[targets.tolist() for _, targets in one] for one in ranks]
-
+    ranks = [batches(dataset(6), rank, 3, together=True, **settings) for rank in range(3)]
     assert [one.num_counted for one in ranks] == [1, 1, 0]
+    seen = [[targets.tolist() for _, targets in one] for one in ranks]
     assert seen == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]
 
 
 def test_a_repeated_batch_is_run_and_not_counted() -> None:
-    from trainkit.numerics.precision import Precision
-    from trainkit.objectives.regression import Regression
-    from trainkit.strategies.base import LocalModel
-    from trainkit.strategies.groups.process_group import LocalCollective
-    from trainkit.trainer.evaluate import evaluate
-
     ran = []
     model = torch.nn.Linear(1, 1)
     model.register_forward_hook(lambda *_: ran.append(1))
-    local = LocalModel(
-        model=model,
-        device=CPU,
-        data_ranks=LocalCollective(),
-        precision=Precision(),
-    )
+    local = LocalModel(model=model, device=CPU, data_ranks=LocalCollective(), precision=Precision())
     once = [(torch.ones(2, 1), torch.zeros(2, 1))]
     repeated = [*once, (torch.ones(2, 1), torch.full((2, 1), 1000.0))]
     expected = evaluate(local, Regression(), once, split="val")

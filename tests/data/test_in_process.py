@@ -1,7 +1,6 @@
-"""Reading in this process: small batches are read several at a time, with the same results."""
+"""A batch that is read ahead and given to another step, read twice, or read past the end is caught here alone."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,71 +32,55 @@ class Numbers:
         return torch.full((self.size,), float(index))
 
 
-@pytest.fixture
-def direct() -> Callable[[Any], InProcessReader]:
-    def make(dataset: Any) -> InProcessReader:
-        plan = BatchPlan(num_samples=10, global_size=4, micro_size=4)  # batches of 4, 4 and 2
-        positions = Positions(plan, SampleOrder(num_samples=10, seed=0, shuffle=False))
-        return InProcessReader(
-            Reader(dataset, seed=0),
-            positions,
-            shards_at=lambda _: (0,),
-            num_steps=NUM_STEPS,
-            move=lambda batch: batch,
-        )
-
-    return make
+def reader_of(dataset: Any) -> InProcessReader:
+    plan = BatchPlan(num_samples=10, global_size=4, micro_size=4)  # batches of 4, 4 and 2
+    positions = Positions(plan, SampleOrder(num_samples=10, seed=0, shuffle=False))
+    reader = Reader(dataset, seed=0)
+    return InProcessReader(reader, positions, shards_at=lambda _: (0,), num_steps=NUM_STEPS, move=lambda batch: batch)
 
 
-def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once(
-    direct: Callable[[Any], InProcessReader],
-) -> None:
+def numbers(source: InProcessReader, step: int) -> list[float]:
+    found: list[float] = source.read(Ticket(step, (0,)))[0].flatten().tolist()
+    return found
+
+
+def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once() -> None:
     data = Numbers()
-    source = direct(data)
-    given = [source.read(Ticket(step, (0,)))[0].flatten().tolist() for step in range(NUM_STEPS)]
-    assert given == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 3
+    source = reader_of(data)
+    assert [numbers(source, step) for step in range(NUM_STEPS)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 3
     assert data.read == list(range(10)) * 3
 
 
-def test_a_batch_is_read_before_its_step_but_none_past_the_end(
-    direct: Callable[[Any], InProcessReader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "trainkit.data.reading.in_process._BURST_S", 60.0
-    )  # a busy machine may pause for longer than a burst takes
+def test_a_batch_is_read_before_its_step_but_none_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.data.reading.in_process._BURST_S", 60.0)  # a busy machine may pause for longer
     data = Numbers()
-    source = direct(data)
-    source.read(Ticket(7, (0,)))
+    numbers(reader_of(data), 7)
     assert data.read == [4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("data", [Numbers(delay_s=0.003), Numbers(size=1 << 18)], ids=["slow", "large"])
-def test_slow_and_large_batches_are_read_one_at_a_time(data: Numbers, direct: Callable[[Any], InProcessReader]) -> None:
-    direct(data).read(Ticket(0, (0,)))
+def test_slow_and_large_batches_are_read_one_at_a_time(data: Numbers) -> None:
+    numbers(reader_of(data), 0)
     assert data.read == [0, 1, 2, 3]
 
 
-def test_a_sample_that_fails_is_read_once_and_its_error_is_raised_in_its_own_step(
-    direct: Callable[[Any], InProcessReader],
-) -> None:
+def test_a_sample_that_fails_is_read_once_and_its_error_is_raised_in_its_own_step() -> None:
     data = Numbers(broken=6)
-    source = direct(data)
-    source.read(Ticket(0, (0,)))
+    source = reader_of(data)
+    assert numbers(source, 0) == [0, 1, 2, 3]
     with pytest.raises(DataError, match="sample 6 cannot be read: ValueError: broken"):
-        source.read(Ticket(1, (0,)))
+        numbers(source, 1)
     assert data.read == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_ticket_that_is_out_of_order_is_read_again(direct: Callable[[Any], InProcessReader]) -> None:
-    source = direct(Numbers())
-    source.read(Ticket(0, (0,)))
-    assert source.read(Ticket(5, (0,)))[0].flatten().tolist() == [8, 9]
-    assert source.read(Ticket(6, (0,)))[0].flatten().tolist() == [0, 1, 2, 3]
+def test_a_ticket_that_is_out_of_order_is_read_again() -> None:
+    source = reader_of(Numbers())
+    assert [numbers(source, step) for step in (0, 5, 6)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
 
 
-def test_sparse_batches_are_read(direct: Callable[[Any], InProcessReader]) -> None:
+def test_sparse_batches_are_read() -> None:
     data = Numbers()
     data.__class__ = type("Sparse", (Numbers,), {"__getitem__": lambda _, index: torch.eye(9)[index].to_sparse()})
-    (batch,) = direct(data).read(Ticket(0, (0,)))
+    (batch,) = reader_of(data).read(Ticket(0, (0,)))
     assert batch.is_sparse
     assert batch.shape == (4, 9)

@@ -1,3 +1,5 @@
+"""A stream that gives the items of another position after a resume, a step back or an evaluation is caught here."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -68,56 +70,31 @@ def test_a_source_that_goes_on_where_it_stands_is_read_from_its_begin_where_an_e
     assert [number for number in read if number] == [*range(1, 10), *range(100, 110)]  # a label is 0
 
 
-def test_each_shard_is_read_by_position() -> None:
+def test_each_shard_is_read_by_position_and_going_back_starts_the_epoch_again() -> None:
     loader = make_loader(Stream(source=Lines(), num_samples=10))
-
     assert numbers(loader, 0) == [[0, 1], [2, 3]]
     assert numbers(loader, 1, (1,)) == [[6, 7]]
+    assert numbers(loader, 0) == [[0, 1], [2, 3]]
     assert numbers(loader, 2, (0,)) == [[8, 9]]
     assert numbers(loader, 3, (1, 0)) == [[102, 103], [100, 101]]
 
 
-def test_going_back_starts_the_epoch_again() -> None:
-    loader = make_loader(Stream(source=Lines(), num_samples=10))
-    numbers(loader, 1)
-
-    assert numbers(loader, 0) == [[0, 1], [2, 3]]
-
-
-def test_a_source_with_a_state_resumes_without_reading_again() -> None:
-    first = make_loader(Stream(source=SavedLines(), num_samples=10))
+@pytest.mark.parametrize(
+    ("source", "reads", "way"),
+    [(SavedLines, 4, "from its own state, at sample 4 of epoch 0"), (Lines, 8, "found by skipping from the start of")],
+)
+def test_a_source_resumes_from_its_state_or_by_skipping_and_says_so(source: type[Lines], reads: int, way: str) -> None:
+    first = make_loader(Stream(source=source(), num_samples=10))
     numbers(first, 0)
-    source = SavedLines()
-    second = make_loader(Stream(source=source, num_samples=10))
-
-    said = second.load_state(first.state())
-
-    assert said == "the stream resumes from its own state, at sample 4 of epoch 0"
+    second = make_loader(Stream(source=(resumed := source()), num_samples=10))
+    assert way in str(second.load_state(first.state()))
     assert numbers(second, 1) == [[4, 5], [6, 7]]
-    assert source.reads == 4
+    assert resumed.reads == reads
 
 
-def test_a_source_without_a_state_resumes_by_skipping_and_says_so() -> None:
-    first = make_loader(Stream(source=Lines(), num_samples=10))
-    numbers(first, 0)
-    source = Lines()
-    second = make_loader(Stream(source=source, num_samples=10))
-
-    said = second.load_state(first.state())
-
-    assert said == "the stream has no state_dict: its position is found by skipping from the start of the epoch"
-    assert numbers(second, 1) == [[4, 5], [6, 7]]
-    assert source.reads == 8
-
-
-def test_a_source_that_ends_early_is_named() -> None:
-    loader = make_loader(Stream(source=Lines(3), num_samples=10))
-
+def test_a_source_that_ends_early_and_worker_processes_are_refused() -> None:
     with pytest.raises(DataError, match=r"^Lines ended after 3 samples, but num_samples=10\.$"):
-        numbers(loader, 0)
-
-
-def test_worker_processes_are_refused() -> None:
+        numbers(make_loader(Stream(source=Lines(3), num_samples=10)), 0)
     with pytest.raises(ConfigError, match=r"loader.num_workers=2: an iterable dataset is read by the training process"):
         make_loader(Stream(source=Lines(), num_samples=10), num_workers=2)
 

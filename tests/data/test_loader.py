@@ -1,3 +1,5 @@
+"""A step that reads the samples of another step, epoch or rank by one of the loader's paths is caught here alone."""
+
 from __future__ import annotations
 
 import multiprocessing
@@ -14,7 +16,6 @@ import torch
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
-from trainkit.data.reading import loader as loading
 from trainkit.data.reading.loader import Loader
 from trainkit.data.reading.workers import read_ahead, results, shut_down
 from trainkit.errors import ConfigError, DataError
@@ -30,76 +31,47 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_every_path_gives_the_samples_of_the_order(
+def test_every_path_gives_the_samples_of_the_order_from_any_step(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
     order = SampleOrder(num_samples=9, seed=7)
     expected = [order.indices(e, k * 4, min(k * 4 + 4, 9)).tolist() for e in range(3) for k in range(3)]
-
     assert all_batches(make_loader(dataset(9), **settings), range(9)) == expected
+    assert all_batches(make_loader(dataset(9), **settings), range(4, 9)) == expected[4:]
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_each_shard_is_its_own_batch_of_inputs_and_targets(
+def test_each_shard_is_its_own_batch_of_inputs_and_targets_also_if_it_is_retried(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
     loader = make_loader(dataset(9), shuffle=False, **settings)
-
-    first, second = loader.fetch(Ticket(1, (0, 1)))
+    found = [loader.fetch(Ticket(step, (0, 1))) for step in (0, 1, 1)]
     loader.close()
-
-    assert first[0].tolist() == [[4.0], [5.0]]
-    assert first[1].tolist() == [16, 25]
-    assert second[0].tolist() == [[6.0], [7.0]]
-    assert second[1].dtype == torch.int64
+    for first, second in found[1:]:
+        assert first[0].tolist() == [[4.0], [5.0]]
+        assert first[1].tolist() == [16, 25]
+        assert second[0].tolist() == [[6.0], [7.0]]
+        assert second[1].dtype == torch.int64
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
 def test_ranks_share_an_epoch_without_overlap(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
-    own = [
-        all_batches(make_loader(dataset(9), rank=rank, num_ranks=2, **settings), range(3), (rank,)) for rank in (0, 1)
-    ]
-
+    loaders = [make_loader(dataset(9), rank=rank, num_ranks=2, **settings) for rank in (0, 1)]
+    own = [all_batches(loader, range(3), (rank,)) for rank, loader in enumerate(loaders)]
     assert sorted(sample for rank in own for step in rank for sample in step) == list(range(9))
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_starting_at_a_later_step_gives_what_would_have_come_there(
+def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
-    whole = all_batches(make_loader(dataset(9), **settings), range(9))
-
-    assert all_batches(make_loader(dataset(9), **settings), range(4, 9)) == whole[4:]
-
-
-@pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_a_retried_ticket_gives_the_same_batch(
-    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
-) -> None:
-    loader = make_loader(dataset(9), **settings)
-
-    first = loader.fetch(Ticket(0, (0, 1)))
-    again = loader.fetch(Ticket(0, (0, 1)))
-    after = loader.fetch(Ticket(1, (0, 1)))
+    loader = make_loader(dataset(9), shuffle=False, **settings)
+    tickets = (Ticket(0, (0, 1)), Ticket(1, (1,)), Ticket(1, (0, 1)), Ticket(0, (1, 0)), Ticket(2, ()))
+    found = [[batch[1].tolist() for batch in loader.fetch(ticket)] for ticket in tickets]
     loader.close()
-
-    assert torch.equal(first[1][0], again[1][0])
-    assert not torch.equal(after[0][0], first[0][0])
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["direct", "workers"])
-def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(settings: dict[str, int]) -> None:
-    loader = make_loader(Squares(9), shuffle=False, **settings)
-
-    found = [
-        [batch[1].tolist() for batch in loader.fetch(ticket)]
-        for ticket in (Ticket(0, (0, 1)), Ticket(1, (1,)), Ticket(1, (0, 1)), Ticket(0, (1, 0)))
-    ]
-    loader.close()
-
-    assert found == [[[0, 1], [4, 9]], [[36, 49]], [[16, 25], [36, 49]], [[4, 9], [0, 1]]]
+    assert found == [[[0, 1], [4, 9]], [[36, 49]], [[16, 25], [36, 49]], [[4, 9], [0, 1]], []]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -111,25 +83,6 @@ def test_batches_that_are_cut_from_a_block_are_those_of_the_order_and_aligned(ra
         start = step % 3 * 32 + rank * 16
         assert batch[0].flatten().tolist() == order.indices(step // 3, start, start + 16).tolist()
         assert [part.data_ptr() % 64 for part in batch] == [0, 0]
-
-
-@pytest.mark.parametrize(("size", "is_ahead"), [(64, False), (128, True)])
-def test_on_a_device_batches_are_cut_where_torch_would_place_a_tensor(
-    size: int, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meta, sent = torch.device("meta"), list[torch.device]()
-
-    def noted(device: torch.device, block: torch.Tensor) -> torch.Tensor:
-        sent.append(device)
-        return block.to(device)
-
-    monkeypatch.setattr(loading, "_fits", lambda *_: True)
-    monkeypatch.setattr(loading, "sent_to", noted)
-    loader = make_loader(InMemorySquares(256), device=meta, global_size=size, micro_size=size)
-    loader.fetch(Ticket(0, (0,)))
-    memory: Any = loader._source
-    assert (memory._ahead is not None) == is_ahead  # the rows of 4 and 8 bytes of 64 samples begin at 256
-    assert sent == [meta]  # by page-locked memory, for which no step waits
 
 
 def test_what_user_code_does_to_a_batch_changes_no_other_batch() -> None:
@@ -146,17 +99,8 @@ def test_what_user_code_does_to_a_batch_changes_no_other_batch() -> None:
     assert (second[0]._version, second[1]._version, again[0].requires_grad) == (changes, changes, False)
 
 
-def test_shards_in_any_order_are_gathered_in_that_order() -> None:
-    loader = make_loader(InMemorySquares(9), shuffle=False, micro_size=1)
-
-    found = [batch[1].tolist() for batch in loader.fetch(Ticket(1, (3, 0, 1)))]
-
-    assert found == [[49], [16], [25]]
-
-
 def test_a_ticket_without_shards_reads_nothing() -> None:
     dataset = Squares(9)
-
     assert make_loader(dataset).fetch(Ticket(2, ())) == []
     assert dataset.reads == 0
 
@@ -179,31 +123,19 @@ def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, 
 
 
 def test_random_samples_cannot_be_cached() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"loader.cache=true: the samples of Noisy are random"):
         make_loader(Noisy(9), cache=True)
 
-    assert str(caught.value) == (
-        "1 problem in the config\n"
-        "  loader.cache=true: the samples of Noisy are random, and a cache would repeat those of the first epoch. "
-        "Use loader.cache=false."
-    )
 
-
-def test_pinning_without_cuda_is_refused() -> None:
+def test_pinning_without_cuda_and_an_empty_dataset_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"loader.pin_memory=true: pinned memory is for copies to a CUDA device"):
         make_loader(Squares(9), pin_memory=True)
-
-
-def test_an_empty_dataset_is_named() -> None:
-    plan = BatchPlan(num_samples=1, global_size=1, micro_size=1)
+    plan, reading = (
+        BatchPlan(num_samples=1, global_size=1, micro_size=1),
+        Reading(device=CPU, settings=LoaderSettings()),
+    )
     with pytest.raises(DataError, match=r"^Squares is empty: it has no samples to train on\.$"):
-        Loader(
-            Squares(0),
-            plan=plan,
-            shards_at=lambda _: (0,),
-            num_steps=1,
-            reading=Reading(device=CPU, settings=LoaderSettings()),
-        )
+        Loader(Squares(0), plan=plan, shards_at=lambda _: (0,), num_steps=1, reading=reading)
 
 
 class Broken(Squares):
@@ -223,13 +155,6 @@ def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, int]) -> None
     loader.close()
 
 
-def test_waiting_is_counted() -> None:
-    loader = make_loader(Squares(9))
-    loader.fetch(Ticket(0, (0, 1)))
-
-    assert loader.wait_s > 0
-
-
 class Odd(Squares):
     """A dataset with one method of another result."""
 
@@ -242,10 +167,10 @@ class Odd(Squares):
     ("name", "result", "said"),
     [
         ("__getitems__", [(torch.zeros(1), 0)], "__getitems__ of the dataset gives a list of 1 for 4 indices"),
-        ("__getitems__", {"x": [0] * 4}, "__getitems__ of the dataset gives a dict of 1 for 4 indices"),
-        ("gather", (np.zeros((4, 1)), np.zeros(4)), r"gather\(indices\) gives float64 \(4, 1\) .* torch.from_numpy"),
+        ("__getitems__", {"x": [0] * 4}, "__getitems__ of the dataset gives a dict of 1"),
+        ("gather", (np.zeros((4, 1)), np.zeros(4)), r"gather\(indices\) gives float64 .* torch.from_numpy"),
         ("gather", (torch.zeros(3, 1), torch.zeros(3)), r"gather\(indices\) gives float32 \(3, 1\) for 4 samples"),
-        ("tensors", (np.zeros((9, 1)), np.zeros(9)), r"Odd.tensors\(\) gives float64 \(9, 1\) .* torch.from_numpy"),
+        ("tensors", (np.zeros((9, 1)), np.zeros(9)), r"Odd.tensors\(\) gives float64 .* torch.from_numpy"),
     ],
 )
 def test_a_method_that_gives_other_samples_than_asked_for_is_named(name: str, result: Any, said: str) -> None:
@@ -257,9 +182,7 @@ class Unsendable:
     """A sample that fails when it is pickled."""
 
     def __reduce__(self) -> Any:
-        raise RuntimeError(
-            "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
-        )
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device")
 
 
 class Ending:
@@ -302,7 +225,8 @@ def test_a_worker_that_ends_or_cannot_send_is_an_error_instead_of_a_wait(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_by_a_signal_ends_with_the_loader() -> None:
+def test_a_worker_that_is_stopped_by_a_signal_ends_with_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = make_loader(Squares(9), num_workers=1)
     loader.fetch(Ticket(0, (0, 1)))
     (worker,) = multiprocessing.active_children()
