@@ -106,7 +106,7 @@ def test_a_ticket_without_shards_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}], ids=["direct", "workers"])
-def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, int]) -> None:
+def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, Any]) -> None:
     whole: dict[tuple[int, int], set[tuple[float, float]]] = {}
     for start in (0, 4):
         loader = make_loader(Noisy(9), **settings)
@@ -146,7 +146,7 @@ class Broken(Squares):
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["direct", "workers"])
-def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, int]) -> None:
+def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, Any]) -> None:
     loader = make_loader(Broken(9), shuffle=False, **settings)
     loader.fetch(Ticket(0, (0, 1)))
 

@@ -13,7 +13,7 @@ from trainkit.errors import ConfigError
 @pytest.mark.parametrize("shape", [[6], [2, 8, 8], [3, 20, 20]])
 def test_samples_are_the_same_whole_or_one_by_one(shape: list[int]) -> None:
     data = Synthetic(split="train", shape=shape, num_samples=12)
-    samples, labels = collated(data)
+    samples, labels = map(torch.as_tensor, collated(data))
     assert samples.shape == (12, *shape)
     assert torch.equal(samples[7], data[7][0])
     assert labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
@@ -21,7 +21,7 @@ def test_samples_are_the_same_whole_or_one_by_one(shape: list[int]) -> None:
 
 def test_samples_lie_nearest_to_the_prototype_of_their_class() -> None:
     data = Synthetic(split="val", shape=[64], val_samples=200, noise=0.5)
-    samples, labels = collated(data)
+    samples, labels = map(torch.as_tensor, collated(data))
     assert torch.equal(torch.cdist(samples, data._prototypes).argmin(1), labels)
     assert not torch.equal(Synthetic(split="train", shape=[64])[0][0], samples[0])
 
