@@ -16,14 +16,14 @@ from trainkit.config.sections import CvConfig
 from trainkit.data.declared import declared_data
 from trainkit.data.splits import build_splits
 
-SETS = "trainkit.data.sets"
+SETS = "trainkit.data"
 NODES: list[Mapping[str, Any]] = [
-    {"_target_": f"{SETS}.digits.Digits", "scaling": "unit"},
-    {"_target_": f"{SETS}.synthetic.Synthetic", "shape": [3, 8, 8], "num_samples": 20, "val_samples": 7},
-    {"_target_": f"{SETS}.synthetic.SyntheticTokens", "context": 9, "num_samples": 20, "val_samples": 7},
-    {"_target_": f"{SETS}.tables.Friedman", "num_samples": 20, "val_samples": 7},
-    {"_target_": f"{SETS}.text.PythonSource", "context": 16, "max_bytes": 9000},
-    {"_target_": f"{SETS}.several.Splits", "train": {"_target_": f"{SETS}.digits.Digits", "split": "train"}},
+    {"_target_": f"{SETS}.Digits", "scaling": "unit"},
+    {"_target_": f"{SETS}.Synthetic", "shape": [3, 8, 8], "num_samples": 20, "val_samples": 7},
+    {"_target_": f"{SETS}.SyntheticTokens", "context": 9, "num_samples": 20, "val_samples": 7},
+    {"_target_": f"{SETS}.Friedman", "num_samples": 20, "val_samples": 7},
+    {"_target_": f"{SETS}.PythonSource", "context": 16, "max_bytes": 9000},
+    {"_target_": f"{SETS}.Splits", "train": {"_target_": f"{SETS}.Digits", "split": "train"}},
 ]
 
 
