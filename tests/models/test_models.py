@@ -23,13 +23,6 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_an_mlp_flattens_images_and_names_its_layers_in_order() -> None:
-    model = Mlp(in_features=64, hidden=[16, 8], out_features=10, dropout=0.5, batch_norm=True)
-    assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
-    hidden = ["Linear", "BatchNorm1d", "ReLU", "Dropout"]
-    assert [type(layer).__name__ for layer in model.layers] == [*hidden, *hidden, "Linear"]
-
-
 @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (50, 25_557_032)])
 def test_resnets_have_as_many_parameters_as_published(depth: Literal[18, 34, 50, 101], parameters: int) -> None:
     with torch.device("meta"):

@@ -97,13 +97,6 @@ def test_python_and_numpy_are_keyed_for_code_of_a_users_own() -> None:
     assert numbers(0)[1] != numbers(1)[1]
 
 
-def test_a_model_and_an_objective_that_draw_nothing_leave_the_generators_alone() -> None:
-    model = nn.Sequential(nn.Linear(8, 2), nn.ReLU())
-    before = torch.default_generator.get_state()
-    drawn(model, objective=Classification())
-    assert torch.equal(torch.default_generator.get_state(), before)
-
-
 def test_what_draws_is_seen_before_a_strategy_changes_the_classes() -> None:
     model = drawing_models.functional_dropout()
     drawing = Drawing.of(model)

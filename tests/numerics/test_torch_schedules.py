@@ -71,7 +71,7 @@ def test_what_is_no_function_of_the_step_is_refused_by_name(name: str, settings:
 
 def test_milestones_in_epochs_and_steps_count_from_the_start_of_the_training() -> None:
     expected = [0.05] + [0.1] * 3 + [0.01] * 4 + [0.001] * 4
-    step = {"_target_": f"{Step.__module__}.Step", "gamma": 0.1}
+    step = {"_target_": "trainkit.schedules.Step", "gamma": 0.1}
     warm: dict[str, Any] = {"warmup": {"steps": 2}}
     assert rates({**step, "milestones_epochs": [1, 2]}, **warm) == pytest.approx(expected)
     assert rates({**step, "milestones_steps": [4, 8]}, **warm) == pytest.approx(expected)
@@ -89,6 +89,6 @@ def test_milestones_that_do_not_fit_are_refused(settings: dict[str, Any], messag
 
 
 def test_a_milestone_within_the_warmup_is_refused() -> None:
-    step = {"_target_": f"{Step.__module__}.Step", "milestones_epochs": [0.5]}
+    step = {"_target_": "trainkit.schedules.Step", "milestones_epochs": [0.5]}
     with pytest.raises(ConfigError, match="the first one is step 2, within the warmup of 3 steps"):
         rates(step, warmup={"steps": 3})

@@ -1,7 +1,11 @@
-"""A target that is ignored by the loss and counted by its weight or a metric is caught here alone."""
+"""A target that is ignored by the loss and counted by its weight or a metric is caught here alone.
+
+So is a metric that is a mean of the means of ranks, or loses an empty rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,11 +23,16 @@ from trainkit.errors import DataError, TrainingError, ZeroWeightError
 from trainkit.inference.outputs import Outputs
 from trainkit.models.ensemble import Ensemble
 from trainkit.objectives.base import Collective, Loss, Metric
-from trainkit.objectives.classification import Classification
+from trainkit.objectives.classification import Classification, TopK
+from trainkit.objectives.confusion import ConfusionMatrix, PerClass
 from trainkit.objectives.details import Worst, class_details
 from trainkit.objectives.distillation import Distillation
 from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.metrics import gather_ragged
 from trainkit.objectives.own_loss import ModelComputesLoss
+from trainkit.objectives.tables import Table, results_of
+
+needs_torchmetrics = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 
 GENERATOR = torch.Generator().manual_seed(3)
 SCORES: dict[tuple[int, ...], Tensor] = {
@@ -142,7 +151,7 @@ def test_the_worst_samples_are_those_of_the_split_over_ranks_and_batches() -> No
     assert on_ranks(2, worst) == [expected] * 2
 
 
-@pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
+@needs_torchmetrics
 @pytest.mark.parametrize("ignore_index", [None, -100])
 @pytest.mark.parametrize("shape", list(SCORES))
 def test_a_torchmetrics_class_gets_the_targets_that_count(shape: tuple[int, ...], ignore_index: int | None) -> None:
@@ -241,3 +250,104 @@ def test_padded_masks_are_evaluated_pixel_by_pixel(tmp_path: Path) -> None:
     )  # fmt: skip
     images, masks = PadImages()([zoo.SeveralSizes("val")[place] for place in range(10)])
     assert result["metrics"] == pytest.approx(evaluated(zoo.pixels(), result, images, masks), rel=1e-12)
+
+
+FOUR_GENERATOR = torch.Generator().manual_seed(0)
+FOUR_SCORES = torch.randn(50, 4, generator=FOUR_GENERATOR)
+FOUR_LABELS = torch.randint(4, (50,), generator=FOUR_GENERATOR)
+PARTS = [slice(0, 33), slice(33, 50)]
+
+
+def evaluate(prototype: Any, parts: list[slice]) -> Callable[[Collective], Any]:
+    def work(collective: Collective) -> Any:
+        metric = Classification(extra_metrics={"it": prototype}).metrics()["it"]
+        part = parts[collective.rank]
+        if len(FOUR_LABELS[part]):
+            metric.update(Loss(torch.tensor(0.0), 1.0, None, FOUR_SCORES[part], FOUR_LABELS[part]), None)
+        return metric.compute(collective)
+
+    return work
+
+
+def theirs(name: str, **settings: Any) -> Any:
+    """A metric of torchmetrics for the four classes."""
+    import torchmetrics
+
+    return getattr(torchmetrics, name)(task="multiclass", num_classes=4, **settings)
+
+
+@needs_torchmetrics
+@pytest.mark.parametrize("name", ["F1Score", "AUROC", "CalibrationError"])  # counted; every score kept; a mean
+@pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
+def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(name: str, parts: list[slice]) -> None:
+    prototype = theirs(name, **({"average": "macro"} if name == "F1Score" else {}))
+    expected = evaluate(prototype, [slice(0, 50)])(Alone())
+
+    assert on_ranks(2, evaluate(prototype, parts)) == [pytest.approx(expected, abs=1e-7)] * 2
+
+
+@needs_torchmetrics
+def test_an_evaluation_starts_empty() -> None:
+    prototype = theirs("F1Score")
+    first, again = (evaluate(prototype, PARTS[:1])(Alone()) for _ in range(2))
+    assert (first, prototype.update_called) == (again, False)
+
+
+@needs_torchmetrics
+@pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
+def test_a_confusion_matrix_counts_the_same_on_two_ranks_as_on_one(parts: list[slice]) -> None:
+    expected = theirs("ConfusionMatrix")(FOUR_SCORES, FOUR_LABELS)
+
+    found = on_ranks(2, evaluate(ConfusionMatrix(4, names=["a", "b", "c", "d"]), parts))
+
+    assert found == [Table.of(expected, ["a", "b", "c", "d"])] * 2
+    gathered = on_ranks(2, evaluate(theirs("ConfusionMatrix"), parts))
+    assert all(one.equal(expected) for one in gathered)
+
+
+@needs_torchmetrics
+def test_each_class_has_its_precision_recall_and_f1() -> None:
+    (found,) = on_ranks(1, evaluate(PerClass(4), [slice(0, 50)]))
+
+    for column, name in enumerate(("Precision", "Recall", "F1Score"), start=1):
+        each = theirs(name, average="none")(FOUR_SCORES, FOUR_LABELS)
+        assert [row[column] for row in found.rows] == pytest.approx(each.tolist(), abs=1e-6)
+    assert [row[-1] for row in found.rows] == torch.bincount(FOUR_LABELS).tolist()
+
+
+def test_padded_places_do_not_count() -> None:
+    labels = torch.tensor([[0, 1, -100], [1, -100, -100]])
+    metric = ConfusionMatrix(2)
+    metric.update(Loss(torch.tensor(0.0), 3, None, torch.zeros(2, 3, 2), labels), None)
+
+    assert metric.compute(Alone()).rows == (("0", 1.0, 0.0), ("1", 2.0, 0.0))
+
+
+def test_what_a_metric_gives_is_a_number_or_a_table() -> None:
+    value = {"mean": torch.tensor([0.5]), "each": torch.tensor([0.25, float("nan")]), "cube": torch.zeros(1, 1, 2)}
+
+    figures, tables = results_of("val/f1", value)
+
+    assert figures == {"val/f1/mean": 0.5}
+    assert tables["val/f1/each"].to_json() == {"columns": ["index", "value"], "rows": [["0", 0.25], ["1", None]]}
+    assert tables["val/f1/cube"].rows == (("(0, 0, 0)", 0.0), ("(0, 0, 1)", 0.0))
+    with pytest.raises(TrainingError, match=r"^the metric val/f1 returns a list, and must return a number, a t"):
+        results_of("val/f1", [1.0])
+
+
+def test_accuracy_is_exact_over_unequal_ranks() -> None:
+    def work(collective: Collective) -> float:
+        metric = TopK(1)
+        part = PARTS[collective.rank]
+        metric.update(Loss(torch.tensor(0.0), 1.0, None, FOUR_SCORES[part], FOUR_LABELS[part]), None)
+        return metric.compute(collective)
+
+    assert on_ranks(2, work) == [int((FOUR_SCORES.argmax(1) == FOUR_LABELS).sum()) / 50] * 2
+
+
+def test_ragged_tensors_are_gathered_whole() -> None:
+    tensors = [torch.arange(6).reshape(3, 2), torch.empty(0), torch.arange(2).reshape(1, 2)]
+
+    found = on_ranks(3, lambda collective: [t.tolist() for t in gather_ragged(tensors[collective.rank], collective)])
+
+    assert found == [[[[0, 1], [2, 3], [4, 5]], [], [[0, 1]]]] * 3

@@ -1,17 +1,33 @@
-"""A sum of gradients that an earlier step, or a shard without a parameter, leaks into is caught here alone."""
+"""A sum of gradients that an earlier step, or a shard without a parameter, leaks into is caught here alone.
+
+So are gradients that are exchanged once a shard instead of once a step, and a group of some ranks that waits longer
+than the group of all.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.checkpoint import checkpoint
 
 from tests.contract.running import run
+from tests.contract.stepping import Case, run_rank
+from tests.support import zoo
+from tests.support.pool import Place, Pool
 from tests.support.storages import Counting
+from trainkit.cluster.tasks import Identity
 from trainkit.errors import TrainingError
+from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.groups import pairwise, process_group
+from trainkit.strategies.groups.mesh import Axes
+from trainkit.strategies.pipeline.groups import new_groups
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.reducers.gradient_vector import FlatReducer, GradientVector, cut_into_buckets
 from trainkit.strategies.tensors.layouts import FlatBuffer
@@ -53,14 +69,15 @@ def test_after_backward_the_gradients_are_alive_once(dtype: torch.dtype) -> None
     vector.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [1, LAYER, 100 * LAYER])
-def test_gradients_of_several_shards_have_the_bits_of_autograd(bucket: int) -> None:
+def test_gradients_of_several_shards_have_the_bits_of_sums_in_float32(bucket: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, inputs = layers(3), torch.randn(3, 4, 64)
-    params = list(model.parameters())
+    model, inputs = layers(3, dtype), torch.randn(3, 4, 64, dtype=dtype)
+    params, expected = list(model.parameters()), [torch.zeros(64, 64) for _ in range(3)]
     for one in inputs:
-        model(one).square().sum().backward()
-    expected = [param.grad for param in params]
+        for total, grad in zip(expected, torch.autograd.grad(model(one).square().sum(), params), strict=True):
+            total.add_(grad)
     vector = vector_of(params, bucket)
     for _ in range(2):  # the second step finds the sums of the first in the vector
         model.zero_grad()
@@ -68,25 +85,9 @@ def test_gradients_of_several_shards_have_the_bits_of_autograd(bucket: int) -> N
         for one in inputs:
             shard(vector, params, model(one).square().sum())
         vector.fill_rest([None] * 3)
-        assert all(torch.equal(*pair) for pair in zip(vector.views, expected, strict=True))  # type: ignore[arg-type]
-        assert all(param.grad is view for param, view in zip(params, vector.views, strict=True))
-    vector.close()
-
-
-def test_gradients_in_bfloat16_are_added_up_in_float32() -> None:
-    torch.manual_seed(0)
-    model, inputs = layers(2, torch.bfloat16), torch.randn(3, 4, 64, dtype=torch.bfloat16)
-    params = list(model.parameters())
-    expected = [torch.zeros(64, 64) for _ in params]
-    for one in inputs:
-        for total, grad in zip(expected, torch.autograd.grad(model(one).square().sum(), params), strict=True):
-            total.add_(grad)
-    vector = vector_of(params)
-    vector.begin_step()
-    for one in inputs:
-        shard(vector, params, model(one).square().sum())
-    assert all(torch.equal(*pair) for pair in zip(vector.views, expected, strict=True))
-    assert all(param.grad is None for param in params)
+        assert all(torch.equal(*pair) for pair in zip(vector.views, expected, strict=True))
+        held = [param.grad is view for param, view in zip(params, vector.views, strict=True)]
+        assert held == [dtype is torch.float32] * 3
     vector.close()
 
 
@@ -111,16 +112,6 @@ def test_a_gradient_that_something_replaces_is_the_one_that_counts() -> None:
     shard(vector, [weight], weight.sum())
     shard(vector, [weight], weight.sum())
     assert vector.views[0].tolist() == [110.0] * 4
-
-
-def test_a_gradient_has_the_strides_of_its_parameter() -> None:
-    weight = nn.Parameter(torch.ones(4, 3).t())
-    vector = vector_of([weight])
-    vector.begin_step()
-    shard(vector, [weight], (weight * torch.arange(12).view(3, 4)).sum())
-    assert weight.grad is vector.views[0]
-    assert weight.grad.stride() == weight.stride()
-    assert torch.equal(weight.grad, torch.arange(12).view(3, 4).float())
 
 
 def test_new_gradients_of_the_last_pass_are_copied_together_with_the_buffers() -> None:
@@ -202,3 +193,125 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
     assert last.count("x") == 14
     assert last.endswith("0x")
     assert last.count("x", 0, last.index("0")) == 13
+
+
+PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())
+
+
+def counted(place: Place, case: Case) -> list[int]:
+    """The elements of every all-reduce of a case."""
+    sizes: list[int] = []
+    whole = dist.all_reduce
+
+    def count(tensor: Tensor, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return whole(tensor, **options)
+
+    with mock.patch.object(dist, "all_reduce", count):
+        run_rank(place, case)
+    return sizes
+
+
+@pytest.mark.parametrize(("micro_size", "bucket_mb", "expected"), [
+    (8, 25.0, [PARAMETERS]), (2, 25.0, [PARAMETERS]),
+    # four parameters of 42, 7, 21 and 3 elements of 8 bytes; buckets of at least 160 bytes, from the last parameter on
+    (4, 160 / 2**20, [24, 49]),
+], ids=["one shard", "accumulated", "buckets"])  # fmt: skip
+def test_a_step_is_one_exchange_or_one_a_bucket_however_many_shards_are_accumulated(
+    micro_size: int, bucket_mb: float, expected: list[int], pool: Pool
+) -> None:
+    settings = {"replicas": 2, "reduce": "backend", "bucket_mb": bucket_mb}
+    case = Case(strategy="mirrored", settings=settings, global_size=16, micro_size=micro_size, num_steps=3)
+    assert pool.run("tests.strategies.test_gradient_vector.counted", case, num_ranks=2) == [expected * 3] * 2
+
+
+def reentrant(place: Place) -> str:
+    """A layer that two reentrant checkpoints share: its gradient comes in two parts."""
+    del place
+    layer, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    params = [*layer.parameters(), *last.parameters()]
+    reducer = BackendReducer(bucket_mb=1e-6)
+
+    def partials() -> Any:
+        reducer.begin_backward(params, is_last=True)
+        hidden = torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        last(hidden).sum().backward()
+        yield 0, [p.grad for p in params]
+
+    packing = FlatBuffer([p.shape for p in params], torch.float32, CPU)
+    with pytest.raises(TrainingError) as caught:
+        reducer.reduce(partials(), num_shards=2, packing=packing)
+    reducer.close()
+    return str(caught.value)
+
+
+def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Pool) -> None:
+    for said in pool.run("tests.strategies.test_gradient_vector.reentrant", num_ranks=2, group=True):
+        assert "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0." in said
+
+
+def test_a_reducer_that_has_not_the_step_sends_nothing() -> None:
+    reducer = BackendReducer(bucket_mb=1e-6)  # no process group: an exchange would raise
+    model = nn.Linear(2, 2)
+    reducer.begin_backward(list(model.parameters()), is_last=True)
+    model(torch.ones(1, 2)).sum().backward()
+    reducer.end_backward()
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def sent_through_the_host(place: Place) -> list[float]:
+    """The numbers that a rank receives where tensors of its device do not travel; an empty tensor is left out."""
+    received, peer = torch.zeros(3), 1 - place.rank
+    with mock.patch.object(pairwise, "needs_host", return_value=True) as asked:
+        pairwise.exchange([(peer, torch.full((3,), 7.0 + place.rank)), (peer, torch.empty(0))], [(peer, received)])
+    assert asked.call_count == 2
+    found: list[float] = received.tolist()
+    return found
+
+
+def test_tensors_that_gloo_cannot_send_arrive_by_a_copy_on_the_host(pool: Pool) -> None:
+    found = pool.run("tests.strategies.test_gradient_vector.sent_through_the_host", num_ranks=2, group=True)
+    assert found == [[8.0] * 3, [7.0] * 3]
+
+
+def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of_its_own() -> None:
+    axes = Axes(replicate=2, shard=3, tensor=2)
+    assert [axes.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 0, 1]
+    assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "tensor": 1}
+    places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
+    assert places == sorted(set(places))
+    assert len(places) == 12
+
+
+def test_axes_that_do_not_make_up_the_world_are_a_problem() -> None:
+    assert Axes(shard=2, tensor=2).problems(4) == []
+    (problem,) = Axes(shard=2, tensor=2).problems(6)
+    assert "make 4 ranks, and the run has 6" in str(problem)
+
+
+def limits(place: Place) -> list[float]:
+    """The seconds that each group of some of four ranks waits for them in an exchange."""
+    mesh = Axes(replicate=2, tensor=2).mesh("cpu", timeout_s=7)
+    made = new_groups({"own": (0,), "tied": (0, 1)}, stages=2, replicas=2, rank=place.rank, timeout_s=8)
+    groups = [mesh.get_group("replicate"), mesh.get_group("tensor"), made.replica, made.alike[0, 1]]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(pool: Pool) -> None:
+    assert (
+        pool.run("tests.strategies.test_gradient_vector.limits", num_ranks=4, group=True) == [[7.0, 7.0, 8.0, 8.0]] * 4
+    )
+
+
+def test_an_attempt_does_not_find_the_signal_of_a_failed_exchange_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    store.set("exception_dump", "0")
+    monkeypatch.setattr(process_group, "HashStore", lambda: store)
+    ranks = Mirrored(replicas=1, process_group="always").join(Identity.solo())
+    ranks.close(failed=False)
+    assert not store.check(["exception_dump"])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.launchers.launches import launch_of
-from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.classification import Classification
@@ -28,7 +27,7 @@ from trainkit.strategies.partition.activations import activation_bytes, activati
 from trainkit.strategies.partition.blocks import blocks_of
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
-from trainkit.strategies.partition.syntax import assign, collapsed
+from trainkit.strategies.partition.syntax import assign
 from trainkit.strategies.pipeline import Pipeline
 
 FACTS = PlanContext(num_gpus=4)
@@ -150,10 +149,6 @@ def test_bytes_are_those_of_what_is_trained_and_tied_weights_count_once() -> Non
     assert unit_bytes(blocks_of(model), model_bytes(Precision())) == [9 * 8, 2 * 4 + 8, 0]
     model[0].weight.requires_grad = False
     assert unit_bytes(blocks_of(model), model_bytes(Precision(value="fp64")))[0] == 9 * 8
-
-
-def test_names_that_count_up_are_shown_as_a_range() -> None:
-    assert collapsed(["0", "1", "a.0", "a.1", "a.3", "b"]) == ["0-1", "a.0-1", "a.3", "b"]
 
 
 class Nested(nn.Module):
@@ -320,16 +315,3 @@ def test_a_job_takes_all_devices_its_groups_blocks_are_compiled_and_one_replica_
     assert traits_here(Mirrored()) == Mirrored.traits
     assert proof_problems(Mirrored(map={"rest": 0}, replicas=1), NONE) == []
     assert len(proof_problems(Mirrored(replicas=1), NONE)) == 1
-
-
-def test_nccl_is_bound_to_no_gpu_where_a_rank_exchanges_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **named: given.append(named["device_id"]))
-    task = Task(role="worker", index=0, rank=0, device="cuda:0")
-    identity = Identity(task=task, num_ranks=1, store=None, prefix="0", token="of this test")
-    for settings in ({}, {"map": SPLIT}, {"map": "auto", "devices": ((0, "cpu"),)}):
-        strategy = Mirrored(process_group="always", **settings)
-        found = strategy._replica_map(FACTS)
-        strategy.join(identity, exchanges_on_gpus=found is not None and found.spans_gpus)
-    assert given == [torch.device("cuda:0"), None, torch.device("cuda:0")]

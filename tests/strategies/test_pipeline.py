@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from trainkit.errors import TrainingError
 from trainkit.models.gpt import Gpt
-from trainkit.models.mlp import Mlp
-from trainkit.models.resnet import ResNet
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import access_problems
@@ -182,14 +180,6 @@ def test_a_stage_that_begins_by_writing_into_what_it_receives_gets_a_copy() -> N
     program = trace(model, blocks_to_cut(model), torch.zeros(2, 4), device=torch.device("cpu"), autocast=no_context())
     _, second = program.cut({"0": 0, "1": 1, "2": 1}, 2)
     assert second.copied == frozenset(second.received)
-
-
-@pytest.mark.parametrize(
-    "model", [ResNet(depth=18, num_classes=3), Mlp(in_features=768, hidden=[8, 8], out_features=3)]
-)
-@pytest.mark.slow
-def test_models_of_ours_are_cut_without_a_hint(model: nn.Module) -> None:
-    assert len(stages(Pipeline(stages=2), model.to("meta"), (torch.zeros(3, 16, 16), 0))) == 2
 
 
 def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that_need_it() -> None:

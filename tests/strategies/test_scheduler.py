@@ -97,18 +97,6 @@ def test_in_the_warmup_one_gradient_at_a_time_is_computed() -> None:
     assert all(scheduler.next(worker) is not None for worker in ("w0", "w1", "w2"))
 
 
-def test_steps_that_were_unfinished_at_a_checkpoint_are_scheduled_first() -> None:
-    scheduler = asynchronous(3)
-    items = [taken(scheduler, worker) for worker in ("w0", "w1", "w2")]
-    applied(scheduler, items[1], 0)
-    kept = json.loads(json.dumps(scheduler.remember()))
-    again = asynchronous(0)
-    again.recall(kept, scheduler.version)
-    for worker in ("w9", "w8", "w7"):
-        again.join(worker)
-    assert [taken(again, worker).ticket.step for worker in ("w9", "w8", "w7")] == [0, 2, 3]
-
-
 def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result_wins() -> None:
     scheduler = synchronous(5, spares=1)
     items = [taken(scheduler, f"w{index}") for index in range(4)]
@@ -151,17 +139,6 @@ def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
     merge = applied(scheduler, first, 0)
     assert merge is not None
     assert merge.items == (first, second)
-
-
-def test_an_overflowed_step_is_scheduled_again() -> None:
-    scheduler = synchronous(4)
-    for index in range(4):
-        scheduler.report(taken(scheduler, f"w{index}").number, 0)
-    merge = scheduler.next_ready_update()
-    assert merge is not None
-    scheduler.requeue_after_overflow(merge)
-    assert [taken(scheduler, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.items]
-    assert scheduler.version == 0
 
 
 class Trial:
