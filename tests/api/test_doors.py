@@ -1,4 +1,4 @@
-"""What the command line refuses, Python refuses too, with advice that works where it is read."""
+"""A setting that Python takes and the command line refuses, or a flag as advice in Python, is caught here alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,31 +36,23 @@ def refused(call: Callable[..., Any], *given: Any, **keys: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0: must be a number, 0 or more."),
         ({"temperature": NAN}, "temperature=nan: must be a number, 0 or more."),
         ({"top_p": 1.5}, "top_p=1.5: must be a number above 0, at most 1."),
-        ({"top_p": NAN}, "top_p=nan: must be a number above 0, at most 1."),
-        ({"top_k": 0}, "top_k=0: must be a whole number, 1 or more."),
         ({"top_k": 2.0}, "top_k=2.0: must be a whole number, 1 or more."),
         ({"max_tokens": -3}, "max_tokens=-3: must be a whole number, 1 or more."),
-        (
-            {"temperature": 0.0, "top_k": 3},
-            "top_k=3: has no effect: the most likely token is chosen. Add temperature=0.8.",
-        ),
-        ({"seed": 3}, "seed=3: has no effect: the most likely token is chosen. Add temperature=0.8."),
+        ({"temperature": 0.0, "top_k": 3}, "top_k=3: has no effect: the most likely token is chosen."),
+        ({"seed": 3}, "seed=3: has no effect: the most likely token is chosen."),
     ],
 )
 def test_generate_refuses_what_its_verb_refuses(settings: dict[str, Any], problem: str) -> None:
-    assert refused(trainkit.generate, "no run", ["a"], **settings) == [problem]
-
-
-def test_a_rule_of_sampling_refuses_a_negative_temperature() -> None:
-    assert refused(Sampling, temperature=-1.0) == ["temperature=-1.0: must be a number, 0 or more."]
+    (told,) = refused(trainkit.generate, "no run", ["a"], **settings)
+    assert told.startswith(problem)
 
 
 def test_other_calls_refuse_what_their_verbs_refuse(cwd: Path) -> None:
     Path("file").touch()
     one = {"model": nn.Linear(2, 3), "dataset": torch.zeros(5, 2)}
+    assert refused(Sampling, temperature=-1.0) == ["temperature=-1.0: must be a number, 0 or more."]
     assert refused(trainkit.predict, **one, batch_size=0) == ["batch_size=0: must be a whole number, 1 or more."]
     assert refused(trainkit.predict, **one, checkpoint="bst") == ["checkpoint=bst: must be best or last."]
     assert refused(trainkit.load, "file", checkpoint="bst") == ["checkpoint=bst: must be best or last."]
@@ -92,5 +84,3 @@ def test_a_call_within_a_call_keeps_its_door() -> None:
     assert advice("flag", "name") == "flag"
     with called_from("python"), called_from("command line"):
         assert advice("flag", "name") == "name"
-    with called_from("command line"), called_from("python"):
-        assert advice("flag", "name") == "flag"

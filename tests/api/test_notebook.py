@@ -1,4 +1,4 @@
-"""The page about notebooks, run as a notebook."""
+"""A class of a notebook cell that the replicas cannot import is caught here alone: the page is run as a notebook."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The ways to have trainkit: the README's own commands, a checkout, an editable install."""
+"""A README command, a checkout or an extra that installs another thing than it says is caught here alone."""
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import ROOT
+from trainkit import extras
 
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "dist", "build")
 
@@ -32,7 +34,22 @@ def test_the_readme_gives_one_line_to_train_and_one_to_test() -> None:
 def test_constraints_name_no_machine() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(r"(#.*)|[A-Za-z0-9_.-]+==[0-9a-z.]+", line)] == []
-    assert [line for line in lines if line.startswith("torch==")] == ["torch==2.13.0"]
+
+
+def test_the_packages_of_an_extra_are_named_in_a_checkout_and_in_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extras.install_command("optuna", "optuna") == 'pip install "optuna>=4.4"'
+    assert extras.install_command("absent", "absent") == 'pip install "absent"'
+    monkeypatch.setattr(extras, "_PROJECT", Path("absent"))
+    lines = ["numpy", "pandas<3,>=2.2; extra == 'spark'", 'optuna>=4.4; extra == "optuna"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _name: lines)
+    assert extras.packages_of("spark") == ("pandas<3,>=2.2",)
+    assert extras.install_command("optuna", "optuna") == 'pip install "optuna>=4.4"'
+
+
+def test_no_text_installs_a_project_of_another_name_from_the_index() -> None:
+    patterns = ("README.md", "docs/*.md", "recipes/*/README.md", "trainkit/**/*.py", "hydra_plugins/**/*.py")
+    files = (path for pattern in patterns for path in ROOT.glob(pattern))
+    assert [path for path in files if "trainkit[" in path.read_text(encoding="utf-8")] == []
 
 
 def test_a_checkout_works_without_being_installed(tmp_path: Path, cwd: Path, clean_environ: dict[str, str]) -> None:

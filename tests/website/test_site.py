@@ -1,4 +1,4 @@
-"""The docs site: what it holds, and that it works in a browser without a network."""
+"""A page of the docs that the site leaves out, and an address that leads nowhere, are caught here alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import importlib
 import importlib.util
 import os
 import re
-import runpy
 import subprocess
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
 from functools import reduce
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,8 +20,6 @@ import yaml
 
 from tests.packaging.conftest import ROOT
 from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings
-from trainkit.config.schema import GROUPS, RunConfig, hints_of
-from trainkit.config.values import plain
 from trainkit.verbs.support.call import VERBS
 
 pytestmark = pytest.mark.timeout(900)  # building takes a minute alone, and more beside other tests
@@ -42,25 +37,11 @@ FOR_AXE = {
 }
 QUESTIONS = {
     "learning rate warmup": "docs/numbers.html",
-    "exit code": "docs/errors.html",
     "out of memory": "docs/errors.html",
     "bf16 precision": "reference/choices.html",
     "batch.micro_size": "reference/keys.html",
     "export onnx": "reference/verbs.html",
-    "int8": "docs/quantize.html",
-    "optuna": "docs/search.html",
-    "stale gradients": "docs/parameter-server.html",
     "TF_CONFIG": "docs/clusters.html",
-    "pipeline stages": "docs/pipeline.html",
-    "weighted sampler": "docs/data.html",
-    "secrets": "docs/secrets.html",
-    "TPU": "docs/tpu.html",
-    "which strategy": "docs/which-strategy.html",
-    "gradient compression": "docs/reduce.html",
-    "ray": "docs/engines.html",
-    "elastic": "docs/elastic.html",
-    "k folds": "docs/cross-validation.html",
-    "jupyter": "docs/in-a-notebook.html",
 }
 LINKS = """() => {
   const found = [];
@@ -79,22 +60,13 @@ def paths(entries: list[Any]) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else paths(value)
 
 
-def nav() -> list[Any]:
-    found: list[Any] = yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"]
-    return found
-
-
-def test_the_menu_is_start_do_understand_look_up() -> None:
-    assert [*ChainMap(*reversed(nav()))] == ["Start", "Do", "Understand", "Look up"]
-
-
 def test_every_page_of_the_docs_is_in_the_menu_once() -> None:
-    menu = list(paths(nav()))
-    pages = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
-    recipes = [str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*/README.md")]
-    assert sorted(path for path in menu if path.startswith(("docs/", "recipes/"))) == sorted(
-        [*pages, *recipes, "docs/decisions/README.md"]
-    )
+    menu = list(paths(yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"]))
+    pages = {
+        path.relative_to(ROOT).as_posix() for name in ("docs/*.md", "recipes/*/README.md") for path in ROOT.glob(name)
+    }
+    wanted = sorted({*pages, "docs/decisions/README.md"})
+    assert sorted(path for path in menu if path.startswith(("docs/", "recipes/"))) == wanted
 
 
 @pytest.mark.slow
@@ -105,8 +77,6 @@ def test_the_reference_lists_every_choice_and_every_name_that_the_docs_import(mo
     assert choices == {*re.findall(r"^### (\S+)$", reference._choices(), re.MULTILINE)}
     listed = {*re.findall(r"^::: (\S+)$", reference._api(), re.MULTILINE)}
     assert {f"trainkit.api.{name}" for name in ("compose", "generate", "load", "session", "train")} <= listed
-    assert {"trainkit.fields.secret", "trainkit.data.stored.Stored", "trainkit.objectives.base"} <= listed
-    assert [name for name in listed if not name.startswith("trainkit.")] == []
 
 
 @pytest.mark.long
@@ -116,22 +86,16 @@ def test_the_page_of_errors_lists_the_messages_of_the_code_below_their_sections(
     monkeypatch.syspath_prepend(str(SITE))
     messages = importlib.import_module("messages")
     found = messages.messages(ROOT / "trainkit")
-    assert sum(map(len, found.values())) > 500
     assert "--cfg: must be job, hydra or all." in found["command-line"]
     page = messages.with_messages((ROOT / "docs/errors.md").read_text(), found)
     assert page.count("<details>") == len(found)
     assert "<script>" not in messages.listing(["</li><script>"])
 
 
-def needs_generator() -> None:
-    for name in ("zensical", "mkdocstrings"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed (extra site)")
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    needs_generator()
+    for name in ("zensical", "mkdocstrings"):
+        pytest.importorskip(name, reason=f"{name} is not installed (extra site)")
     folder = tmp_path_factory.mktemp("site") / "pages"
     command = [sys.executable, str(SITE / "build.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -140,35 +104,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_the_reference_names_every_verb_and_every_key(site: Path) -> None:
-    verbs, keys = ((site / f"reference/{name}.html").read_text() for name in ("verbs", "keys"))
+def test_the_reference_names_every_verb_and_the_list_for_language_models_every_page(site: Path) -> None:
+    verbs = (site / "reference/verbs.html").read_text()
     assert [verb for verb in VERBS if f'id="{verb}"' not in verbs] == []
-    assert [key for key in _keys(RunConfig) if f'id="{key}"' not in keys] == []
-    api = (site / "reference/api.html").read_text()
-    assert [name for name in ("trainkit.api.train", "trainkit.fields.secret") if f'id="{name}"' not in api] == []
-
-
-def _keys(kind: type, above: str = "") -> Iterator[str]:
-    """The keys that every training has, by the classes of the config."""
-    for name, hint in hints_of(kind).items():
-        section = plain(hint)
-        if isinstance(section, type) and is_dataclass(section):
-            yield from _keys(section, f"{name}.")
-        elif name not in GROUPS:
-            yield f"{above}{name}"
-
-
-@pytest.mark.long
-def test_the_list_for_language_models_leads_to_pages(site: Path) -> None:
+    assert 'id="batch.micro_size"' in (site / "reference/keys.html").read_text()
+    assert 'id="trainkit.api.train"' in (site / "reference/api.html").read_text()
     found = re.findall(r"\]\(([^)]*)\)", (site / "llms.txt").read_text())
-    assert len(found) > 70
+    assert "docs/errors.html" in found
     assert [path for path in found if not (site / path).is_file()] == []
 
 
 @pytest.mark.long
 def test_every_address_of_a_page_leads_somewhere_and_none_loads_what_is_elsewhere(site: Path) -> None:
     pages = {path: Addresses(path) for path in site.rglob("*.html")}
-    assert len(pages) > 100
     found = [(path, address) for path, page in pages.items() for address in page.loaded]
     found += [(path, address) for path, page in pages.items() for address in page.links if ":" not in address]
     wrong = []
@@ -199,24 +147,6 @@ class Addresses(HTMLParser):
         addresses = [given[name] for name in ("src", "href", "data", "poster", "action") if name in given]
         found = self.links if tag == "a" else self.loaded
         found += [address for address in addresses if not address.startswith("data:")]
-
-
-@pytest.mark.long
-def test_a_dead_link_ends_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    needs_generator()
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    build = runpy.run_path(str(SITE / "build.py"))
-    for name in paths(nav()):
-        (tmp_path / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pages" / name).write_text("# Page\n")
-    (tmp_path / "pages/README.md").write_text("# Page\n\n[one](docs/nowhere.md), [two](docs/data.md#nowhere)\n")
-    with pytest.raises(subprocess.CalledProcessError):
-        build["generate"](tmp_path / "pages")
-    printed = re.sub(r"\x1b\[[\d;]*m", "", "".join(capfd.readouterr()))
-    assert "docs/nowhere.md" in printed
-    assert "#nowhere" in printed
 
 
 @pytest.mark.long
