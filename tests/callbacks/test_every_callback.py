@@ -1,22 +1,27 @@
-"""A choice of `callbacks` or `logger` that does not list a setting, or a rank above 0 that writes or prints, is caught
-here alone.
+"""A row that a resume loses or makes twice, a rank above 0 that writes, or a choice of `callbacks` that does not list
+a setting is caught here alone: what every run has.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
+import math
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import yaml
 
 from tests.callbacks.run_double import row, run_double
-from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
+from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary, keep_until
 from trainkit.callbacks.figures.confusion import Confusion
 from trainkit.callbacks.plots import Plots
 from trainkit.callbacks.progress import Progress
@@ -60,3 +65,71 @@ def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.Capt
         callback.run_end(run, {"status": "finished"})
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
+
+
+def steps_in(folder: Path, name: str = "metrics.jsonl") -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+
+
+def test_rows_evaluations_and_tables_are_lines_of_json(tmp_path: Path) -> None:
+    run, file = run_double(tmp_path, step=10), MetricsFile()
+    file.log(run, {"step": 10, "train/loss": math.nan, "lr": 0.1})
+    file.eval_end(run, {"val/loss": 0.25})
+    file.eval_tables(run, {"val/each": Table(columns=("class", "recall"), rows=(("cat", 0.5), ("dog", math.nan)))})
+    file.run_end(run, {})
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 10, "train/loss": null, "lr": 0.1}\n{"step": 10, "epoch": 0.1, "val/loss": 0.25}\n'
+    )
+    assert (tmp_path / "tables.jsonl").read_text() == (
+        '{"step": 10, "epoch": 0.1, "name": "val/each", "columns": ["class", "recall"], '
+        '"rows": [["cat", 0.5], ["dog", null]]}\n'
+    )
+
+
+def test_rows_are_written_once_a_second_and_before_a_checkpoint(tmp_path: Path) -> None:
+    now, run = [0.0], run_double(tmp_path)
+    file = MetricsFile(clock=lambda: now[0])
+    for step, now[0], written in ((1, 0.0, [1]), (2, 0.5, [1]), (3, 0.9, [1]), (4, 1.0, [1, 2, 3, 4])):
+        file.log(run, row(step))
+        assert steps_in(tmp_path) == written
+    file.log(run, row(5))
+    assert file.state() == {}
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_drops_the_rows_to_come_and_what_is_no_row(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "tables.jsonl"):
+        lines = "".join(f"{json.dumps(row(step))}\n" for step in (0, 10, 20, 30))
+        (tmp_path / name).write_text(lines + '[1]\n{"lr": 1}\n{"st')
+    MetricsFile().run_start(run_double(tmp_path, step=20))
+    assert steps_in(tmp_path) == steps_in(tmp_path, "tables.jsonl") == [0, 10, 20]
+    keep_until(tmp_path / "metrics.jsonl", 0)  # it starts over
+    assert steps_in(tmp_path) == []
+
+
+def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_double(Path("outputs/digits/1"), step=20)
+    run.summary, run.notes = {"replicas": "2 on cpu"}, ("The model draws random numbers.",)
+    StartupSummary().run_start(run)
+    FinalSummary().run_end(run, {"status": "finished", "metrics": {"val/loss": 0.25}})
+    assert capsys.readouterr().out == (
+        "digits  outputs/digits/1\n"
+        "  replicas      2 on cpu\n"
+        "  continues at  step 20\n"
+        "  note: The model draws random numbers.\n"
+        "finished\n"
+        "  result  val/loss 0.25\n"
+        "  folder  outputs/digits/1\n"
+    )
+
+
+def test_the_end_of_a_compiled_run_says_how_long_compiling_took(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_double(Path("outputs/digits/1"))
+    run.cfg = replace(run.cfg, compile=replace(run.cfg.compile, mode="step"))
+    summary = FinalSummary()
+    summary.run_start(run)
+    torch.compile(lambda tensor: tensor + 1, backend="eager")(torch.ones(2))
+    summary.run_end(run, {"status": "finished"})
+    assert re.search(r"\n  compiling  took \d.*\n  folder     outputs/digits/1\n$", capsys.readouterr().out)

@@ -5,7 +5,6 @@ caught here alone: plots, the confusion matrix and the worst samples.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -120,15 +119,6 @@ def test_only_the_newest_matrix_is_drawn_and_the_last_one_always(
     assert [one.step for one in events.Images("confusion_val")] == [1, 3]
 
 
-def test_an_evaluation_without_a_matrix_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback, run = Confusion(), run_double(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            callback.eval_tables(run, {"val/other": Table.of(torch.eye(2))})
-    (message,) = caplog.messages
-    assert message.startswith("callbacks=[confusion] draws nothing")
-
-
 def test_a_worst_sample_is_drawn_with_its_class_guess_and_probability(
     requests: list[Mapping[str, Any]], tmp_path: Path
 ) -> None:
@@ -157,14 +147,6 @@ def test_a_run_leaves_its_plots(tmp_path: Path) -> None:
     for callback in (file, drawn):
         callback.run_end(run, {})
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "loss.png", "lr.png"]
-
-
-def test_a_plot_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "plots").write_text("in the way")
-    with caplog.at_level(logging.WARNING):
-        Plots().run_end(run_double(tmp_path), {})
-    (message,) = caplog.messages
-    assert message.startswith("plots/lr.png: FileExistsError")
 
 
 def test_the_rates_are_drawn_once_and_the_metrics_now_and_then(

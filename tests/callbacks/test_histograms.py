@@ -17,10 +17,8 @@ from torch import nn
 import trainkit
 from tests.callbacks.run_double import Alone, run_double
 from trainkit.callbacks.figures.distribution import NUM_COUNTS, Distribution, measure
-from trainkit.callbacks.figures.histograms import Histograms, observed_layers, summed
+from trainkit.callbacks.figures.histograms import Histograms, summed
 from trainkit.errors import ConfigError
-from trainkit.models.gpt import Gpt
-from trainkit.strategies.base import UpdateTensors
 from trainkit.trainer.events import Run
 
 SHORT = ("recipe=null", "steps=4", "epochs=null", "logger=[]", "quiet=true", "seed=3", "batch.global_size=32")
@@ -158,26 +156,6 @@ def test_what_backward_computes_again_counts_once(tmp_path: Path) -> None:
         model(torch.ones(5, 2))
     (found,) = callback._recorder.activations.found.values()
     assert int(found[0][:NUM_COUNTS].sum()) == 15
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_of_many_layers_some_at_equal_distances_are_shown_and_the_number_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, callback = started(tmp_path, nn.Linear(1, 1), most_layers=3, layers=("w*",), kinds=("weights",))
-    weights = {f"{kind}{number}": torch.ones(2) for kind in "wb" for number in range(7)}
-    callback.phase_listener()("data", 0)
-    callback.gradient_listener().take(0, UpdateTensors(grads={}, weights=weights, counted=None, ranks=Alone()))
-    callback.step_end(run, None)  # type: ignore[arg-type] # not read
-    callback.train_end(run, {})
-    assert [*records(tmp_path)[0]["weights"]] == ["w0", "w3", "w6"]
-    assert "shows 3 of 7 of weights" in caplog.text
-
-
-def test_the_output_layer_of_a_language_model_has_no_hook() -> None:
-    model = Gpt(vocab_size=16, context=8, num_layers=1, num_heads=1, width=4)
-    assert model.output_layer() not in observed_layers(model).values()
-    assert len(observed_layers(model)) > 3
 
 
 @pytest.mark.parametrize(

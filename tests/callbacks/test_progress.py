@@ -1,22 +1,24 @@
-"""A progress line that shows the value of another step, colours a pipe, or is printed too often or not at the end is
-caught here alone.
+"""A progress line of another step, one that colours a pipe or is printed too often, and a remaining time that counts a
+save beside an evaluation twice or a slow first step for ever are caught here alone.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
-import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tests.callbacks.run_double import row, run_double
-from trainkit.callbacks.progress import PlainLine, Progress, TerminalLine, live_line
-from trainkit.callbacks.screen.notebook import LiveHtml, NotebookLine
+from trainkit.callbacks.progress import PlainLine, Progress, TerminalLine
+from trainkit.callbacks.screen.notebook import LiveHtml
+from trainkit.callbacks.screen.pace import Interval, Pace, PauseSchedule
 from trainkit.callbacks.screen.reading import Reading, plain_text, terminal_parts
 
 READING = Reading(
@@ -34,45 +36,22 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_double(tmp_path, step=10, eval={"metric": "val/accuracy", "mode": "max"})
-    progress = Progress(every_s=1e-9)
-    progress.log(run, row(10))
-    progress.eval_end(run, {"val/loss": 0.3, "val/accuracy": 0.9722})
-    progress.run_end(run, {})
-    assert printed(capsys) == [
-        "step 10/100   10 %  loss 0.5000  412 k samples/s  data wait 3 %",
-        "step 10/100   10 %  loss 0.5000  val/accuracy 0.9722  412 k samples/s  data wait 3 %",
-    ]
-
-
 def test_the_last_line_comes_once_with_its_evaluation_and_earlier_values_name_their_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, progress = run_double(tmp_path, step=80, num_steps=100), Progress(every_s=1e-9)
-    progress.eval_end(run, {"step": 80, "val/loss": 0.3})
+    run = run_double(tmp_path, step=80, eval={"metric": "val/accuracy", "mode": "max"})
+    progress = Progress(every_s=1e-9)
+    progress.eval_end(run, {"step": 80, "val/loss": 9.0, "val/accuracy": 0.3})
     for step in (90, 100):
         run.state.step = step
         progress.log(run, row(step))
-    progress.eval_end(run, {"step": 100, "val/loss": 0.2})
+    progress.eval_end(run, {"step": 100, "val/loss": 9.0, "val/accuracy": 0.2})
     progress.run_end(run, {})
     assert [line.partition("  412 k")[0] for line in printed(capsys)] == [
-        "step 80/100   80 %  val/loss 0.3000",
-        "step 90/100   90 %  loss 0.5000  val/loss 0.3000 of step 80",
-        "step 100/100  100 %  loss 0.5000  val/loss 0.2000",
+        "step 80/100   80 %  val/accuracy 0.3000",
+        "step 90/100   90 %  loss 0.5000  val/accuracy 0.3000 of step 80",
+        "step 100/100  100 %  loss 0.5000  val/accuracy 0.2000",
     ]
-
-
-def test_the_last_row_is_printed_though_no_line_is_due_and_other_ranks_print_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for is_owner, lines in ((True, ["step 10/100", "step 100/100"]), (False, [])):
-        run, progress = run_double(tmp_path, is_owner=is_owner), Progress(every_s=1e9)
-        for step in (10, 20, 100):
-            run.state.step = step
-            progress.log(run, row(step))
-        progress.run_end(run, {})
-        assert [line.split("  ")[0] for line in printed(capsys)] == lines
 
 
 def test_a_plain_line_shows_all_known_values_and_leaves_out_the_others() -> None:
@@ -87,9 +66,11 @@ def test_a_narrow_terminal_drops_what_matters_least() -> None:
         100: "1,250/5,800  loss 0.1235  val/accuracy 0.9722  412 k samples/s  data wait 3 %  0:12 left",
         66: "1,250/5,800  loss 0.1235  accuracy 0.9722  412 k/s  wait 3 %  0:12",
         65: "1,250/5,800  loss 0.1235  accuracy 0.9722  412 k/s  0:12",
-        50: "1,250/5,800  loss 0.1235  accuracy 0.9722  0:12",
         10: "1,250/5,800",
     }
+    speed = replace(READING, targets_per_s=512_000.0, mfu=0.41, memory=(3.0 * 2**30, 4.0 * 2**30), launches=312.0)
+    shown = "512 k targets/s  MFU 41 %  3 GiB, peak 4 GiB  312 launches a step  0:12 left"
+    assert plain_text(speed).endswith(shown)
     for width, text in texts.items():
         assert "  ".join(part for part, _ in terminal_parts(READING, step=1250, width=width)) == text
 
@@ -125,59 +106,99 @@ def test_the_bar_shows_the_step_of_this_moment_and_no_colours_with_no_color(monk
     assert "1,250/5,800  loss 0.1235" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn())
 
 
-def test_what_is_piped_has_no_colours_though_they_are_forced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    line = live_line(every_s=5.0, step_now=lambda: 0)
-    line.update(READING)
-    line.close()
-    assert isinstance(line, PlainLine)
-    assert "\x1b" not in capsys.readouterr().out
-
-
-class Cell:
-    """The output of a cell of a notebook: what it showed, in order."""
-
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
-        self.outputs = 0
-
-    def __call__(self, shown: object, *, display_id: bool) -> Any:
-        assert display_id
-        self.outputs += 1
-        self.shown.append(shown)
-        return SimpleNamespace(update=self.shown.append)
-
-
 def test_a_notebook_gets_a_bar_whose_texts_are_no_html() -> None:
     reading = Reading(step=10, num_steps=20, loss=0.5, metric=("val/<b>acc", 0.9), remaining_s=75.0)
     html = LiveHtml(reading)._repr_html_()
     assert "<progress max='1' value='0.5000' aria-label='step 10 of 20'></progress>" in html
     assert "val/&lt;b&gt;acc 0.9000" in html
     assert "1:15 left" in html
-    assert repr(LiveHtml(reading)).startswith("10/20  loss 0.5000")
 
 
-def test_one_output_of_a_notebook_is_replaced_twice_a_second_at_most() -> None:
-    cell, now = Cell(), [0.0]
-    line = NotebookLine(display=cell, clock=lambda: now[0])
-    for now[0] in (0.0, 0.1, 0.4, 0.6, 0.7):
-        line.update(Reading(step=round(10 * now[0]), num_steps=20))
-    line.close()
-    line.close()
-    assert [repr(one) for one in cell.shown] == ["0/20", "6/20", "7/20"]
-    assert cell.outputs == 1
+STEPS, STEP_S, FIRST_S, ROW_EVERY = 1000, 0.05, 4.0, 10
+LATER_S = 1.0
+"""Seconds that the training loses in its second row."""
 
 
-def test_a_kernel_shows_html_and_a_shell_in_a_terminal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, display, cell = ModuleType("IPython"), ModuleType("IPython.display"), Cell()
-    vars(module).update(get_ipython=lambda: SimpleNamespace(kernel=object()), display=display)
-    vars(display).update(display=cell)
-    monkeypatch.setitem(sys.modules, "IPython", module)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    live_line(every_s=5.0, step_now=lambda: 0).update(READING)
-    assert len(cell.shown) == 1
-    vars(module).update(get_ipython=SimpleNamespace)
-    assert isinstance(live_line(every_s=5.0, step_now=lambda: 0), PlainLine)
+def estimate_over_truth(pauses: PauseSchedule, costs: Mapping[str, float]) -> float:
+    """Play a run on a clock of its own; return the estimate after a tenth of it over what then remained."""
+    now = seconds = 0.0
+    pace, estimate, estimated_at = Pace(pauses, begun=(0, 0.0, 0.0)), math.nan, 0.0
+    for step in range(1, STEPS + 1):
+        took = FIRST_S if step == 1 else STEP_S + LATER_S * (step == 15)
+        now, seconds = now + took, seconds + took
+        if step % ROW_EVERY == 0:
+            pace.row(step, seconds, now=now)
+            if step == STEPS // 10:
+                estimate, estimated_at = pace.remaining_s(now=now), now
+        now += costs["plan"] * (step == 20)
+        if step < STEPS:
+            now += costs["evaluation"] * pauses.evaluations.count(step, step + 1)
+            now += costs["save"] * pauses.saves.count(step, step + 1)
+    now += costs["evaluation"] * pauses.evaluated_at_end / max(pauses.evaluated, 1) + costs["save"]
+    return estimate / (now - estimated_at)
+
+
+@pytest.mark.parametrize(("evaluate_every", "save_every"), [(40, 25), (80, 20), (100, None), (250, 50), (None, 50)])
+def test_after_a_tenth_of_a_run_with_pauses_the_remaining_time_is_known_within_a_tenth(
+    evaluate_every: int | None, save_every: int | None
+) -> None:
+    evaluated = 600 if evaluate_every else 0
+    pauses = PauseSchedule(
+        last_step=STEPS,
+        evaluations=Interval(every_steps=evaluate_every),
+        saves=Interval(every_steps=save_every),
+        samples_per_step=10,
+        evaluated=evaluated,
+        evaluated_at_end=evaluated,
+    )
+    costs = {"evaluation": 1.1 if evaluated else 0.0, "save": 0.3 if save_every else 0.0, "plan": 2.0}
+    assert estimate_over_truth(pauses, costs) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_save_at_the_step_of_an_evaluation_is_no_pause_of_its_own() -> None:
+    for evaluate_every, save_every, due in ((40, 25, (5, 8 - 1)), (20, 40, (10, 0)), (50, 30, (4, 6 - 1))):
+        evaluations, saves = Interval(every_steps=evaluate_every), Interval(every_steps=save_every)
+        assert PauseSchedule(last_step=1000, evaluations=evaluations, saves=saves, evaluated=1).due(1, 201) == due
+
+
+def test_a_slow_start_is_forgotten_after_a_minute_and_a_finished_run_has_nothing_left() -> None:
+    pace = Pace(PauseSchedule(last_step=10_000), begun=(0, 0.0, 0.0))
+    pace.row(1, 100.0, now=100.0)
+    for second in range(101, 201):
+        pace.row(1 + 10 * (second - 100), float(second), now=float(second))
+    assert pace.remaining_s(now=200.0) == pytest.approx((10_000 - 1001) / 10)
+    assert Pace(PauseSchedule(last_step=7), begun=(7, 1.0, 0.0)).remaining_s(now=5.0) == 0.0
+
+
+def test_the_pauses_are_those_of_the_config(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {
+        "eval": {"every_steps": 20, "every_epochs": 0.5},
+        "checkpoint": {"every_epochs": 1, "every_s": None},
+    }
+    run = run_double(tmp_path, stop_at_step=40, **kept)
+    run.datasets = {"train": range(1000), "val": range(300), "test": range(100)}
+    pauses = PauseSchedule.of(run)
+    assert (pauses.last_step, pauses.evaluated, pauses.evaluated_at_end, pauses.saves_every_s) == (40, 300, 400, None)
+    assert pauses.due(1, 101) == (5 + 2, 1)
+    run.cfg = replace(run.cfg, eval=replace(run.cfg.eval, beside=True))  # an evaluator beside the training
+    assert (PauseSchedule.of(run).evaluated, PauseSchedule.of(run).evaluated_at_end) == (0, 0)
+
+
+def test_the_line_counts_down_through_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("trainkit.callbacks.progress.time.monotonic", lambda: now[0])
+    run, progress = run_double(tmp_path), Progress(every_s=1e-9)
+    run.begun_moment = 0.0
+    now[0] = 1.0
+    run.state.step = 10
+    progress.log(run, row(10))  # 10 steps in a second, as the row says: 9 s for the other 90
+    now[0] = 3.0
+    progress.eval_end(run, {"val/loss": 1.0})
+    assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()] == ["0:09 left", "0:07 left"]
+
+
+def test_a_row_costs_the_same_for_any_number_of_steps() -> None:
+    pauses = PauseSchedule(last_step=10**12, evaluations=Interval(every_steps=1), evaluated=1)
+    assert pauses.due(0, 10**12)[0] == 10**12 - 1

@@ -50,20 +50,9 @@ def test_what_cannot_write_is_refused_at_the_start(tmp_path: Path) -> None:
         Sample(prompt="").run_start(writing_run(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("status", "is_owner", "computes_together", "takes_part", "writes"),
-    [
-        ("failed", True, False, False, False),
-        ("stopped", True, False, False, False),
-        ("finished", False, False, False, False),
-        ("finished", False, True, True, False),
-        ("finished", True, True, True, True),
-    ],
-)
 def test_every_rank_takes_part_where_ranks_compute_together_and_the_owner_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, is_owner: bool, computes_together: bool,
-    takes_part: bool, writes: bool,
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Run] = []
 
     def text(_: Sample, asking: Run) -> str:
@@ -71,7 +60,13 @@ def test_every_rank_takes_part_where_ranks_compute_together_and_the_owner_writes
         return "text"
 
     monkeypatch.setattr(Sample, "text", text)
-    run = run_double(tmp_path, is_owner=is_owner)
-    run.computes_together = computes_together
-    Sample().train_end(run, {"status": status})
-    assert (bool(asked), (tmp_path / "sample.txt").exists()) == (takes_part, writes)
+    run = run_double(tmp_path)
+    for status, run.is_owner, run.computes_together, takes_part, writes in (
+        ("failed", True, False, False, False),
+        ("finished", False, False, False, False),
+        ("finished", False, True, True, False),
+        ("finished", True, True, True, True),
+    ):
+        asked.clear()
+        Sample().train_end(run, {"status": status})
+        assert (bool(asked), (tmp_path / "sample.txt").exists()) == (takes_part, writes)

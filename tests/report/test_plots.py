@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from trainkit.cli import main
-from trainkit.report.curves import Curve, draw_lr, draw_metrics, read_curves
-from trainkit.report.drawing import Drawing, draw, lr_request, metrics_request, sweep_request
-from trainkit.report.measured_plots import draw_bench
+from trainkit.report.curves import Curve, draw_metrics, read_curves
+from trainkit.report.drawing import Drawing, lr_request, metrics_request
 from trainkit.report.rate_curve import bars
 from trainkit.report.sweep_plot import Axis, draw_sweep
 
@@ -61,15 +60,6 @@ def test_every_metric_of_training_and_validation_gets_a_plot_of_its_own(tmp_path
     assert all(map(is_png, written))
 
 
-@pytest.mark.parametrize("values", [[math.nan], [-1.0, 2.0], []])
-def test_odd_values_are_drawn_too(tmp_path: Path, values: list[float]) -> None:
-    points = list(enumerate(values))
-    draw_metrics(tmp_path, title="t", curves={"val/loss": Curve.of(points)}, modes={})
-    draw_lr(tmp_path / "lr.png", title="t", rates={"": points})
-    assert is_png(tmp_path / "loss.png")
-    assert is_png(tmp_path / "lr.png")
-
-
 def test_an_axis_is_what_its_values_are() -> None:
     kinds = {"1 2 9": "linear", "0.001 0.1": "log", "0 100": "linear", "1 auto": "names", "1 nan": "names"}
     assert {values: Axis.of("key", values.split()).kind for values in kinds} == kinds
@@ -85,25 +75,11 @@ def job(value: float | None, status: str = "finished", **settings: str) -> dict[
     return {"label": "a job", "value": value, "status": status, "settings": settings}
 
 
-@pytest.mark.parametrize(
-    "jobs",
-    [
-        [job(0.5)],
-        [job(0.9, lr="0.1", model="mlp"), job(0.8, "pruned", lr="0.01", model="gpt"), job(None, "failed", lr="1")],
-        [job(None, "failed", lr="0.1"), job(None, "failed", lr="0.2")],
-    ],
-)
-def test_odd_sweeps_are_drawn_too(tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
-    draw_sweep(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs)
-    assert is_png(tmp_path / "leaderboard.png")
-
-
-def test_the_parts_of_a_step_are_drawn_with_long_labels(tmp_path: Path) -> None:
-    part = {"median": 1e-3, "low": 1e-3, "high": 2e-3}
-    parts = dict.fromkeys(("input", "forward", "backward", "exchange", "update", "rest"), part)
-    choices = [{"label": label, "samples_per_s": part, "parts_s": parts} for label in ("one", "x" * 200)]
-    draw_bench(tmp_path / "bench.png", title="trainkit bench", choices=choices)
-    assert is_png(tmp_path / "bench.png")
+def test_sweeps_of_one_job_of_failed_jobs_and_of_several_keys_are_drawn(tmp_path: Path) -> None:
+    several = [job(0.9, lr="0.1", model="mlp"), job(0.8, "pruned", lr="0.01", model="gpt"), job(None, "failed", lr="1")]
+    for number, jobs in enumerate(([job(0.5)], several, [job(None, "failed", lr=rate) for rate in ("0.1", "0.2")])):
+        draw_sweep(tmp_path / f"{number}.png", title="sweep", metric="val/loss", mode="min", jobs=jobs)
+        assert is_png(tmp_path / f"{number}.png")
 
 
 def test_bars_are_heights_from_zero_to_the_largest() -> None:
@@ -140,24 +116,9 @@ def test_a_plot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_requests_are_drawn(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
-    draw(metrics_request(tmp_path, title="digits", metrics=tmp_path / "metrics.jsonl", modes={}))
-    jobs = [{"label": "seed=0", "value": 1.0, "status": "finished", "settings": {"seed": "0"}}]
-    draw(sweep_request(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs))
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["leaderboard.png", "loss.png"]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_a_plot_does_not_outlive_its_run() -> None:
     # Started by another process than the one it was meant for: that one is gone, there is nothing to draw.
     command = [sys.executable, "-m", "trainkit.report.drawing", "1"]
     done = subprocess.run(command, input=b"", capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_the_requesting_process_imports_nothing_heavy() -> None:
-    heavy = "print([name for name in ('matplotlib', 'rich', 'torch') if name in sys.modules])"
-    code = f"import sys, trainkit.report.drawing, trainkit.report.events; {heavy}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

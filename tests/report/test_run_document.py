@@ -30,22 +30,18 @@ def written(folder: Path, **files: Any) -> RunFiles:
     return RunFiles.read(folder)
 
 
-def document(
-    files: RunFiles, *lines: str, config: dict[str, Any] | None = None, state: str = "finished", **facts: Any
-) -> Any:
+def document(files: RunFiles, *lines: str, config: dict[str, Any] | None = None, state: str = "finished") -> Any:
     """What the page of a run with these lines of `metrics.jsonl` shows."""
     rows, standing = LoggedRows(), Standing(state=state, step=9, words="runs at step 9")
     for line in lines:
         rows.add(line.encode())
-    return run_document(
-        RunFacts(files=files, rows=rows, cfg=RunConfig.from_dict(config or {}), standing=standing, **facts)
-    )
+    return run_document(RunFacts(files=files, rows=rows, cfg=RunConfig.from_dict(config or {}), standing=standing))
 
 
-def strip(files: RunFiles, **options: Any) -> dict[str, tuple[str, str, bool | None]]:
-    """Name -> value, detail and `good` of the items of the trust strip."""
-    found = document(files, **options)["trust"]
-    return {one["name"]: (one["value"], one["detail"], one["good"]) for one in found}
+def test_the_verdict_of_a_failed_step_names_no_other_step(tmp_path: Path) -> None:
+    for reason, verdict in (("step 1: the loss is nan", "Failed"), ("ValueError: step 1: no", "Failed after 9 steps")):
+        files = written(tmp_path, result={"status": "failed", "reason": reason, "steps": 9})
+        assert document(files, state="failed")["verdict"] == f"{verdict}: {reason}"
 
 
 @pytest.mark.parametrize(("mode", "step", "value"), [("max", 8, 0.9), ("min", 4, 0.2)])
@@ -56,84 +52,77 @@ def test_the_best_value_is_the_one_of_the_mode(tmp_path: Path, mode: str, step: 
     assert (best["step"], best["value"], best["last"]) == (step, value, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "value"),
-    [
-        ({"mode": "async", "workers": "auto", "replay": None}, "no"),
-        ({"mode": "async", "workers": 1, "replay": None}, "to rounding"),
-        ({"mode": "async", "workers": 3, "replay": "outputs/run"}, "to rounding"),
-        ({"mode": "sync", "spare_mode": "replace", "spare_replicas": 1}, "no"),
-        ({"mode": "sync", "spare_mode": "replace", "spare_replicas": 0}, "to rounding"),
-        ({"mode": "async", "compute_devices": ["cpu"]}, "to rounding"),
+ROLLBACKS = [{"step": 7, "checkpoint": 5}, {"step": 31, "checkpoint": 30}, {"step": "1"}]
+PROOF = {"date": "2026-11-01", "command": "trainkit prove", "same_training": "yes", "same_numbers": "equal"}
+SKIPPED = [{"step": 3, "num_samples": 64}, {"step": 5, "num_samples": 6}]
+
+
+def result(**more: Any) -> dict[str, Any]:
+    return {"result": {**RESULT, **more}}
+
+
+def strategy(**settings: Any) -> dict[str, Any]:
+    return {"strategy": settings}
+
+
+TO_THE_BIT = {"numerics": {"reproducible": True}}
+STRIP: dict[str, list[tuple[dict[str, Any], dict[str, Any], str, bool | None]]] = {
+    "reproducible": [  # files, config, value, whether it is good
+        ({}, strategy(mode="async", workers="auto", replay=None), "no", False),
+        ({}, strategy(mode="async", workers=1, replay=None), "to rounding", None),
+        ({}, strategy(mode="async", workers=3, replay="outputs/run"), "to rounding", None),
+        ({}, strategy(mode="async", compute_devices=["cpu"]), "to rounding", None),
+        ({}, strategy(mode="sync", spare_mode="replace", spare_replicas=1), "no", False),
+        ({}, strategy(mode="sync", spare_mode="replace", spare_replicas=0), "to rounding", None),
+        ({}, TO_THE_BIT, "to the bit", True),
+        ({"environment": {"git": {"dirty": True}}}, TO_THE_BIT, "no", False),
+        ({"environment": {"notes": [f"a {AT_EQUAL_CUT} b"]}}, {}, "to rounding, at an equal batch.micro_size", None),
+        (
+            {"environment": {"notes": [], "begun": {"notes": ["other", f"{CUT_UNKNOWN}, too large."]}}},
+            {},
+            "to rounding, on as many replicas",
+            None,
+        ),
     ],
-)
-def test_what_depends_on_which_process_is_faster_is_not_reproducible(
-    tmp_path: Path, strategy: dict[str, Any], value: str
-) -> None:
-    found = strip(written(tmp_path), config={"strategy": strategy})["reproducible"]
-    assert (found[0], found[2]) == (value, False if value == "no" else None)
+    "last proof": [
+        ({}, {}, "not yet", None),
+        (result(proved=None), {}, "none", None),
+        (result(proved=PROOF), {}, "equal to the bit", True),
+        (result(proved={**PROOF, "same_numbers": "rounding"}), {}, "equal to rounding", True),
+        (result(proved={**PROOF, "same_numbers": "different"}), {}, "different numbers", False),
+        (result(proved={**PROOF, "same_training": "no"}), {}, "equal to the bit", False),
+    ],
+    "restarts": [
+        (result(), {}, "0", True),
+        (result(restarts=[RESTART, {**RESTART, "kind": "alone"}], restarts_not_listed=4), {}, "6", None),
+    ],
+    "rollbacks": [
+        (result(rollbacks=[]), {}, "0", True),
+        (result(rollbacks=ROLLBACKS), {}, "2", None),
+        ({"rollbacks": {"rollbacks": ROLLBACKS}}, {}, "2", None),  # while it runs
+    ],
+    "samples repeated or skipped": [
+        ({}, {}, "not yet", None),
+        (result(), {}, "0", True),
+        (result(skipped_steps=SKIPPED), {}, "70", False),
+        (result(skipped_steps=SKIPPED, skipped_steps_not_listed=8), {}, "at least 70", False),
+    ],
+}
 
 
-def test_a_run_is_reproducible_to_the_bit_only_from_a_commit_and_a_readable_config(tmp_path: Path) -> None:
-    config = {"numerics": {"reproducible": True}}
-    assert strip(written(tmp_path), config=config)["reproducible"][::2] == ("to the bit", True)
-    dirty = written(tmp_path, environment={"git": {"dirty": True}})
-    assert strip(dirty, config=config)["reproducible"][::2] == ("no", False)
+@pytest.mark.parametrize("name", STRIP)
+def test_the_trust_strip_shows_what_supports_the_figures_and_what_does_not(tmp_path: Path, name: str) -> None:
+    for number, (content, config, value, good) in enumerate(STRIP[name]):
+        (tmp_path / str(number)).mkdir()
+        trust = document(written(tmp_path / str(number), **content), config=config)["trust"]
+        assert [(one["value"], one["good"]) for one in trust if one["name"] == name] == [(value, good)], number
+
+
+def test_the_samples_of_an_active_run_and_an_unreadable_config_are_not_judged(tmp_path: Path) -> None:
+    active = document(written(tmp_path, **result()), state="running")["trust"]
+    assert {one["name"]: one["value"] for one in active}["samples repeated or skipped"] == "not yet"
     (tmp_path / "resolved.yaml").write_text("{")
-    trust = {one["name"]: one["value"] for one in page_of(tmp_path)["trust"]}
-    assert trust["reproducible"] == "unknown"
-
-
-def test_a_model_that_draws_is_the_same_training_at_an_equal_cut_only(tmp_path: Path) -> None:
-    equal, unknown = f"the model draws: ... {AT_EQUAL_CUT} (here 64).", f"{CUT_UNKNOWN}, it is too large."
-    begun = {"notes": [], "begun": {"notes": ["another", unknown]}}
-    for content, note, value in (
-        ({"notes": [equal]}, equal, "to rounding, at an equal batch.micro_size"),
-        (begun, unknown, "to rounding, on as many replicas"),
-    ):
-        found = strip(written(tmp_path, environment=content))["reproducible"]
-        assert (found[0], found[1].startswith(note), found[2]) == (value, True, None)
-
-
-def test_the_strip_shows_the_last_proof(tmp_path: Path) -> None:
-    assert strip(written(tmp_path))["last proof"][::2] == ("not yet", None)
-    proof = {"date": "2026-11-01", "command": "trainkit prove", "same_training": "yes", "same_numbers": "equal"}
-    for proved, shown in (
-        (proof, ("equal to the bit", True)),
-        ({**proof, "same_numbers": "rounding"}, ("equal to rounding", True)),
-        ({**proof, "same_numbers": "different"}, ("different numbers", False)),
-        ({**proof, "same_training": "no"}, ("equal to the bit", False)),
-        (None, ("none", None)),
-    ):
-        assert strip(written(tmp_path, result={**RESULT, "proved": proved}))["last proof"][::2] == shown
-
-
-def test_the_strip_counts_restarts_by_kind(tmp_path: Path) -> None:
-    assert strip(written(tmp_path, result=RESULT))["restarts"][::2] == ("0", True)
-    restarts = [RESTART, RESTART, {**RESTART, "kind": "alone"}]
-    files = written(tmp_path, result={**RESULT, "restarts": restarts, "restarts_not_listed": 4})
-    assert strip(files)["restarts"] == ("7", "2 all, 1 alone", None)
-
-
-def test_the_strip_counts_the_samples_of_skipped_steps(tmp_path: Path) -> None:
-    name, skipped = "samples repeated or skipped", [{"step": 3, "num_samples": 64}, {"step": 5, "num_samples": 6}]
-    assert strip(written(tmp_path, result=RESULT), state="running")[name][0] == "not yet"
-    assert strip(written(tmp_path, result=RESULT))[name] == ("0", "no step was left out", True)
-    found = strip(written(tmp_path, result={**RESULT, "skipped_steps": skipped}))[name]
-    assert found == ("70", "of 2 steps that were not finite (skipped_steps)", False)
-    more = written(tmp_path, result={**RESULT, "skipped_steps": skipped, "skipped_steps_not_listed": 8})
-    assert strip(more)[name] == ("at least 70", "of 10 steps that were not finite (skipped_steps)", False)
-
-
-def test_rollbacks_stand_in_the_strip_and_on_the_curves(tmp_path: Path) -> None:
-    assert "rollbacks" not in strip(written(tmp_path))
-    rollbacks = [{"step": 7, "checkpoint": 5}, {"step": 31, "checkpoint": 30}, {"step": "1"}]
-    while_it_runs = written(tmp_path, rollbacks={"rollbacks": rollbacks})
-    for files in (while_it_runs, written(tmp_path, result={**RESULT, "rollbacks": rollbacks})):
-        detail = "the last: step 31, trained again from the checkpoint of step 30"
-        assert strip(files)["rollbacks"] == ("2", detail, None)
-        marks = [one for one in document(files)["marks"] if one["kind"] == "rollback"]
-        assert marks[0] == {"kind": "rollback", "step": 7, "text": "trained again from step 5"}
+    assert {one["name"]: one["value"] for one in page_of(tmp_path)["trust"]}["reproducible"] == "unknown"
 
 
 def test_checkpoints_evaluations_and_restarts_are_marked(tmp_path: Path) -> None:
@@ -144,13 +133,14 @@ def test_checkpoints_evaluations_and_restarts_are_marked(tmp_path: Path) -> None
             (place / "manifest.json").write_text("{}")
     (tmp_path / "checkpoints/index.json").write_text('{"best": "step_00000004"}')
     (tmp_path / "restarts.jsonl").write_text(json.dumps(RESTART) + "\n")
-    files = written(tmp_path, settings={"settings": [], "continued_at": [8]})
+    files = written(tmp_path, settings={"settings": [], "continued_at": [8]}, rollbacks={"rollbacks": ROLLBACKS[:1]})
     found = document(files, '{"step": 6, "val/loss": 1.0}')["marks"]
     assert [(one["kind"], one["step"], one["text"]) for one in found] == [
         ("checkpoint", 4, "best"),
         ("checkpoint", 8, ""),
         ("evaluation", 6, ""),
         ("restart", 8, "continued by another command"),
+        ("rollback", 7, "trained again from step 5"),
         ("restart", 5, "rank 1 was killed"),
     ]
 

@@ -15,8 +15,6 @@ from trainkit.report.tables import (
     closing_lines,
     closing_text,
     is_terminal,
-    print_closing,
-    print_summary,
     summary_lines,
     summary_table,
 )
@@ -60,11 +58,6 @@ def test_the_summary_says_the_same_in_a_pipe_and_on_a_terminal() -> None:
     assert shown(summary_table("digits", ROWS, notes=notes)) == [*expected, f"  note           {notes[0]}"]
 
 
-def test_a_long_value_folds_inside_its_column() -> None:
-    found = shown(summary_table("t", {"shadowed": "a b c d e f g h i j"}), width=24)
-    assert found == ["t", "  shadowed  a b c d e f", "            g h i j"]
-
-
 def test_the_end_shows_result_folder_tensorboard_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("outputs/digits run")
@@ -91,12 +84,6 @@ def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(tmp_path: Pa
 def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(tmp_path: Path) -> None:
     result = {"status": "failed", "reason": "NaN at step 3", "steps": 3, "restarts": []}
     assert closing_lines(result, tmp_path) == ["failed after 3 steps: NaN at step 3", f"  folder  {tmp_path}"]
-
-
-def test_piped_output_is_plain_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    print_summary("digits", {"replicas": 1})
-    print_closing({"status": "stopped"}, tmp_path)
-    assert capsys.readouterr().out == f"digits\n  replicas  1\nstopped\n  folder  {tmp_path}\n"
 
 
 def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""A `train.log` that holds a secret or control character, loses a line to a kill or follows a link is caught here."""
+"""A `train.log` that holds a secret or control character, loses a line to a kill or follows a link, and a traceback
+that is cut at the line of the user are caught here alone.
+"""
 # ruff: noqa: T201 - what is printed is what is tested
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from trainkit.callbacks.progress import live_line
 from trainkit.callbacks.screen.reading import Reading
 from trainkit.errors import TrainingError
 from trainkit.redaction import remember
+from trainkit.report.tracebacks import one_screen
 from trainkit.report.train_log import TrainLog, recorded_output
 
 
@@ -116,3 +119,23 @@ def test_the_bar_of_a_terminal_is_in_the_log_as_lines(log: Path, monkeypatch: py
     assert log.read_text().splitlines() == [
         "summary", "step 1/4   25 %", *(f"callback at {step}" for step in range(1, 5)), "step 4/4  100 %", "end",
     ]  # fmt: skip
+
+
+HEAD = ["rank 1 failed in step 3 (forward): ValueError: bad.", "Traceback (most recent call last):"]
+USER = ['  File "/home/u/model.py", line 7, in f', "    raise ValueError(shape)", "    ^^^^"]
+LIBRARY = ['  File "/usr/lib/site-packages/torch/nn.py", line 7, in f', "    call()", "    ^^^^"] * 20
+LONG = [f"ValueError: {number}" for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [([*LIBRARY, *USER], ["bad", "rank 1"]), ([*LIBRARY, *USER, *LIBRARY], ["bad"]), ([*LIBRARY, *USER], LONG)],
+)
+def test_the_users_line_and_both_ends_of_the_message_stay_in_one_screen(frames: list[str], message: list[str]) -> None:
+    told = one_screen("\n".join([*HEAD, *frames, *message]), 31).splitlines()
+    assert len(told) <= 31
+    assert told[:2] == HEAD
+    assert any(line.startswith("  ... ") for line in told)
+    assert (USER[1] in told, message[0] in told, told[-1]) == (True, True, message[-1])
+    short = "\n".join([*HEAD, *USER, "ValueError: bad"])
+    assert one_screen(short, 10) == short
