@@ -9,6 +9,8 @@ import pytest
 from trainkit.bounded import MAX_BYTES, MAX_VALUES, check_bounds, parse_yaml
 from trainkit.cli import main
 from trainkit.config.compose import compose
+from trainkit.config.yaml_files import read_document
+from trainkit.errors import ConfigError
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
@@ -41,20 +43,15 @@ def test_yaml_that_breaks_a_bound_is_refused_with_its_line(
     assert told.endswith(f" ({folder}/model/bad.yaml:{line})")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"a: \xff\n", "it is not UTF-8 text (byte 4)"),
-        (b"#" * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,} bytes, and at most {MAX_BYTES:,} are read"),
-    ],
-)
-def test_a_file_that_is_no_text_or_too_large_is_refused(
-    write_conf: Write, refuse: Refuse, content: bytes, reason: str
-) -> None:
-    folder = write_conf({"model/bad.yaml": ""})
-    (folder / "model/bad.yaml").write_bytes(content)
-    (told,) = refuse("explain", "model", "--config-dir", str(folder), "recipe=null", "model=bad")
-    assert told.startswith(f"{folder}/model/bad.yaml: cannot be read: {reason}.")
+def test_a_file_that_is_no_text_or_too_large_is_refused(write_conf: Write) -> None:
+    file = write_conf({"model/bad.yaml": ""}) / "model/bad.yaml"
+    for content, reason in (
+        (b"a: \xff\n", "it is not UTF-8 text"),
+        (b"#" * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,}"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"bad.yaml: cannot be read: {reason}"):
+            read_document(file)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "bad.yaml"])

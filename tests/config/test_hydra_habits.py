@@ -13,7 +13,6 @@ from trainkit.run import runner
 
 WORKS = [
     "~callbacks",
-    "~recipe",
     "~recipe=digits",
     "~callbacks.progress",
     "+callbacks=[profiler]",
@@ -23,8 +22,6 @@ WORKS = [
     "hydra.verbose=true",
     "hydra.job.name=x",
     "+hydra.job.env_set.X=1",
-    "hydra/job_logging=disabled",
-    "hydra.output_subdir=null",
     "++hydra.run.dir=out",
     "hydra.run={dir: out}",
     "--cfg job",
@@ -91,25 +88,15 @@ def test_a_habit_is_refused_in_our_words(line: str, code: Any, capsys: pytest.Ca
     assert "Could not" not in printed
 
 
-def test_a_deleted_list_group_has_no_choice_and_an_added_one_has_both(cwd: Any) -> None:
-    assert compose(["~callbacks"]).values["callbacks"] == {}
-    assert compose(["+callbacks=progress"]).choices["callbacks"] == ["progress", "plots"]
-
-
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
+def test_a_habit_changes_the_callbacks_of_a_run_and_of_a_resumed_run(tmp_path: Path) -> None:
+    values = compose(["callbacks=[early_stop,plots]"]).values
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    for line, names in (
         ("~callbacks", []),
         ("~callbacks.plots", ["early_stop"]),
         ("+callbacks=profiler", ["early_stop", "plots", "profiler"]),
         ("callbacks=[progress]", ["progress"]),
-    ],
-)
-def test_a_habit_changes_the_callbacks_of_a_resumed_run(line: str, names: list[str], tmp_path: Path) -> None:
-    values = compose(["callbacks=[early_stop,plots]"]).values
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    assert sorted(compose_resumed(tmp_path, [line]).values["callbacks"]) == names
-
-
-def test_a_quoted_choice_of_a_launcher_is_that_choice() -> None:
+    ):
+        assert sorted(compose_resumed(tmp_path, [line]).values["callbacks"]) == names
+    assert compose(["+callbacks=progress"]).choices["callbacks"] == ["progress", "plots"]
     assert compose(["hydra/launcher='basic'"]).launcher == "basic"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -100,23 +98,3 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
     assert "launch by cluster=spec: rank 1 of 2 on one host" in text
     assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n" in text
     assert (own / "run/logs/rank_1.log").exists()
-
-
-@pytest.mark.long
-def test_the_keys_that_prove_prints_make_the_trainings_one(own: Path) -> None:
-    proved = ("prove", *OWN, "recipe=null", "model=own", "steps=4", "model.drop=0.3")
-    text = ran(*proved, "strategy=pair", code=1)
-    keys = printed_after("both are the same training with", text)
-    assert keys == "batch.micro_size=32"
-    assert "as a user would start them: yes" in ran(*proved, "strategy=pair", keys)
-
-
-@pytest.mark.long
-def test_an_emitted_script_trains_with_the_package_of_the_user(own: Path) -> None:
-    (own / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    (own / "torchrun").chmod(0o755)
-    settings = ("strategy=multi_worker_mirrored", "hydra.run.dir=run")
-    script = ran("emit", "torchrun", "--processes-per-host", "2", *OWN, *RUN, *settings)
-    paths = {"PATH": f"{own}:{os.environ['PATH']}", "PYTHONPATH": str(quick.ROOT)}
-    subprocess.run(["bash", "-c", script], env=os.environ | paths, check=True, capture_output=True, timeout=120)
-    assert json.loads((own / "run/result.json").read_text())["steps"] == 8

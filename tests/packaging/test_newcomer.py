@@ -49,17 +49,6 @@ def test_a_users_strategy_trains_their_model_on_their_data_to_the_same_weights(
 
 
 @pytest.mark.long
-def test_a_users_recipe_and_groups_are_swept(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = trainkit(
-        *OWN, "-m", "recipe=sides", "model=curve,mlp", "model.in_features=1", "model.out_features=2",
-        "hydra.sweep.dir=sweep",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert len(list(Path("sweep").glob("*/result.json"))) == 2
-    assert Path("sweep", "leaderboard.md").is_file()
-
-
-@pytest.mark.long
 def test_prove_finds_a_users_mean_of_means(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     wrong = trainkit("prove", *OWN, "recipe=sides", "strategy=wrong")
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr

@@ -8,8 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,39 +18,10 @@ import pytest
 import yaml
 
 from tests.packaging.conftest import ROOT
-from tests.support.browsing import needs_axe, needs_browser, opened, serious_findings
 from trainkit.verbs.support.call import VERBS
 
 pytestmark = pytest.mark.timeout(900)  # building takes a minute alone, and more beside other tests
 SITE = ROOT / "scripts/website"
-
-
-def in_browser(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that needs the browser."""
-    return reduce(lambda marked, mark: mark(marked), needs_browser, test)
-
-
-FOR_AXE = {
-    "light": ["index", "docs/gallery", "docs/gallery/digits", "docs/errors", "reference/choices"],
-    "dark": ["index", "docs/gallery", "reference/keys"],
-}
-QUESTIONS = {
-    "learning rate warmup": "docs/numbers.html",
-    "out of memory": "docs/errors.html",
-    "bf16 precision": "reference/choices.html",
-    "batch.micro_size": "reference/keys.html",
-    "export onnx": "reference/verbs.html",
-    "TF_CONFIG": "docs/clusters.html",
-}
-LINKS = """() => {
-  const found = [];
-  const walk = (root) => root.querySelectorAll('*').forEach((node) => {
-    if (node.matches('a[href]') && root !== document) found.push(node.href);
-    if (node.shadowRoot) walk(node.shadowRoot);
-  });
-  walk(document);
-  return found;
-}"""
 
 
 def paths(entries: list[Any]) -> Iterator[str]:
@@ -155,40 +125,3 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     command = [sys.executable, str(SITE / "build.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (1, ["mine.txt"])
-
-
-@in_browser
-def test_the_search_finds_each_page_first_without_a_network(browser: Any, site: Path) -> None:
-    page = opened(browser, site / "index.html")
-    page.keyboard.press("/")
-    found = {question: _first_answer(page, question) for question in QUESTIONS}
-    page.context.close()
-    assert {question: answer.partition("#")[0] for question, answer in found.items()} == QUESTIONS
-    assert page.errors == []
-
-
-@in_browser
-@needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_has_no_serious_finding_on_the_site_and_in_the_gallery(browser: Any, site: Path, scheme: str) -> None:
-    found = []
-    for name in FOR_AXE[scheme]:
-        page = opened(browser, site / f"{name}.html", scheme=scheme, bypass_csp=True)
-        page.wait_for_load_state("load")
-        found += [(name, one) for one in (*serious_findings(page), *page.errors)]
-        page.context.close()
-    assert found == []
-
-
-def _first_answer(page: Any, question: str) -> str:
-    """Search as a reader does, until the answers are to the whole question."""
-    page.keyboard.press("Control+a")
-    page.keyboard.type(question)
-    for _ in range(300):
-        page.wait_for_timeout(200)
-        found = page.evaluate(LINKS)
-        if found and f"?h={question.replace(' ', '+')}" in found[0]:
-            page.wait_for_timeout(200)
-            address = str(page.evaluate(LINKS)[0])
-            return re.sub(r"\?h=[^#]*", "", address.partition("/pages/")[2])
-    return "no answer"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli import main
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition, dotted, leaves
 from trainkit.config.described.key_facts import REQUIRED, facts_of
@@ -74,16 +73,3 @@ def test_a_class_of_the_users_needs_an_args_section_only(
         facts = facts_of(composition, ("model", "size"))
     assert (facts.type, facts.unit, facts.default) == ("a whole number", "a plain number", 4)
     assert facts.meaning == "Outputs of the layer."
-
-
-def test_a_key_without_a_value_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "data.target", "recipe=null", "data=csv_table"]) == 0
-    assert capsys.readouterr().out == (
-        "data.target=???\n"
-        "  set by   conf/data/csv_table.yaml:4\n"
-        "  type     text\n"
-        "  unit     none\n"
-        "  default  none: it must be given\n"
-        "  means    The column with the target.\n"
-        "  changes  maths: changes the result\n"
-    )
