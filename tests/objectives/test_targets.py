@@ -140,7 +140,7 @@ def test_the_class_of_probabilities_is_the_most_likely_one() -> None:
 def test_the_worst_samples_are_those_of_the_split_over_ranks_and_batches() -> None:
     scores, labels = SCORES[()].repeat(3, 1), torch.tensor([0, 1, 2] * 4)
 
-    def worst(collective: Collective) -> list[int]:
+    def worst(collective: Collective) -> list[Any]:
         metric = Worst(batch_size=3)
         for batch in range(collective.rank, 4, collective.num_ranks):  # the batches of the split in turn
             part = slice(3 * batch, 3 * batch + 3)
@@ -301,8 +301,6 @@ def test_a_confusion_matrix_counts_the_same_on_two_ranks_as_on_one(parts: list[s
     found = on_ranks(2, evaluate(ConfusionMatrix(4, names=["a", "b", "c", "d"]), parts))
 
     assert found == [Table.of(expected, ["a", "b", "c", "d"])] * 2
-    gathered = on_ranks(2, evaluate(theirs("ConfusionMatrix"), parts))
-    assert all(one.equal(expected) for one in gathered)
 
 
 @needs_torchmetrics

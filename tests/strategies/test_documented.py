@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.contract.crossing import cross
-from tests.contract.documented import Documented, MyStrategy
+from tests.contract.documented import Documented
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
-from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.base import PlanContext
 
 # 37 points in batches of 16 and 5, in shards of at most 3: each rank has several, and the last ones are short
 TWO = Documented(settings={"replicas": 2}, global_size=16, micro_size=3)
@@ -52,9 +52,3 @@ def test_checkpoints_cross_to_it_and_from_it(earlier: str, later: str, pool: Poo
     ranks = cross(pool, last, source=tmp_path / "step_00000004", target=tmp_path / "again", saves_at=4)
     assert {rank.sha256 for rank in ranks} - {None} == {rank.sha256 for rank in saved} - {None}
     assert all(rank.losses == pytest.approx(oracle(last).losses[4:], rel=1e-12) for rank in ranks)
-
-
-def test_it_refuses_more_replicas_than_lanes_where_a_run_is_reproducible() -> None:
-    context = PlanContext(numerics=Numerics(reproducible=True))
-    (problem,) = MyStrategy(replicas=9).validate(context)  # type: ignore[call-arg]
-    assert str(problem).startswith("strategy.replicas=9: more replicas than numerics.lanes=8")

@@ -18,7 +18,7 @@ from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 
 ANY, REPRODUCIBLE = PlanContext(), PlanContext(numerics=Numerics(reproducible=True))
 REPLACED = {"workers": 3, "spare_replicas": 1, "spare_mode": "replace"}
-STALE = {name: Staleness(policy=name) for name in ("scale", "drop")}  # type: ignore[arg-type]
+STALE = {name: Staleness(policy=name) for name in ("scale", "drop")}
 REFUSED: list[tuple[dict[str, Any], PlanContext, str, str]] = [
     ({"workers": 2, "spare_replicas": 2}, ANY, "strategy.spare_replicas=2", "Use 1 or less."),
     ({"spare_mode": "replace"}, ANY, "strategy.spare_mode=replace", "without strategy.spare_replicas"),

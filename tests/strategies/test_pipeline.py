@@ -55,9 +55,7 @@ def test_a_map_names_blocks_with_their_stages_and_tied_weights_may_be_on_two() -
 
 
 MAPS: list[tuple[dict[str, int | str], str, str]] = [
-    ({"embd": 0, "rest": 1}, "map.embd=0", "Did you mean embed?"),
     ({"embed": 0, "rest": 2}, "map.rest=2", "no such stage: there are 0 to 1"),
-    ({"embed": 0, "rest": "cpu"}, "map.rest=cpu", "no such stage"),
     ({"rest": 0}, "map", "no block on stage 1 of 2"),
     ({"embed": 0, "blocks.0": 0, "head": 1}, "map", "Add blocks.1: STAGE"),
     ({"blocks.1": 1, "rest": 0}, "map", "2 times, and 1 would suffice"),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,11 @@ from trainkit.strategies.parameter_server.coordinator.update_log import (
 PLAN = BatchPlan(num_samples=37, global_size=8, micro_size=2)  # steps of 8, 8, 8, 8 and 5 samples: 4 or 3 shards
 
 
-def asynchronous(workers: int = 2, policy: Policy = "accept", bound: int | None = None, **more: int) -> WorkScheduler:
+def asynchronous(workers: int = 2, policy: Policy = "accept", bound: int | None = None, **more: Any) -> WorkScheduler:
     return with_workers(AsyncScheduler(plan=PLAN, staleness=Staleness(policy=policy, bound=bound), **more), workers)
 
 
-def synchronous(workers: int = 4, spares: int = 0, **more: int) -> WorkScheduler:
+def synchronous(workers: int = 4, spares: int = 0, **more: Any) -> WorkScheduler:
     return with_workers(SyncScheduler(plan=PLAN, spares=spares, **more), workers)
 
 

@@ -68,7 +68,6 @@ UNFIT: list[tuple[nn.Module, Any, str, str]] = [
     (gpt(), {}, "plan={}", "shards nothing"),
     (gpt(), {"expand": "colwize"}, "plan.expand=colwize", "Did you mean colwise?"),
     (gpt(), {"mlp.expnd": "colwise"}, "plan.mlp.expnd=colwise", "no such module. Did you mean mlp.expand?"),
-    (gpt(), {"type:Conv2d": "colwise"}, "plan.type:Conv2d=colwise", "no such module."),
     (gpt(), {"expand": "colwise", EXPAND: "rowwise"}, f"plan.{EXPAND}=rowwise", "is in expand already"),
     (gpt(), {"mlp_norm": "colwise"}, "plan.mlp_norm=colwise", "is for nn.Linear and nn.Embedding"),
     (gpt(), {"expand": "sequence"}, "plan.expand=sequence", "keep their weights whole"),

@@ -76,7 +76,12 @@ def test_a_pull_and_a_push_of_a_worker_cross_once_each() -> None:
 
 def test_tensors_arrive_with_their_dtypes_strides_and_sizes() -> None:
     sent: list[Tensor] = [*zoo.channels_last().parameters(), torch.empty(0, 3), torch.tensor(7)]
-    sent += [torch.randn(5).bfloat16(), torch.randn(6, 4)[:, ::2], torch.tensor([True]), torch.randn(3).cfloat()]
+    sent += [
+        torch.randn(5).bfloat16(),
+        torch.randn(6, 4)[:, ::2],
+        torch.tensor([True]),
+        torch.randn(3, dtype=torch.cfloat),
+    ]
     with SecondDevice() as device:
         there = Parcel(sent, towards=META).on(META)
         back = moved([*there[:2], None, *there[2:]], CPU)

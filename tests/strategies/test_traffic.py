@@ -141,12 +141,6 @@ def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -
     }
 
 
-def test_processes_of_two_hosts_sum_by_an_all_reduce() -> None:
-    context = PlanContext(launch=launch_of(2, num_local=1, num_hosts=2))
-    found = traffic_of(MultiWorkerMirrored(), MODEL, context, CUT)
-    assert [(one.num_bytes, one.note) for one in found or ()] == [(2 * SIZE, None)]
-
-
 def test_an_average_sends_parameters_and_slots_in_the_last_step_of_its_window() -> None:
     cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(slots=2 * 5000))
     found = traffic_of(LocalSgd(average_every=8, local_after=3), MODEL, PlanContext(), cut)
@@ -173,7 +167,7 @@ def test_a_cut_block_sums_activations_twice_in_each_direction_and_once_more_wher
     }
 
 
-def test_a_ring_over_two_hosts_crosses_between_them_once_in_each_direction() -> None:
+def test_an_all_reduce_over_two_hosts_crosses_between_them_once_in_each_direction() -> None:
     context = PlanContext(launch=launch_of(4, num_local=2, num_hosts=2))
     found = traffic_of(MultiWorkerMirrored(), MODEL, context, CUT)
     traffic = Traffic(transfers=found or (), ranks_a_host=2)
