@@ -9,9 +9,12 @@ import pytest
 
 from trainkit.cli import main
 
+Write = Callable[[Mapping[str, str]], Path]
+Refuse = Callable[..., list[str]]
+
 
 @pytest.fixture
-def write_conf(tmp_path: Path) -> Callable[[Mapping[str, str]], Path]:
+def write_conf(tmp_path: Path) -> Write:
     """Write YAML files, `{"model/mine.yaml": text}`, and return their folder, as `--config-dir` takes it."""
 
     def write(files: Mapping[str, str]) -> Path:
@@ -25,9 +28,7 @@ def write_conf(tmp_path: Path) -> Callable[[Mapping[str, str]], Path]:
 
 
 @pytest.fixture
-def refuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., list[str]]:
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuse:
     """Run a bad command line in an empty folder: the problems it prints; nothing may be left behind."""
 
     def run(*arguments: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import yaml
 from torch import nn
 
+from tests.config.conftest import Write
 from tests.support.attempts import ATTEMPTS, filled, set_up
 from trainkit.cli import main
 from trainkit.config.check import checked
@@ -247,12 +248,7 @@ HYDRA = [
 
 @pytest.mark.parametrize(("place", "node", "words"), HYDRA)
 def test_hydras_own_node_names_its_plugins_alone(
-    canary: Path,
-    write_conf: Callable[[Mapping[str, str]], Path],
-    capsys: pytest.CaptureFixture[str],
-    place: str,
-    node: object,
-    words: str,
+    canary: Path, write_conf: Write, capsys: pytest.CaptureFixture[str], place: str, node: object, words: str
 ) -> None:
     values = {"evil": node}
     for name in reversed(["hydra", *place.split(".")]):

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.config.conftest import Write
 from trainkit import __version__
 from trainkit.cli import main, parse
 from trainkit.errors import ConfigError
@@ -68,9 +68,7 @@ def test_ls_lists_groups_choices_and_a_choice(capsys: pytest.CaptureFixture[str]
     assert "_target_: trainkit.schedules.Linear\nend: 0.0\n" in capsys.readouterr().out
 
 
-def test_ls_goes_on_past_a_broken_file(
-    write_conf: Callable[[Mapping[str, str]], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_goes_on_past_a_broken_file(write_conf: Write, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_conf({"model/broken.yaml": "a: [\n", "model/mine.yaml": "# My own\nwidth: 3\n"})
     assert main(["ls", "model", "--config-dir", str(folder)]) == 0
     printed = capsys.readouterr()

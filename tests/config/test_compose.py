@@ -1,10 +1,11 @@
 """A value of a lower place that silently wins over one of a higher place is caught here alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Write
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
@@ -28,7 +29,7 @@ callbacks:
 
 
 @pytest.fixture
-def with_recipe(write_conf: Callable[[Mapping[str, str]], Path]) -> Callable[..., Composition]:
+def with_recipe(write_conf: Write) -> Callable[..., Composition]:
     folder = write_conf({"recipe/mine.yaml": RECIPE})
 
     def run(*arguments: str) -> Composition:
@@ -57,9 +58,7 @@ def test_the_origin_of_a_key_is_the_line_that_set_it(with_recipe: Callable[..., 
     assert composed.origin("model.dropout").where.endswith("conf/model/mlp.yaml:7")
 
 
-def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(
-    write_conf: Callable[[Mapping[str, str]], Path],
-) -> None:
+def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(write_conf: Write) -> None:
     folder = write_conf(
         {"recipe/mine.yaml": "seed: 5\n", "debug/fast.yaml": "# @package _global_\nseed: 9\nepochs: 2\n"}
     )
@@ -85,16 +84,14 @@ def test_naming_the_recipes_own_choices_drops_nothing_that_is_still_chosen(
     assert "plots" not in with_recipe("callbacks=[progress]").values["callbacks"]
 
 
-def test_a_recipe_may_start_from_another(write_conf: Callable[[Mapping[str, str]], Path]) -> None:
+def test_a_recipe_may_start_from_another(write_conf: Write) -> None:
     recipes = {"mine": RECIPE, "more": "defaults: [mine]\nsteps: 9\n", "broken": "a: [\n"}
     folder = write_conf({f"recipe/{name}.yaml": text for name, text in recipes.items()})
     values = compose(["recipe=more"], config_dirs=[folder]).values
     assert (values["steps"], values["epochs"], values["optimizer"]["lr"]) == (9, None, 0.5)
 
 
-def test_a_users_folder_comes_first_and_what_it_hides_is_named(
-    write_conf: Callable[[Mapping[str, str]], Path],
-) -> None:
+def test_a_users_folder_comes_first_and_what_it_hides_is_named(write_conf: Write) -> None:
     folder = write_conf({"model/mlp.yaml": "_target_: mine.Net\nhidden: [7]\n", "model/own.yaml": "width: 3\n"})
     composed = compose(["recipe=null"], config_dirs=[folder])
     assert composed.values["model"] == {"_target_": "mine.Net", "hidden": [7]}
@@ -152,10 +149,7 @@ def test_problems_make_no_config() -> None:
     ],
 )
 def test_the_length_given_at_the_higher_place_counts(
-    write_conf: Callable[[Mapping[str, str]], Path],
-    recipe: str,
-    arguments: list[str],
-    expected: tuple[int | None, int | None],
+    write_conf: Write, recipe: str, arguments: list[str], expected: tuple[int | None, int | None]
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": recipe})
     composed = compose(["recipe=mine", *arguments], config_dirs=[folder])
@@ -163,9 +157,7 @@ def test_the_length_given_at_the_higher_place_counts(
     assert composed.problems == ()
 
 
-def test_a_displaced_value_is_mentioned_unless_it_was_a_default(
-    write_conf: Callable[[Mapping[str, str]], Path], tmp_path: Path
-) -> None:
+def test_a_displaced_value_is_mentioned_unless_it_was_a_default(write_conf: Write, tmp_path: Path) -> None:
     folder = write_conf({"recipe/mine.yaml": "steps: 5\n"})
     composed = compose(["recipe=mine", "epochs=3"], config_dirs=[folder])
     assert composed.notes == (f"epochs=3 (command line) replaces steps=5 ({tmp_path}/conf/recipe/mine.yaml:1)",)
@@ -185,10 +177,7 @@ def test_a_displaced_value_is_mentioned_unless_it_was_a_default(
     ],
 )
 def test_of_the_batch_triple_global_size_is_displaced_last(
-    write_conf: Callable[[Mapping[str, str]], Path],
-    recipe: str,
-    arguments: list[str],
-    expected: tuple[int | None, int | None, int | None],
+    write_conf: Write, recipe: str, arguments: list[str], expected: tuple[int | None, int | None, int | None]
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": f"batch:\n  {recipe}\n"})
     composed = compose(["recipe=mine", *arguments], config_dirs=[folder])

@@ -44,7 +44,6 @@ def test_functions_and_classes_are_taken_by_name_or_as_a_node() -> None:
         (f"data.collate={OWN}.pod", f"data.collate={OWN}.pod: there is no pod in {OWN}."),
         ("data.collate=torch.nn.Linear", "data.collate=torch.nn.Linear: is no collate"),
         ("data.sampler=torch.utils.data.RandomSampler", "data.sampler=torch.utils.data.RandomSampler: is no function"),
-        ("data.collate=pad", "data.collate=pad: must name a class or function with its module"),
         ("data.collate=3", "data.collate=3: must be the dotted name of a function or class"),
         (f"data.collate={OWN}.hide_words", "data.collate.share: is missing: hide_words needs it."),
         (f"data.collate={{_target_: {OWN}.hide_words, shore: 1}}", "data.collate.shore: no such key in hide_words."),

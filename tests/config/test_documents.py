@@ -29,21 +29,13 @@ def document(tmp_path: Path) -> Document:
     return read_document(tmp_path / "mine.yaml")
 
 
-def test_every_key_has_its_line(document: Document) -> None:
-    assert document.lines["seed",] == 6
-    assert document.lines["batch",] == 7
-    assert document.lines["batch", "global_size"] == 8
-
-
-def test_the_defaults_list_is_taken_out_and_keeps_its_lines(document: Document) -> None:
+def test_keys_and_defaults_are_read_with_their_lines(document: Document) -> None:
+    lines = {".".join(path): line for path, line in document.lines.items()}
+    assert (lines["seed"], lines["batch"], lines["batch.global_size"]) == (6, 7, 8)
     assert document.defaults == ["_self_", {"override /model": "mlp"}]
     assert document.defaults_lines == (4, 5)
     assert "defaults" not in document.values
-
-
-def test_header_and_description_are_read(document: Document) -> None:
-    assert document.package == "_global_"
-    assert document.description == "What it is for"
+    assert (document.package, document.description) == ("_global_", "What it is for")
 
 
 def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document: Document) -> None:

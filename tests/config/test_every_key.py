@@ -11,7 +11,6 @@ import pytest
 
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import compose
-from trainkit.config.described.docstrings import doc_line
 from trainkit.config.identity import difference, fingerprint, tag_of
 from trainkit.config.schema import GROUPS, RunConfig, hints_of
 from trainkit.config.values import misfit, plain
@@ -54,11 +53,3 @@ def test_a_changed_key_is_reported_as_a_problem_or_a_difference(path: tuple[str,
     (changed,) = [item for item in difference(before, after) if item.key == ".".join(path)]
     assert changed.tag is tag_of(after, path).tag or not changed.matters
     assert (fingerprint(before) != fingerprint(after)) == changed.matters
-
-
-def test_every_run_level_key_says_what_it_means() -> None:
-    for path in KEYS:
-        kind: typing.Any = RunConfig
-        for name in path[:-1]:
-            kind = plain(hints_of(kind)[name])
-        assert doc_line(kind, path[-1]), path

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from trainkit.cli import main
+from tests.config.conftest import Refuse, Write
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition
@@ -33,7 +31,7 @@ OVER_DIGITS = "defaults:\n  - override /recipe: digits\nsteps: 3\nname: short\n"
 
 
 @pytest.fixture
-def composed(write_conf: Callable[[Mapping[str, str]], Path]) -> Callable[..., Composition]:
+def composed(write_conf: Write) -> Callable[..., Composition]:
     """Compose and check with the experiments `small` and `vision/short`."""
     files = {"experiment/small": SMALL, "model/mine": MINE, "experiment/vision/short": OVER_DIGITS}
     folder = write_conf({f"{name}.yaml": text for name, text in files.items()})
@@ -72,21 +70,6 @@ def test_an_experiment_wins_over_a_recipe_that_it_names(composed: Callable[..., 
     )
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("composed")
-def test_experiments_are_swept_resumed_and_listed(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    conf = ("--config-dir", "conf")
-    short = ("sweep.name=both", "logger=[]", "callbacks=[]", "quiet=true", "stop_at_step=2")
-    assert main(["-m", *conf, "experiment=small,vision/short", *short]) == 0
-    runs = [cwd / "outputs/sweeps/both" / job for job in "01"]
-    assert [json.loads((run / "result.json").read_text())["steps"] for run in runs] == [2, 2]
-    assert main(["resume", *conf, str(runs[0]), "quiet=true"]) == 0
-    assert json.loads((runs[0] / "result.json").read_text())["steps"] == 6
-    capsys.readouterr()
-    assert main(["ls", *conf, "experiment"]) == 0
-    assert "small" in capsys.readouterr().out
-
-
-def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Callable[..., list[str]]) -> None:
+def test_an_experiment_without_a_folder_says_where_it_belongs(refuse: Refuse) -> None:
     (problem,) = refuse("experiment=small")
     assert problem.startswith("experiment: there is no such folder of choices. Write DIR/experiment/NAME.yaml")

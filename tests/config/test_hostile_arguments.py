@@ -1,10 +1,10 @@
 """An argument that recurses, allocates without end or writes outside of its folder is caught here alone: code 2."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Refuse
 from trainkit.cli import main
 from trainkit.errors import Problem
 
@@ -38,7 +38,7 @@ LONG = "has a name of 300 bytes; a file system takes 255 at most."
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_an_argument_without_bound_is_refused_on_one_screen(
-    refuse: Callable[..., list[str]], arguments: tuple[str, ...], told: str
+    refuse: Refuse, arguments: tuple[str, ...], told: str
 ) -> None:
     problems = refuse("plan", "recipe=null", *arguments)
     assert max(map(len, problems)) < 1500
@@ -55,7 +55,7 @@ def test_an_argument_without_bound_is_refused_on_one_screen(
     ],
 )
 def test_a_sweep_without_number_is_refused_before_it_is_counted_out(
-    refuse: Callable[..., list[str]], arguments: tuple[str, ...], told: str
+    refuse: Refuse, arguments: tuple[str, ...], told: str
 ) -> None:
     (problem,) = refuse("-m", "recipe=null", *arguments)
     assert problem.startswith(told)

@@ -1,11 +1,10 @@
 """A crafted YAML that hangs, exhausts memory or reads a file outside of the config folders is caught here alone."""
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Refuse, Write
 from trainkit.bounded import MAX_BYTES, MAX_VALUES, check_bounds, parse_yaml
 from trainkit.cli import main
 from trainkit.config.compose import compose
@@ -16,8 +15,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
 )
 CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(60))
-Write = Callable[[Mapping[str, str]], Path]
-Refuse = Callable[..., list[str]]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
+from tests.config.conftest import Refuse, Write
 from trainkit.config.check.unused_keys import unused_keys
 from trainkit.config.compose import compose
 from trainkit.config.compose.jobs import hydra_config, run_job
@@ -89,9 +90,7 @@ def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers: None) -
     assert caught.value is error
 
 
-def test_hydra_settings_of_files_apply_to_the_job(
-    tmp_path: Path, handlers: None, write_conf: Callable[[Mapping[str, str]], Path]
-) -> None:
+def test_hydra_settings_of_files_apply_to_the_job(tmp_path: Path, handlers: None, write_conf: Write) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})
     composed = compose(["recipe=mine", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"], config_dirs=[folder])
     assert run_job(composed, tmp_path, lambda: os.environ["TRAINKIT_OF_THE_TEST"]) == "7"
@@ -117,7 +116,7 @@ def test_the_cluster_chooses_the_launcher_and_the_command_line_another() -> None
     ],
 )
 def test_hydra_takes_no_typo_and_no_cycle_in_a_users_file(
-    write_conf: Callable[[Mapping[str, str]], Path], refuse: Callable[..., list[str]], node: str, told: str
+    write_conf: Write, refuse: Refuse, node: str, told: str
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": f"hydra:\n  {node}\n"})
     assert refuse("--config-dir", str(folder), "recipe=mine")[0].startswith(told)

@@ -1,10 +1,10 @@
 """A map that leaves a module without a device, or a plan that counts its memory twice, is caught here alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Refuse
 from trainkit.cli import main
 
 MAP = ("strategy=device_map", "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}")
@@ -22,7 +22,7 @@ MAP = ("strategy=device_map", "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,h
         ("device_map=auto", "device_map: no such key. Did you mean strategy.map? It is a key of strategy=device_map"),
     ],
 )
-def test_a_bad_map_is_refused_by_its_key(refuse: Callable[..., list[str]], line: str, told: str) -> None:
+def test_a_bad_map_is_refused_by_its_key(refuse: Refuse, line: str, told: str) -> None:
     (problem,) = refuse(*line.split(), "recipe=null")
     assert problem.startswith(told)
 
@@ -45,7 +45,7 @@ def test_the_plan_shows_what_is_where_and_the_memory_of_the_fullest_device(
 
 
 @pytest.mark.usefixtures("compiled_gradients")
-def test_a_step_over_several_devices_is_no_graph(refuse: Callable[..., list[str]]) -> None:
+def test_a_step_over_several_devices_is_no_graph(refuse: Refuse) -> None:
     groups = ("strategy=mirrored", "strategy.devices=[[cpu,cpu],[cpu,cpu]]", "strategy.map=auto")
     (problem,) = refuse("plan", "recipe=null", *groups, "compile.mode=step")
     assert problem.startswith("compile.mode=step: Mirrored, as its keys are set, does not run steps as graphs.")

@@ -1,11 +1,12 @@
 """A mistyped key of a user's own class, or an import of a package that nobody named, is caught here alone."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import Write
 from trainkit.config.check import check_names, check_names_first, check_values, checked
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition
@@ -35,9 +36,7 @@ class Loose:
 
 
 @pytest.fixture
-def own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_conf: Callable[[Mapping[str, str]], Path]
-) -> Callable[..., Composition]:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_conf: Write) -> Callable[..., Composition]:
     """A package `test_own_nets` and a choice `model=mine` that names a class of it."""
     (tmp_path / "test_own_nets.py").write_text(PACKAGE)
     (tmp_path / "test_own_bad.py").write_text("raise RuntimeError('half written')\n")

@@ -1,11 +1,11 @@
 """A sweep that starts before its last point was checked, or drops a key of some points, is caught here alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.config.conftest import Refuse
 from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.jobs import ComposedConfigLoader
@@ -64,7 +64,7 @@ def test_a_key_that_no_point_has_is_a_problem() -> None:
     ]
 
 
-def test_problems_of_plans_are_reported_for_all_points_before_the_first_run(refuse: Callable[..., list[str]]) -> None:
+def test_problems_of_plans_are_reported_for_all_points_before_the_first_run(refuse: Refuse) -> None:
     told = refuse("-m", "recipe=null", "steps=20", "warmup.steps=5,30,40", "batch.micro_size=64,32")
     rule = "steps of warmup, and the training has 20. Use 20 or fewer. (command line)"
     assert told == [f"warmup.steps=30: 30 {rule}", f"warmup.steps=40: 40 {rule}"]

@@ -11,9 +11,7 @@ from trainkit.config.grammar import setting
 from trainkit.config.yaml_files import config_dir_arguments, with_config_dirs
 
 
-def test_a_command_that_composes_anew_names_the_folders_of_the_user(
-    cwd: Path,
-) -> None:
+def test_a_command_that_composes_anew_names_the_folders_of_the_user(cwd: Path) -> None:
     (cwd / "my conf").mkdir()
     call, _ = parse(["prove", "strategy=mirrored", "--config-dir", "my conf", "--config-dir=/srv/conf", "--steps", "3"])
     told = "trainkit prove --config-dir 'my conf' --config-dir /srv/conf strategy=mirrored --steps 3"

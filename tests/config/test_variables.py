@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-
 import pytest
 
+from tests.config.conftest import Refuse, Write
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
 
 
 def test_the_text_of_a_variable_is_read_as_what_its_key_takes(
-    monkeypatch: pytest.MonkeyPatch, write_conf: Callable[[Mapping[str, str]], Path]
+    monkeypatch: pytest.MonkeyPatch, write_conf: Write
 ) -> None:
     given = {"EPOCHS": "3", "RATE": "1e-3", "WIDTHS": "[8, 16]", "ONE": "5", "NORM": "true", "NAME": "0123"}
     for name, text in given.items():
@@ -26,9 +24,7 @@ def test_the_text_of_a_variable_is_read_as_what_its_key_takes(
     assert checked(compose(["model.hidden=[${oc.env:ONE},3]"])).values["model"]["hidden"] == [5, 3]
 
 
-def test_a_text_that_is_no_number_is_refused_with_the_variable(
-    refuse: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_is_no_number_is_refused_with_the_variable(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAD", "many")
     (problem,) = refuse("recipe=null", "model.dropout=${oc.env:BAD}")
     assert problem.startswith("model.dropout=many: must be a number. It is the value of the environment variable BAD.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.config.conftest import Write
 from trainkit.config.compose import compose
 from trainkit.config.composition import Composition, dotted, leaves
 from trainkit.config.described.key_facts import REQUIRED, facts_of
@@ -59,7 +60,7 @@ def test_facts_come_from_annotation_documentation_and_yaml(
 
 
 def test_a_class_of_the_users_needs_an_args_section_only(
-    write_conf: Callable[[Mapping[str, str]], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    write_conf: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "explained_net.py").write_text(
         "import torch\n\n\nclass Net(torch.nn.Module):\n"
