@@ -6,12 +6,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.end_to_end.faulty import FAULT, PLACE
 from tests.support import quick
+from tests.support.settings import latest
 from tests.support.verdicts import plain
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,14 @@ SAID: Mapping[str, str] = {
     "endless loop": r"has made no progress for \d+ s in step 3 \(forward\)",
     "loader hang": r"has made no progress for \d+ s in step \d \(data\)",
 }
+PLACES = {
+    "GIL held": "keeps_the_interpreter",
+    "sleep": "waits_for_ever",
+    "endless loop": "loops_for_ever",
+    "loader hang": "waits_for_ever",
+}
+"""What a rank does while it hangs: its stack is on the screen."""
+LIMIT = "The limit is supervisor.hang_timeout_s=5: raise it if the rank was healthy."
 FILES = {
     "model/net.yaml": "_target_: tests.end_to_end.faulty.Net\n",
     "callbacks/fault.yaml": "_target_: tests.end_to_end.faulty.Fault\n",
@@ -44,7 +54,7 @@ FILES = {
 OVERRIDES = (
     "recipe=null", "--allow-package=tests", "data=faulty", "batch.global_size=8", "batch.micro_size=null",
     "steps=8", "log_every_steps=100", "callbacks=[fault]", "logger=[]", "loader.num_workers=0", "hydra.run.dir=run",
-    "eval.every_epochs=null", "checkpoint.every_epochs=null", "supervisor.max_restarts=0",
+    "eval.every_epochs=null", "checkpoint.every_epochs=null",
 )  # fmt: skip
 
 MLP = ("model=mlp", "model.in_features=5", "model.out_features=2", "model.hidden=[8,8]")
@@ -75,6 +85,8 @@ class Outcome:
             found.append(f"the screen says something else:\n{self.screen}")
         if self.code != (5 if kind in HANGS else 1) or self.status != "failed":
             found.append(f"exit code {self.code}, status {self.status}")
+        if kind in PLACES and (PLACES[kind] not in self.screen or LIMIT not in self.screen):
+            found.append(f"neither place nor limit:\n{self.screen}")
         found += [f"an after-effect on the screen: {line}" for line in re.findall(_AFTER_EFFECTS, self.screen)]
         return found
 
@@ -82,24 +94,48 @@ class Outcome:
 _AFTER_EFFECTS = r".*(?:gloo/transport|terminate called|Fatal Python error|ended while rank).*"
 
 
-def train(folder: Path, fault: str, *overrides: str) -> Outcome:
-    """Train in a folder with a planted fault, `KIND:RANK:STEP`."""
+def launch(
+    folder: Path, fault: str, *overrides: str, quickly: bool = True, within: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Start a training in a folder with a planted fault, `KIND:RANK:STEP`.
+
+    Args:
+        folder: where it runs.
+        fault: what happens.
+        *overrides: more settings.
+        quickly: whether the command is forked; such a one gets no signals.
+        within: a command that runs the one behind it.
+    """
     for name, text in FILES.items():
         path = folder / "conf" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    command = quick.command("--config-dir", str(folder / "conf"), *OVERRIDES, *overrides)
+    several = ["supervisor.max_restarts=0"] if any(one.startswith("strategy=") for one in overrides) else []
+    arguments = ["--config-dir", str(folder / "conf"), *latest(*OVERRIDES, *several, *overrides)]
+    command = quick.command(*arguments) if quickly else [sys.executable, "-m", "trainkit", *arguments]
     place = {PLACE: "callback"} if "model=net" not in overrides else {}
-    whole = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **place}
-    ended = subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, timeout=240, check=False)
-    return outcome(folder / "run", ended.returncode, ended.stdout + ended.stderr)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **place}
+    return subprocess.Popen(
+        [*within, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
-def outcome(run: Path, code: int, screen: str) -> Outcome:
-    """Read what a run left."""
-    path = run / "result.json"
+def outcome(folder: Path, process: subprocess.Popen[str]) -> Outcome:
+    """Wait for the end of a training, and read what it left."""
+    with process:
+        try:
+            screen, _ = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    path = folder / "run/result.json"
     result = json.loads(path.read_text()) if path.is_file() else {}
-    return Outcome(code=code, screen=screen, reason=result.get("reason", ""), status=result.get("status", ""))
+    said = {"reason": result.get("reason", ""), "status": result.get("status", "")}
+    return Outcome(code=process.returncode, screen=screen, **said)
+
+
+def train(folder: Path, fault: str, *overrides: str) -> Outcome:
+    """Train in a folder with a planted fault."""
+    return outcome(folder, launch(folder, fault, *overrides))
 
 
 def mirrored(ranks: int, *, hang_timeout_s: float = 5.0) -> Sequence[str]:

@@ -6,17 +6,16 @@ TRAINKIT_TEST_FAULT_AT="callback"       where, instead of in the model: for mode
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.end_to_end.hanging import keeps_the_interpreter, loops_for_ever, waits_for_ever
 from trainkit.trainer.events import Callback, Run
 
 FAULT = "TRAINKIT_TEST_FAULT"
@@ -38,13 +37,6 @@ def _eat_memory() -> None:
         held.append(bytearray(os.urandom(1 << 20)) * 32)
 
 
-def _hold_gil() -> None:
-    """Lock a mutex twice in C, without releasing the GIL; signals do not end it, as they would a sleep."""
-    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
-
-
 def _exchange() -> None:
     dist.all_reduce(torch.ones(5))
 
@@ -55,8 +47,9 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "sys.exit": lambda: sys.exit(0),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "out of memory": _eat_memory,
-    "GIL held": _hold_gil,
-    "sleep": lambda: time.sleep(1 << 20),
+    "GIL held": keeps_the_interpreter,
+    "sleep": waits_for_ever,
+    "endless loop": loops_for_ever,
 }
 
 
@@ -98,9 +91,6 @@ def fail_at(now: int) -> None:
         raise RuntimeError("the peer table is broken: connection reset by peer")
     elif here and kind == "raised":
         raise ValueError("bad batch 17")
-    elif here and kind == "endless loop":
-        while True:
-            pass
     elif here and kind in ACTIONS:
         ACTIONS[kind]()
 
@@ -122,5 +112,5 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
         kind, rank, step = _fault()
         self.reads += 1
         if kind == "loader hang" and rank == _rank() and self.reads > 2 * step:
-            time.sleep(1 << 20)
+            waits_for_ever()
         return self.inputs[index], int(self.inputs[index].sum() > 0)

@@ -1,4 +1,6 @@
-"""A run that fails names the rank that failed, with one cause on the screen, in result.json and in the exit code."""
+"""A rank blamed for what another did, two causes for one end, and a stop of the supervisor taken for a hang are caught
+here alone: whole runs name the rank that failed, with one cause on the screen, in result.json and in the exit code.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.attribution import (
-    FILES,
-    HANGS,
-    KINDS,
-    MLP,
-    OVERRIDES,
-    ROOT,
-    STEP,
-    Outcome,
-    mirrored,
-    outcome,
-    train,
-)
-from tests.end_to_end.faulty import FAULT
+from tests.end_to_end.attribution import HANGS, KINDS, MLP, STEP, launch, mirrored, outcome, train
+from tests.support.verdicts import plain
 
 STRATEGIES = {
     "fsdp": ("strategy=fsdp", "strategy.replicas=2", *MLP),
@@ -34,9 +23,7 @@ STRATEGIES = {
     "pipeline": ("strategy=pipeline", *MLP),
     "local_sgd": ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=4", *MLP),
 }
-
-
-MATRIX = pytest.mark.matrix
+SHORT = ("raised 'peer'", "exited 0", "extra collective")
 
 
 def _limit(kind: str) -> float:
@@ -44,32 +31,15 @@ def _limit(kind: str) -> float:
     return 5 if kind in HANGS else 60
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind
-        if kind in {"raised 'peer'", "exited 0", "extra collective"}
-        else pytest.param(kind, marks=pytest.mark.long)
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=() if one in SHORT else pytest.mark.long) for one in KINDS])
 def test_of_two_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None:
-    assert train(cwd, f"{kind}:1:{STEP}", *mirrored(2, hang_timeout_s=_limit(kind))).problems(kind, 1) == []
+    loader = "loader.num_workers=1" if kind == "loader hang" else "loader.num_workers=0"
+    assert train(cwd, f"{kind}:1:{STEP}", *mirrored(2, hang_timeout_s=_limit(kind)), loader).problems(kind, 1) == []
 
 
 # of more than two ranks, the others fail of what one did or wait for it; every kind is named among two
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "stopped",
-        "missing collective",
-        *(
-            pytest.param(one, marks=pytest.mark.matrix)
-            for one in ("exited 0", "killed", "raised 'peer'", "loader hang")
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["stopped", "missing collective"])
 def test_of_four_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None:
     assert train(cwd, f"{kind}:2:{STEP}", *mirrored(4, hang_timeout_s=_limit(kind))).problems(kind, 2) == []
 
@@ -84,17 +54,25 @@ def test_under_every_strategy_with_processes_that_rank_is_named(cwd: Path, kind:
     assert train(cwd, f"{kind}:1:{STEP}", *overrides).problems(kind, 1) == []
 
 
-def _start(folder: Path, *overrides: str, steps: int) -> subprocess.Popen[str]:
-    for name, text in FILES.items():
-        path = folder / "conf" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    longer = [f"steps={steps}" if one.startswith("steps=") else one for one in OVERRIDES]
-    command = [sys.executable, "-m", "trainkit", "--config-dir", str(folder / "conf"), *longer, *overrides]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: "none:0:0"}
-    return subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+@pytest.mark.long
+def test_a_hang_in_the_first_step_is_found_by_the_limit_of_first_steps(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINKIT_FAIL", "rank=1,step=0,phase=forward,action=hang")
+    found = train(cwd, "none:0:0", *mirrored(2))
+    said = "rank 1 has made no progress for 20 s in step 0 (forward). The limit is supervisor.first_step_timeout_s=20:"
+    assert found.code == 5
+    assert said in plain(found.screen)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["endless loop", "loader hang"])
+def test_one_process_ends_by_itself(cwd: Path, kind: str) -> None:
+    later = 30  # the passes that show what the model does come first, in the same process
+    settings = ("model=net", "supervisor.hang_timeout_s=5", "steps=99", "loader.num_workers=1")
+    found = train(cwd, f"{kind}:-1:{later}", *settings)
+    assert (found.code, found.status) == (5, "failed")
+    assert "rank 0 has made no progress for " in plain(found.reason)
 
 
 def _wait_for(file: Path, process: subprocess.Popen[str]) -> None:
@@ -105,14 +83,15 @@ def _wait_for(file: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.long
 def test_a_supervisor_that_was_stopped_for_a_while_blames_no_rank(cwd: Path) -> None:
-    process = _start(cwd, *mirrored(2, hang_timeout_s=3), "checkpoint.every_steps=200", steps=3000)
+    settings = (*mirrored(2, hang_timeout_s=3), "checkpoint.every_steps=200", "steps=3000")
+    process = launch(cwd, "none:0:0", *settings, quickly=False)
     _wait_for(cwd / "run/checkpoints/step_00000200", process)
     process.send_signal(signal.SIGSTOP)
     time.sleep(6)
     process.send_signal(signal.SIGCONT)
-    screen, _ = process.communicate(timeout=200)
-    assert (process.returncode, outcome(cwd / "run", 0, screen).status) == (0, "finished"), screen
-    assert "Restarting" not in screen
+    found = outcome(cwd, process)
+    assert (found.code, found.status) == (0, "finished"), found.screen
+    assert "Restarting" not in found.screen
 
 
 def _pid_of(name: str, below: int) -> int:
@@ -137,16 +116,16 @@ def _is_below(pid: int, ancestor: int) -> bool:
 @pytest.mark.long
 def test_a_server_of_parameters_that_is_stopped_is_named(cwd: Path) -> None:
     servers = ("model=net", "strategy=parameter_server", "strategy.servers=1", "strategy.workers=2")
-    process = _start(cwd, *servers, "strategy.timeout_s=8", "checkpoint.every_steps=20", steps=100_000)
+    settings = (*servers, "strategy.timeout_s=8", "checkpoint.every_steps=20", "steps=100000")
+    process = launch(cwd, "none:0:0", *settings, quickly=False)
     _wait_for(cwd / "run/checkpoints/step_00000020", process)
     server = _pid_of("ps:0", process.pid)
     os.kill(server, signal.SIGSTOP)
-    screen, _ = process.communicate(timeout=200)
-    found = outcome(cwd / "run", process.returncode, screen)
+    found = outcome(cwd, process)
     first = found.reason.splitlines()[0]
-    assert f"(pid {server} on " in first, screen
+    assert f"(pid {server} on " in first, found.screen
     assert "is stopped by a signal (state T)" in first
-    assert first in screen
+    assert first in found.screen
     assert (found.status, found.code) == ("failed", 5)
 
 
@@ -169,30 +148,7 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
-def test_a_rank_killed_by_the_memory_limit_of_its_cgroup_is_reported_as_out_of_memory(
-    cwd: Path, cgroup: Path, ranks: int
-) -> None:
-    assert _in_cgroup(cwd, cgroup, ranks).problems("out of memory", 1) == []
-
-
-def _in_cgroup(folder: Path, cgroup: Path, ranks: int) -> Outcome:
-    for name, text in FILES.items():
-        path = folder / "conf" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "trainkit",
-        "--config-dir",
-        str(folder / "conf"),
-        *OVERRIDES,
-        *mirrored(ranks, hang_timeout_s=60),
-    ]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: f"out of memory:1:{STEP}"}
-    ended = subprocess.run(
-        ["/bin/sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *command],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    return outcome(folder / "run", ended.returncode, ended.stdout + ended.stderr)
+def test_a_rank_killed_by_the_memory_limit_of_its_cgroup_is_reported_as_out_of_memory(cwd: Path, cgroup: Path) -> None:
+    within = ["/bin/sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh"]
+    fault, settings = f"out of memory:1:{STEP}", mirrored(2, hang_timeout_s=60)
+    assert outcome(cwd, launch(cwd, fault, *settings, quickly=False, within=within)).problems("out of memory", 1) == []

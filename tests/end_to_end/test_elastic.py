@@ -1,4 +1,4 @@
-"""Replicas are lost for good, training goes on without them, takes them back, and ends in the same bits."""
+"""A replica that is lost and returns, and changes a bit or is counted wrong in the rows, is caught here alone."""
 
 import json
 import subprocess

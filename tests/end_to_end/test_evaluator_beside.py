@@ -1,4 +1,4 @@
-"""`eval.beside=true`: an evaluator in a process of its own beside a run of any strategy."""
+"""An evaluator beside the run that scores other weights than those of its step is caught here alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,13 @@ POINTS = (
     "optimizer.lr=0.05", "steps=6", "eval.every_steps=3", "eval.every_epochs=null", "checkpoint.keep_last=9",
     "average=ema",
 )  # fmt: skip
+MIRRORED = ("strategy=mirrored", "strategy.replicas=2")
+SERVERS = ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=1")
 PLACES = {
-    "one_device": (),
-    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
     "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
     "pipeline": ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=1"),
-    "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=1"),
-    "central_storage": ("strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"),
-    "tensor_parallel": (
-        "strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1", "strategy.plan={0:colwise,2:rowwise}",
-    ),
-}  # fmt: skip
-
-
-MARKS = dict.fromkeys(("fsdp", "pipeline", "parameter_server"), pytest.mark.long)
+    "parameter_server": SERVERS,
+}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -37,11 +30,17 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=() if p == "mirrored" else MARKS.get(p, pytest.mark.matrix)) for p in PLACES]
+    "settings",
+    [
+        pytest.param(MIRRORED, marks=pytest.mark.slow),
+        *(pytest.param(one, marks=pytest.mark.long) for one in PLACES.values()),
+    ],
+    ids=["mirrored", *PLACES],
 )
-@pytest.mark.slow
-def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(place: str, tmp_path: Path) -> None:
-    result = run(tmp_path / "run", *POINTS, *PLACES[place], "eval.beside=true")
+def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run(tmp_path / "run", *POINTS, *settings, "eval.beside=true")
     found = {row["step"]: row for row in rows(tmp_path / "run")}
     assert sorted(found) == [3, 6]
     assert result["evaluator"] == {"status": "finished", "reason": None, "evaluated": 2, "not_evaluated": []}
@@ -54,26 +53,11 @@ def test_every_checkpoint_is_evaluated_beside_the_training_of_any_strategy(place
         )
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (
-            (*PLACES["parameter_server"], "strategy.evaluator=true"),
-            "eval.beside=true: the strategy has its own evaluator. Leave one of them out.",
-        ),
-        (
-            (*PLACES["mirrored"], "elastic.min_replicas=1"),
-            "eval.beside=true: the run may continue with fewer tasks (elastic.min_replicas). Leave one of them out.",
-        ),
-        (
-            ("callbacks=[early_stop]",),
-            "callbacks.early_stop: needs evaluations during the training, which eval.beside",
-        ),
-    ],
-)
-def test_an_evaluator_that_cannot_stand_beside_a_run_is_refused(
-    tmp_path: Path, settings: tuple[str, ...], told: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        run(tmp_path / "run", *POINTS, *settings, "eval.beside=true")
-    assert any(str(problem).startswith(told) for problem in caught.value.problems), caught.value
+def test_an_evaluator_that_cannot_stand_beside_a_run_is_refused(tmp_path: Path) -> None:
+    for settings, told in (
+        ((*SERVERS, "strategy.evaluator=true"), "the strategy has its own evaluator"),
+        ((*MIRRORED, "elastic.min_replicas=1"), "the run may continue with fewer tasks"),
+        (("callbacks=[early_stop]",), "callbacks.early_stop: needs evaluations during the training"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            run(tmp_path / "run", *POINTS, *settings, "eval.beside=true")

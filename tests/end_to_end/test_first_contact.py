@@ -1,4 +1,4 @@
-"""The script for the first contact with a GPU runs on a CPU, every row of it holds, and its other choices begin."""
+"""A row that is lost, or said to hold, when the time of a GPU is over is caught here alone: the script on a CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import comparing, first_contact, overlap, save, speed
-from benchmarks.gpu.bench import ALONE, OVER, QUIET, Bench
+from benchmarks.gpu import comparing, first_contact, save, speed
+from benchmarks.gpu.bench import ALONE, OVER, Bench
 from benchmarks.gpu.workloads import WORKLOADS
 from tests.support import quick
 from trainkit import api
@@ -23,7 +22,6 @@ from trainkit.config.targets.allowed import allow_packages
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
-from trainkit.trainer import failpoints
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,14 +50,6 @@ def contact(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return first_contact.main()
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    command = quick.command("alnoe", "--small", "--out", str(tmp_path / "out"), module="benchmarks.gpu.first_contact")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = done.stderr.splitlines()[-1].partition("error: ")[2]
-    assert (done.returncode, said) == (2, f"no part alnoe; there are {', '.join(first_contact.PARTS)}")
-    assert not (tmp_path / "out").exists()
-
-
 def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,16 +69,6 @@ def test_parts_that_do_not_begin_in_time_are_not_tried_and_one_that_fails_costs_
     page = (tmp_path / "first_contact.md").read_text()
     assert "FAILED: broken.\n\nmissed: one.\n\nnot tried: late.\n" in page
     assert "FAILED: 1, missed: 1, not tried: 1" in capsys.readouterr().out
-
-
-def test_a_small_run_that_takes_longer_than_its_time_ends_with_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = chain([0.0, 0.0], repeat(first_contact.SMALL_S + 1.0))
-    monkeypatch.setattr(first_contact, "PARTS", {"slow": lambda _: [("one", "ok", "")]})
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    assert contact(monkeypatch, "--small", "--out", str(tmp_path)) == 1
-    assert "the parts took more than the 300 s that they have" in capsys.readouterr().out
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, out: str, *, code: int = OVER) -> None:
@@ -146,14 +126,6 @@ def test_a_figure_is_judged_on_a_gpu_alone() -> None:
     assert cpu.judged(0.31, most=0.3) == ("-", "target <= 0.3")
 
 
-@pytest.mark.parametrize("precision", comparing.TOLERANCES)
-@pytest.mark.parametrize("choice", comparing.ALONE_CHOICES, ids=lambda choice: choice[0])
-def test_each_training_alone_in_a_group_begins(choice: Sequence[str], precision: str, tmp_path: Path) -> None:
-    fixed = (*comparing.DIGITS, "steps=1", *comparing.DRAWING, *QUIET, "callbacks=[]", f"precision={precision}")
-    composition = api.compose([one for one in (*fixed, *choice) if one != "steps=20"])
-    assert api.train(composition, run_dir=tmp_path / "run")["status"] == "finished"
-
-
 def _mode(mode: str) -> str:
     """The mode of a part; captures need a GPU to be planned."""
     return f"compile.mode={'step' if mode == 'captured' else mode}"
@@ -166,16 +138,15 @@ SIZED = {
 }
 LARGE = [*WORKLOADS["gpt_large"](False).overrides, *WORKLOADS["gpt_large"](False).sizes, "strategy=fsdp", *ALONE]
 PLANNED: dict[str, Sequence[str]] = {
-    **{f"{one[1]} {precision}": [*comparing.DIGITS, *one, f"precision={precision}"]
-       for one in comparing.PAIRS for precision in comparing.TOLERANCES},
+    **{one[1]: [*comparing.DIGITS, *one, "precision=bf16_mixed"] for one in comparing.PAIRS},
+    **{f"alone {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one, "precision=fp64"]
+       for one in comparing.ALONE_CHOICES},
     **{f"map {one[0]}": [*comparing.DIGITS, *comparing.DRAWING, *one] for one in comparing.maps(small=True)},
-    **{f"{mode} {precision}": [*comparing.DIGITS, _mode(mode), f"precision={precision}"]
-       for mode in comparing.MODES for precision in comparing.COMPILED},
+    **{mode: [*comparing.DIGITS, _mode(mode), "precision=fp16_mixed"] for mode in comparing.MODES},
     **{name: ["recipe=null", "steps=60", *arguments] for name, arguments in SIZED.items()},
     "gpt_large": ["recipe=null", "steps=40", *LARGE, "compile.mode=default"],
     "gpt_large float8": ["recipe=null", "steps=40", *LARGE, "convert=float8", "convert.emulate=true"],
-    **{f"overlap {one}": ["recipe=digits", "strategy=mirrored", *ALONE, f"precision={one}", "callbacks=[profiler]"]
-       for one in overlap.PRECISIONS},
+    "overlap": ["recipe=digits", "strategy=mirrored", *ALONE, "precision=bf16_mixed", "callbacks=[profiler]"],
 }  # fmt: skip
 
 
@@ -197,8 +168,3 @@ def test_a_save_holds_the_numbers_from_before_the_next_update(tmp_path: Path) ->
     found = list(save.measured(1e-3, torch.device("cpu"), tmp_path))
     assert [list(one) for one in found] == [["late_s"], ["is_whole"]] * 2
     assert found[1::2] == [{"is_whole": True}] * 2
-
-
-def test_each_failure_can_be_planted() -> None:
-    points = [failpoints.parse(comparing.failpoint(action))[0] for action in comparing.FAILURES]
-    assert [(point.rank, point.action) for point in points] == [(1, "raise"), (1, "kill")]

@@ -1,4 +1,4 @@
-"""Killed in the middle of saves and resumed: a run clears up after itself, and leaves the files of others alone."""
+"""A resume that deletes a file of the user, or leaves what a killed save began, is caught here alone."""
 
 import json
 import os

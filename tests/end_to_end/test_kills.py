@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as if nothing had happened."""
+"""A sample that is lost or read twice after kills at random moments is caught here alone."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Predictions of any length on several ranks, killed again and again, end in the same bytes."""
+"""Predictions that lose a row after kills, or keep all rows in memory, are caught here alone."""
 
 from __future__ import annotations
 

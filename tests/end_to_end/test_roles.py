@@ -1,4 +1,4 @@
-"""Any role of a parameter-server run may be killed at any moment: the outcome is as promised, and nobody is left."""
+"""A role of a parameter-server run whose death ends the others, or leaves one behind, is caught here alone."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A canary in every kind of key: no file, no stream and no command line of a process shows it."""
+"""A secret that a verb, a file of a run or a command line of a process shows is caught here alone, by a canary."""
 
 from __future__ import annotations
 
@@ -67,29 +67,14 @@ def test_what_a_verb_prints_holds_no_secret(clean: Callable[..., str], arguments
     assert clean(*arguments, *ALL)
 
 
-def test_an_error_holds_no_secret(clean: Callable[..., str]) -> None:
+def test_an_error_shows_the_key_and_no_secret(clean: Callable[..., str]) -> None:
     printed = clean(*latest(*ALL, "+logger.w.mark=5"), f"logger.w.size={CANARY}", code=2)
-    assert printed == (
-        "2 problems in the config\n"
-        "  logger.w.mark=(redacted): must be text. (command line)\n"
-        "  logger.w.size=(redacted): must be a whole number. (command line)\n"
-    )
-
-
-def test_an_argument_that_cannot_be_read_shows_no_secret(clean: Callable[..., str]) -> None:
-    assert clean(f"logger.w.api_key={CANARY} (", code=2) == (
-        "1 problem in the config\n"
-        "  logger.w.api_key=(redacted): has a character that needs quotes. "
-        "Write 'logger.w.api_key=\"...\"', or 'logger.w.api_key=${oc.env:W_API_KEY}'. (command line)\n"
-    )
-
-
-def test_a_sweep_over_a_secret_is_refused(clean: Callable[..., str]) -> None:
-    assert clean("-m", *SMALL, f"logger.w.api_key={CANARY},b", code=2) == (
-        "1 problem in the config\n"
-        "  logger.w.api_key=(redacted): is a secret, which cannot be swept: give it one value, in quotes if it "
-        "contains a comma. (command line)\n"
-    )
+    assert "logger.w.mark=(redacted): must be text." in printed
+    assert "logger.w.size=(redacted): must be a whole number." in printed
+    printed = clean(f"logger.w.api_key={CANARY} (", code=2)
+    assert "logger.w.api_key=(redacted): has a character that needs quotes." in printed
+    printed = clean("-m", *SMALL, f"logger.w.api_key={CANARY},b", code=2)
+    assert "logger.w.api_key=(redacted): is a secret, which cannot be swept" in printed
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run whose terminal is closed, one under nohup, and one that is killed: real processes, one training."""
+"""A run that a closed terminal kills unsaved, or that nohup does not keep alive, is caught here alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose state exceeds the memory of a process: an error with ways out, and strategies that train it."""
+"""A strategy that holds the whole model in each process, however small its shard, is caught here alone."""
 
 from __future__ import annotations
 

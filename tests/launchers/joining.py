@@ -66,11 +66,9 @@ def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:
     return [train(place, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
 
 
-def train_unlike(
-    place: Place, folder: str, port: int, own: list[list[str]], environ: dict[str, str] | None = None
-) -> Outcome:
+def train_unlike(place: Place, folder: str, port: int, own: list[list[str]]) -> Outcome:
     """The same, each process with arguments of its own."""
-    return train(place, folder, port, *own[place.rank], environ=environ)
+    return train(place, folder, port, *own[place.rank])
 
 
 def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]) -> Outcome:

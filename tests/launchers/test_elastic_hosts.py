@@ -1,4 +1,4 @@
-"""torchrun's agents on two hosts: one host is lost for good, the other goes on, and a new one joins it."""
+"""A host of torchrun that is lost and costs a bit, or is not let in again, is caught here alone."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""One process of a launch fails alone, or differs: the others do not wait for it, and say why they end."""
+"""A process of a launch that fails alone while the others wait for ever is caught here alone, by place."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Processes that something else started: they find each other, agree, share one folder and end together."""
+"""Processes of a launch that write two folders, differ in a config, or outlive each other are caught here alone."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +122,14 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., lis
     assert "\nTraceback (most recent call last):" in told[1][2]  # into its log
 
 
-@pytest.mark.parametrize("again", [2, 3])
-def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_processes(
-    start: Callable[..., list[Any]], tmp_path: Path, again: int
+def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_more_processes(
+    start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=7,phase=reduce,action=raise"}
     fixed = ("checkpoint.every_steps=4", "batch.micro_size=null")
     whole = start(*fixed, "hydra.run.dir=whole")[0][0]
     assert start(*fixed, environ=STARTED_AGAIN | fail)[0][1] is not None
-    result = start(*fixed, num_ranks=again, environ=STARTED_AGAIN)[0][0]
+    result = start(*fixed, num_ranks=3, environ=STARTED_AGAIN)[0][0]
     assert result["weights_sha256"] == whole["weights_sha256"]
     assert folders(tmp_path) == ["run", "whole"]
     assert not (tmp_path / "run/live.aside").exists()
@@ -138,28 +137,13 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_process
     assert f"restarted by the launcher: continues {tmp_path / 'run'}" in notes
 
 
-def hosts(
-    *more: str, ports: Sequence[int] = (), environ: dict[str, str] | None = None, start: Callable[..., list[Any]]
-) -> list[Any]:
-    """Two tasks of a cluster, each of two ranks."""
-    spec = ["cluster=spec", f"cluster.worker=[{','.join(f'127.0.0.1:{port}' for port in ports)}]"]
-    own = [[*spec, *more, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
-    return start(own, environ, function="train_unlike")
-
-
 def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start: Callable[..., list[Any]], tmp_path: Path) -> None:
-    told = hosts(ports=(free_port(), free_port()), start=start)
+    spec = ["cluster=spec", f"cluster.worker=[127.0.0.1:{free_port()},127.0.0.1:{free_port()}]"]
+    own = [[*spec, f"cluster.task=worker:{index}", "strategy.replicas=4"] for index in range(2)]
+    told = start(own, function="train_unlike")
     alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
     assert told[0][0]["weights_sha256"] == alone["weights_sha256"]
     assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
-
-
-def test_a_rank_that_fails_on_another_host_is_named(start: Callable[..., list[Any]]) -> None:
-    fail = {"TRAINKIT_FAIL": "rank=3,step=3,phase=backward,action=raise"}
-    told = hosts(ports=(free_port(), free_port()), environ=fail, start=start)
-    headline = "rank 3 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
-    assert plain(told[0][1][2]).splitlines()[0] == headline
-    assert (*told[1][1][:2], plain(told[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
 
 
 def test_a_finished_launch_that_is_started_again_is_another_run(

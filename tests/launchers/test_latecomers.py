@@ -1,4 +1,4 @@
-"""Tasks of a cluster spec, each started by hand: workers come late and again, a dead chief is told and gone on from."""
+"""A worker that comes late and is not given work, or a dead chief that nobody tells of, is caught here alone."""
 
 import contextlib
 import json

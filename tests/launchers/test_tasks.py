@@ -1,4 +1,4 @@
-"""What the strategies make of a launch, before anything is started."""
+"""A launch whose ranks get the wrong GPU or number of replicas is caught here alone, before anything is started."""
 
 from typing import Any
 
@@ -52,31 +52,25 @@ def test_a_process_that_stands_for_a_host_has_a_rank_a_device() -> None:
     assert MultiWorkerMirrored(replicas=2).num_replicas(facts) == 2
 
 
-def test_a_launch_of_several_processes_is_nothing_for_one_device() -> None:
+def test_a_launch_that_a_strategy_has_no_use_for_is_refused() -> None:
     (told,) = problems(OneDevice(), launch_of(2))
-    assert told == (
-        "strategy=one_device: torchrun started 2 processes, and it has work for one. "
-        "Use strategy=multi_worker_mirrored."
-    )
+    assert told.startswith("strategy=one_device: torchrun started 2 processes, and it has work for one.")
     assert problems(OneDevice(), launch_of(1)) == []
-
-
-def test_mirrored_is_of_one_host() -> None:
     (told,) = problems(Mirrored(), launch_of(2, num_local=1, num_hosts=2))
-    assert told == (
-        "strategy=mirrored: runs on one host, and torchrun started 2. "
-        "Use strategy=multi_worker_mirrored: the same training over hosts."
-    )
+    assert told.startswith("strategy=mirrored: runs on one host, and torchrun started 2.")
+    (told,) = problems(Mirrored(), launch_of(3), num_gpus=2)
+    assert told.startswith("strategy.replicas=3: more replicas on this host than its 2 GPUs.")
+    (told,) = problems(Mirrored(), launch_of(9), numerics=Numerics(reproducible=True))
+    assert told.startswith("strategy.replicas=9: more replicas than numerics.lanes=8.")
 
 
 def test_all_settings_that_a_launch_cannot_give_are_reported_together() -> None:
     roles = (Task(role="chief", index=0, rank=0), Task(role="ps", index=0, rank=1))
     launch = launch_of(2, tasks=roles, kind="TF_CONFIG")
     role, replicas, devices = problems(MultiWorkerMirrored(replicas=3, devices=("cpu", "cpu", "cpu")), launch)
-    assert role == "cluster.ps: TF_CONFIG names tasks of this role, and multi_worker_mirrored has workers only."
-    assert replicas == "strategy.replicas=3: but TF_CONFIG started 2 processes, a replica each. Use 2, or start 3."
-    started = "TF_CONFIG started 2 processes on this host"
-    assert devices == f"strategy.devices=['cpu', 'cpu', 'cpu']: {started}. Name as many devices, or leave it out."
+    assert role.startswith("cluster.ps: TF_CONFIG names tasks of this role")
+    assert replicas.startswith("strategy.replicas=3: but TF_CONFIG started 2 processes, a replica each")
+    assert devices.startswith("strategy.devices=['cpu', 'cpu', 'cpu']: TF_CONFIG started 2 processes on this host")
 
 
 def test_replicas_are_those_of_the_whole_run_under_every_launch() -> None:
@@ -105,15 +99,6 @@ def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
         (1, 1, 2, 2), (0, 0, 2, 2),
     ]  # fmt: skip
     assert problems(Mirrored(), seen[0]) == []
-
-
-def test_more_processes_than_gpus_or_lanes_are_a_problem() -> None:
-    assert problems(Mirrored(), launch_of(3), num_gpus=2) == [
-        "strategy.replicas=3: more replicas on this host than its 2 GPUs. Start fewer."
-    ]
-    assert problems(Mirrored(), launch_of(9), numerics=Numerics(reproducible=True)) == [
-        "strategy.replicas=9: more replicas than numerics.lanes=8. Use at most that many, or more lanes."
-    ]
 
 
 SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "strategy=multi_worker_mirrored")

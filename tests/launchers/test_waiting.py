@@ -1,3 +1,5 @@
+"""A second group that writes into the folder of the first, and a wait without an end, are caught here alone."""
+
 import socket
 from pathlib import Path
 

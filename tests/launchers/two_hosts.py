@@ -26,10 +26,6 @@ class Host:
         """Cut the cable: no packet comes through any more, and nobody is told."""
         ip("-netns", self.name, "link", "set", self.cable, "down")
 
-    def plug_in(self) -> None:
-        """Mend it."""
-        ip("-netns", self.name, "link", "set", self.cable, "up")
-
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

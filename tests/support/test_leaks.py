@@ -1,4 +1,4 @@
-"""The looks that fail a test which leaves something behind."""
+"""A process, thread or setting that a test leaves behind, unseen by all tests, is caught here alone."""
 
 import subprocess
 import threading

@@ -1,4 +1,4 @@
-"""The pool that multi-process tests share."""
+"""A pool that gives a task the processes, or the results, of a failed one is caught here alone."""
 
 import os
 
