@@ -35,8 +35,7 @@ from trainkit.fields import placement
 from trainkit.strategies.base import Batch, SetupRequest, StepContext, StepOutcome, Ticket
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, broadcast_initial, build_parts
-from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.data_parallel.strategy import DataParallelExecutor
+from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, Mirrored
 from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.reducers import LocalReducer
 

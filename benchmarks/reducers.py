@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks import report
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.strategies.base import Numerics
-from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 from trainkit.strategies.reducers.options import Reduce
 from trainkit.strategies.rendezvous_store import HostedStore
 from trainkit.strategies.tensors.layouts import FlatBuffer

@@ -1,5 +1,6 @@
 """trainkit: one config, the same training anywhere, proven before you pay for it."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,16 +14,10 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Return a name of the api, imported on first use: workers and plugins import this package too."""
-    if name == "predict":
-        from trainkit.api.prediction import predict  # noqa: PLC0415 - see above
-
-        return predict
-    if name in ("compose", "generate", "load", "session", "train"):
-        from trainkit import api  # noqa: PLC0415 - see above
-
-        return getattr(api, name)
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    if name not in __all__:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module("trainkit.api.prediction" if name == "predict" else "trainkit.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,66 +7,65 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Final
 
-_HOMES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "adapters": {"adapters.average": ("Ema", "Swa"), "adapters.float8": ("Float8",)},
+_HOMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "adapters": {"Ema": "adapters.average", "Float8": "adapters.float8", "Swa": "adapters.average"},
     "callbacks": {
-        "callbacks.alerting.alert": ("Alert",), "callbacks.early_stop": ("EarlyStop",),
-        "callbacks.figures.confusion": ("Confusion",), "callbacks.figures.histograms": ("Histograms",),
-        "callbacks.figures.sample_pictures": ("SamplePictures",), "callbacks.gpu": ("Gpu",),
-        "callbacks.measurement": ("Measurement",), "callbacks.pictures": ("Pictures",),
-        "callbacks.plateau": ("Plateau",), "callbacks.plots": ("Plots",), "callbacks.profiler": ("Profiler",),
-        "callbacks.progress": ("Progress",), "callbacks.sample": ("Sample",), "measuring.range_test": ("RangeTest",),
+        "Alert": "callbacks.alerting.alert", "Confusion": "callbacks.figures.confusion",
+        "EarlyStop": "callbacks.early_stop", "Gpu": "callbacks.gpu", "Histograms": "callbacks.figures.histograms",
+        "Measurement": "callbacks.measurement", "Pictures": "callbacks.pictures", "Plateau": "callbacks.plateau",
+        "Plots": "callbacks.plots", "Profiler": "callbacks.profiler", "Progress": "callbacks.progress",
+        "RangeTest": "measuring.range_test", "Sample": "callbacks.sample",
+        "SamplePictures": "callbacks.figures.sample_pictures",
     },
     "cluster": {
-        "cluster.local": ("Local",), "cluster.spec": ("Spec",),
-        "run.backends.ray": ("Ray",), "run.backends.spark": ("Spark",),
-        "run.estimates.hardware": ("Hardware",), "run.estimates.this_machine": ("ThisMachine",),
+        "Hardware": "run.estimates.hardware", "Local": "cluster.local", "Ray": "run.backends.ray",
+        "Spark": "run.backends.spark", "Spec": "cluster.spec", "ThisMachine": "run.estimates.this_machine",
     },
     "data": {
-        "data.batch_transforms": ("CropAndFlip", "CutMix", "MixUp"),
-        "data.collates": ("Dicts", "Lists", "PadImages", "PadSequences"), "data.reading.iterable": ("Stream",),
-        "data.samplers": ("BalancedClasses", "WeightsOf"), "data.sets.cifar10": ("Cifar10",),
-        "data.sets.digits": ("Digits",), "data.sets.fashion_mnist": ("FashionMnist",),
-        "data.sets.image_folder": ("ImageFolder",), "data.sets.json_lines": ("JsonLines",),
-        "data.sets.several": ("Splits",), "data.sets.synthetic": ("Synthetic", "SyntheticTokens"),
-        "data.sets.tables": ("CsvTable", "Friedman"), "data.sets.text": ("PythonSource", "TextFile"),
-        "data.sets.token_memmap": ("TokenMemmap",), "data.sets.unlabelled": ("ImageFiles", "TextLines"),
+        "BalancedClasses": "data.samplers", "Cifar10": "data.sets.cifar10", "CropAndFlip": "data.batch_transforms",
+        "CsvTable": "data.sets.tables", "CutMix": "data.batch_transforms", "Dicts": "data.collates",
+        "Digits": "data.sets.digits", "FashionMnist": "data.sets.fashion_mnist", "Friedman": "data.sets.tables",
+        "ImageFiles": "data.sets.unlabelled", "ImageFolder": "data.sets.image_folder",
+        "JsonLines": "data.sets.json_lines", "Lists": "data.collates", "MixUp": "data.batch_transforms",
+        "PadImages": "data.collates", "PadSequences": "data.collates", "PythonSource": "data.sets.text",
+        "Splits": "data.sets.several", "Stream": "data.reading.iterable", "Synthetic": "data.sets.synthetic",
+        "SyntheticTokens": "data.sets.synthetic", "TextFile": "data.sets.text", "TextLines": "data.sets.unlabelled",
+        "TokenMemmap": "data.sets.token_memmap", "WeightsOf": "data.samplers",
     },
     "models": {
-        "models.convnet": ("ConvNet",), "models.ensemble": ("Ensemble",), "models.gan": ("Gan",),
-        "models.gpt": ("Gpt",), "models.mlp": ("Mlp",), "models.resnet": ("ResNet",),
+        "ConvNet": "models.convnet", "Ensemble": "models.ensemble", "Gan": "models.gan", "Gpt": "models.gpt",
+        "Mlp": "models.mlp", "ResNet": "models.resnet",
     },
-    "numerics": {"numerics.precision": ("Precision",)},
+    "numerics": {"Precision": "numerics.precision"},
     "objectives": {
-        "objectives.adversarial": ("Adversarial",), "objectives.classification": ("Classification",),
-        "objectives.confusion": ("ConfusionMatrix", "PerClass"), "objectives.distillation": ("Distillation",),
-        "objectives.language_modelling": ("LanguageModelling",), "objectives.own_loss": ("ModelComputesLoss",),
-        "objectives.regression": ("Regression",),
+        "Adversarial": "objectives.adversarial", "Classification": "objectives.classification",
+        "ConfusionMatrix": "objectives.confusion", "Distillation": "objectives.distillation",
+        "LanguageModelling": "objectives.language_modelling", "ModelComputesLoss": "objectives.own_loss",
+        "PerClass": "objectives.confusion", "Regression": "objectives.regression",
     },
     "schedules": {
-        "numerics.schedules": (
-            "Constant", "Cosine", "InverseSqrt", "Linear", "RateRange", "Step", "WarmupStableDecay",
-        ),
+        "Constant": "numerics.schedules", "Cosine": "numerics.schedules", "InverseSqrt": "numerics.schedules",
+        "Linear": "numerics.schedules", "RateRange": "numerics.schedules", "Step": "numerics.schedules",
+        "WarmupStableDecay": "numerics.schedules",
     },
     "strategies": {
-        "strategies.central_storage.strategy": ("CentralStorage",),
-        "strategies.data_parallel.strategy": ("Mirrored", "MultiWorkerMirrored"),
-        "strategies.device_map.strategy": ("DeviceMap",), "strategies.fsdp.strategy": ("Fsdp",),
-        "strategies.local_sgd.strategy": ("LocalSgd",), "strategies.one_device": ("OneDevice",),
-        "strategies.parameter_server.strategy": ("ParameterServer",), "strategies.pipeline.strategy": ("Pipeline",),
-        "strategies.tensor_parallel.strategy": ("TensorParallel",), "strategies.tpu": ("Tpu",),
+        "CentralStorage": "strategies.central_storage.strategy", "DeviceMap": "strategies.device_map.strategy",
+        "Fsdp": "strategies.fsdp.strategy", "LocalSgd": "strategies.local_sgd.strategy",
+        "Mirrored": "strategies.data_parallel.strategy", "MultiWorkerMirrored": "strategies.data_parallel.strategy",
+        "OneDevice": "strategies.one_device", "ParameterServer": "strategies.parameter_server.strategy",
+        "Pipeline": "strategies.pipeline.strategy", "TensorParallel": "strategies.tensor_parallel.strategy",
+        "Tpu": "strategies.tpu",
     },
     "tracking": {
-        "callbacks.tensorboard": ("TensorBoard",), "tracking.mlflow": ("Mlflow",),
-        "tracking.trackio": ("Trackio",), "tracking.wandb": ("Wandb",),
+        "Mlflow": "tracking.mlflow", "TensorBoard": "callbacks.tensorboard", "Trackio": "tracking.trackio",
+        "Wandb": "tracking.wandb",
     },
 }  # fmt: skip
-"""Package -> module -> its classes that a config may name as `trainkit.PACKAGE.Class`."""
+"""Package -> class -> the module that defines it, below `trainkit`."""
 NAMES: Final[Mapping[str, str]] = {
-    f"trainkit.{package}.{name}": f"trainkit.{home}"
-    for package, homes in _HOMES.items()
-    for home, names in homes.items()
-    for name in names
+    f"trainkit.{package}.{kind}": f"trainkit.{home}"
+    for package, kinds in _HOMES.items()
+    for kind, home in kinds.items()
 }
 """Public name -> the module that defines the class."""
 _PUBLIC: Final[Mapping[str, str]] = {name.rpartition(".")[2]: name for name in NAMES}
@@ -85,6 +84,16 @@ def lazy(package: str) -> Callable[[str], type]:
         return found
 
     return find
+
+
+def path_of(name: str) -> str:
+    """Return the full path of a class by its public name; any other name is returned unchanged.
+
+    Example:
+        >>> path_of("trainkit.schedules.Cosine"), path_of("torch.optim.SGD")
+        ('trainkit.numerics.schedules.Cosine', 'torch.optim.SGD')
+    """
+    return f"{NAMES[name]}.{name.rpartition('.')[2]}" if name in NAMES else name
 
 
 def name_of(kind: type | Callable[..., Any]) -> str:

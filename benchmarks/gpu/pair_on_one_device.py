@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.central_storage import CentralStorage
 from trainkit.strategies.central_storage.executor import AsyncCentralExecutor
+from trainkit.strategies.central_storage.strategy import CentralStorage
 from trainkit.strategies.core import copies
 from trainkit.strategies.core.copies import ThreadWork
 from trainkit.strategies.core.step import ShardStep

@@ -16,7 +16,7 @@ from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.pipeline import Pipeline
+from trainkit.strategies.pipeline.strategy import Pipeline
 
 PLACES: Final[dict[str, dict[str, Any]]] = {
     "mirrored": {"replicas": 2},

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.contract.running import run, weights
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 
 RUN = ("recipe=digits", "precision=fp64", "steps=4", "batch.micro_size=16", "eval.every_epochs=null", "quiet=true")
 ALONE = ("strategy.replicas=1", "strategy.process_group=always")

@@ -18,7 +18,7 @@ from tests.support.pool import Pool
 from trainkit.objectives.base import needs_of
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import access_problems
-from trainkit.strategies.parameter_server import ParameterServer
+from trainkit.strategies.parameter_server.strategy import ParameterServer
 
 PLACES: Final[dict[str, dict[str, Any]]] = {
     "one_device": {},

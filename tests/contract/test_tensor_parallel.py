@@ -19,7 +19,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.tensor_parallel import TensorParallel
+from trainkit.strategies.tensor_parallel.strategy import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)

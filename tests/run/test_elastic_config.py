@@ -8,7 +8,7 @@ from trainkit.config.check import checked
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 
 MIRRORED = ("recipe=null", "strategy=mirrored", "strategy.replicas=2")
 

@@ -24,7 +24,7 @@ from tests.support.pool import Place, Pool
 from tests.support.storages import Counting
 from trainkit.cluster.tasks import Identity
 from trainkit.errors import TrainingError
-from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 from trainkit.strategies.groups import pairwise, process_group
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.pipeline.groups import new_groups

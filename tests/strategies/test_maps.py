@@ -20,14 +20,14 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import proof_problems, traits_here
-from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.device_map.strategy import DeviceMap
 from trainkit.strategies.memory_capabilities import num_slots, replica_parts
 from trainkit.strategies.partition.activations import activation_bytes, activations_in
 from trainkit.strategies.partition.blocks import blocks_of
 from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
 from trainkit.strategies.partition.syntax import assign
-from trainkit.strategies.pipeline import Pipeline
+from trainkit.strategies.pipeline.strategy import Pipeline
 
 FACTS = PlanContext(num_gpus=4)
 BLOCK_BYTES = 8 * (12 * 8 * 8 + 2 * 8)  # parameters and gradients of a block of width 8

@@ -18,9 +18,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import access_problems
-from trainkit.strategies.pipeline import Pipeline
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, most_in_flight, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
+from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.pipeline.tracing.program import TensorMeta
 from trainkit.strategies.pipeline.tracing.trace import trace
 

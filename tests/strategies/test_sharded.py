@@ -29,9 +29,9 @@ from trainkit.strategies.core.sharded import fully
 from trainkit.strategies.core.sharded.base import unsharded_model_problems
 from trainkit.strategies.core.sharded.fully import Sharding, blocks_of_model, fully_sharded, without_shared
 from trainkit.strategies.fsdp.strategy import Fsdp
-from trainkit.strategies.tensor_parallel import TensorParallel
 from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions
 from trainkit.strategies.tensor_parallel.plans import match_plan
+from trainkit.strategies.tensor_parallel.strategy import TensorParallel
 
 SIZES: dict[str, Any] = {"vocab_size": 12, "context": 4, "num_layers": 2, "num_heads": 2, "width": 8}
 

@@ -18,11 +18,11 @@ from trainkit.run.estimates.traffic import Traffic, step_traffic
 from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.strategies.base import Numerics, PlanContext, Strategy
-from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.fsdp import Fsdp
-from trainkit.strategies.local_sgd import LocalSgd
+from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
+from trainkit.strategies.fsdp.strategy import Fsdp
+from trainkit.strategies.local_sgd.strategy import LocalSgd
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.parameter_server import ParameterServer
+from trainkit.strategies.parameter_server.strategy import ParameterServer
 from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
 from trainkit.strategies.traffic.tables import AT_MOST
 

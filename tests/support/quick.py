@@ -306,7 +306,7 @@ _IMPORTED: Final = {
         "trainkit.run.supervisor.supervisor", "trainkit.config.compose.jobs", "trainkit.callbacks.plots",
         "trainkit.callbacks.progress", "trainkit.callbacks.tensorboard", "trainkit.report.events",
         "trainkit.report.web.run_document", "trainkit.objectives.classification", "trainkit.models.mlp",
-        "trainkit.data.sets.digits", "trainkit.strategies.data_parallel", "trainkit.strategies.fsdp",
+        "trainkit.data.sets.digits", "trainkit.strategies.data_parallel.strategy", "trainkit.strategies.fsdp.strategy",
         "trainkit.verbs.looking.plan", "tensorboard.compat.proto.event_pb2",
     ),
     "torch": ("torch._dynamo", "torch.distributed", "pytest"),

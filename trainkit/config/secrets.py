@@ -24,7 +24,7 @@ from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.fields import secret_fields, signature_hints
 from trainkit.files import read_text
-from trainkit.names import NAMES
+from trainkit.names import path_of
 from trainkit.redaction import (
     REDACTED,
     is_secret_name,
@@ -249,9 +249,7 @@ def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, .
 def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
     """Return the paths marked by the class of a node, if it has been imported already; import nothing."""
     named = node.get(_TARGET)
-    if not isinstance(named, str) or NAMES.get(named, "sys") not in sys.modules:  # a public name imports on access
-        return frozenset()
-    parts = named.split(".")
+    parts = path_of(named).split(".") if isinstance(named, str) else []
     shortest = 2 if parts[:1] == ["trainkit"] else 1  # trainkit itself holds no class, and imports its API on access
     for length in range(len(parts) - 1, shortest - 1, -1):
         target: Any = sys.modules.get(".".join(parts[:length]))

@@ -29,6 +29,7 @@ from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.extras import install_command
 from trainkit.fields import signature_hints
+from trainkit.names import path_of
 
 INJECTED: Final[Mapping[str, tuple[str, ...]]] = {
     "optimizer": ("params",),
@@ -126,7 +127,7 @@ def imported(path: str) -> Any:
     Raises:
         ConfigError: there is no such module or name.
     """
-    parts = path.split(".")
+    parts = path_of(path).split(".")
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:

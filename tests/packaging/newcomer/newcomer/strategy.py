@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.strategy import Mirrored
 from trainkit.strategies.reducers import Reducer
 
 
