@@ -131,6 +131,8 @@ COMMANDS = {
     "resume out/a=1": "resume: takes 1 argument, and got none. See trainkit resume --help. A path with = in it begins",
     "resume nowhere": "resume=nowhere: is not a run folder",
     "explain optimzer.lr recipe=null": "optimzer.lr: no such key in this composition. Did you mean optimizer.lr?",
+    "schema confg": "confg: no such schema. Did you mean config?",
+    "schema config seed=1": "schema: takes no key=value.",
     "--cfg yaml recipe=null": "--cfg=yaml: must be job, hydra or all.",
 }
 

@@ -61,16 +61,6 @@ def test_a_mistake_of_the_recipe_itself_is_refused(write_conf: Write) -> None:
     assert [problem.key for problem in caught.value.problems] == ["batch.micro_size"]
 
 
-@pytest.mark.long
-def test_a_point_of_a_sweep_leaves_out_what_is_impossible_in_it_alone(
-    cwd: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = (*SMALL, "epochs=null", "steps=1", "callbacks=[]", "logger=[]", "quiet=true", "sweep.name=sizes")
-    assert main(["-m", "recipe=fashion_mnist", *own, "batch.global_size=32,128"]) == 0, capsys.readouterr()
-    micro = [(cwd / f"outputs/sweeps/sizes/{job}/resolved.yaml").read_text().count("micro_size: 64") for job in "01"]
-    assert micro == [0, 1]
-
-
 def test_a_replaced_class_does_without_the_keys_of_the_class_before(cwd: Path) -> None:
     own = ("steps=2", "optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.5", "callbacks=[]", "logger=[]")
     assert main([*own, "hydra.run.dir=run"]) == 0

@@ -67,19 +67,6 @@ def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(o
         assert json.loads((folder / "result.json").read_text())["steps"] == 8
 
 
-@pytest.mark.long
-def test_the_best_of_a_mixed_sweep_runs_once_more_and_on_other_devices(own: Path) -> None:
-    mixed = ("strategy=one_device,mirrored", "strategy.replicas=2", "numerics.reproducible=true", "sweep.name=mixed")
-    text = ran("-m", *OWN, *RUN, *mixed)
-    again = printed_after("the best run again:", text)
-    assert "strategy=one_device" in again, "its bits are those of mirrored, and the first of equal jobs wins"
-    assert "strategy.replicas" not in again
-    pasted(again, "hydra.run.dir=again")
-    assert json.loads((own / "again/result.json").read_text())["steps"] == 8
-    pasted(printed_after("the best on all devices:", text), "strategy.replicas=2", "hydra.run.dir=all")
-    assert json.loads((own / "all/result.json").read_text())["steps"] == 8
-
-
 def test_a_refused_point_of_a_sweep_is_named(own: Path) -> None:
     swept = ("steps=40,60", "warmup.steps=50", "strategy=pair,one_device")
     text = ran("-m", *OWN, "recipe=null", "model=own", *swept, code=2)

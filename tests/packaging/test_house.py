@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
-from scripts import size
 from tests.packaging.conftest import ROOT
 
 
@@ -42,13 +41,6 @@ def test_no_function_is_longer_than_150_lines_and_no_line_than_120_characters() 
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
             words = line.partition("  # ")[0].split()  # one long word and notes for tools may be longer
             assert len(line) <= 120 or len(words) == 1 or "# noqa" in line or "# type: " in line, f"{path}:{number}"
-
-
-def test_a_size_counts_code_alone_and_a_room_above_its_ceiling_is_named() -> None:
-    source = '"""Text\nof a module."""\n\n# why\nx = f(\n    1)\n'
-    now = size.sizes_of({"trainkit/run/begin.py": source, "tests/run/test_x.py": source})
-    assert now == {"tests": (2, 6), "trainkit/run": (2, 6)}
-    assert size.rows(now, {"tests": [2, 6], "trainkit/run": [2, 5]}) == ["trainkit/run: 2 lines of 2, 6 tokens of 5"]
 
 
 def test_one_module_imports_internals_of_hydra() -> None:

@@ -49,19 +49,6 @@ def test_the_reference_lists_every_choice_and_every_name_that_the_docs_import(mo
     assert {f"trainkit.api.{name}" for name in ("compose", "generate", "load", "session", "train")} <= listed
 
 
-@pytest.mark.long
-def test_the_page_of_errors_lists_the_messages_of_the_code_below_their_sections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(SITE))
-    messages = importlib.import_module("messages")
-    found = messages.messages(ROOT / "trainkit")
-    assert "--cfg: must be job, hydra or all." in found["command-line"]
-    page = messages.with_messages((ROOT / "docs/errors.md").read_text(), found)
-    assert page.count("<details>") == len(found)
-    assert "<script>" not in messages.listing(["</li><script>"])
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("zensical", "mkdocstrings"):

@@ -100,16 +100,3 @@ def test_the_verb_knows_choices_of_the_users(tmp_path: Path, capsys: pytest.Capt
     names = schema["$defs"]["defaults"]["items"]["anyOf"][1]["properties"]["override /schedule"]["anyOf"][0]["enum"]
     assert "mine" in names
     assert schema["version"] == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("confg", "confg: no such schema. Did you mean config?"),
-        ("config seed=1", "schema: takes no key=value."),
-        ("a b", "schema: takes 1 argument, and got a, b."),
-    ],
-)
-def test_misuse_is_refused(line: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", *line.split()]) == 2
-    assert f"\n  {problem}" in capsys.readouterr().err
