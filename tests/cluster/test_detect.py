@@ -70,7 +70,7 @@ def facts(launch: LaunchEnvironment) -> tuple[int, int, int, int, int]:
         (PET, "PET_NNODES", (1, 2, 0, 1, 2)),
     ],
 )  # fmt: skip
-def test_rank_and_place_on_the_host_are_those_of_the_launcher(
+def test_ranks_and_places_are_those_of_the_launcher(
     environ: dict[str, str], kind: str, expected: tuple[int, ...]
 ) -> None:
     launch = found(environ)

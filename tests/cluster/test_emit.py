@@ -5,17 +5,23 @@ The engine is stood in for by a command that prints its arguments.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.present import present
 from trainkit.cli import main
 from trainkit.cluster.manifests import ENGINES, ManifestJob
+from trainkit.cluster.spec import Spec
+from trainkit.cluster.tf_config import read_tf_config
+from trainkit.config.compose import compose
+from trainkit.config.targets.build import build
 
 TWO_HOSTS = ("--hosts", "2", "--gpus-per-host", "4", "strategy=multi_worker_mirrored")
 CONTAINER = ("--image", "ghcr.io/me/trainkit:1", "--shared", "10.0.0.2:/runs")
@@ -73,18 +79,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return [re.sub(r" \([^()]*\)$", "", line.removeprefix("  ")) for line in printed.err.splitlines()[1:]]
 
 
-def test_a_torchrun_script_for_one_host_needs_nothing_else(
-    emit: Callable[..., str], run: Callable[..., list[str]]
-) -> None:
+def test_a_torchrun_script_for_one_host_stands_alone(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
     script = emit("torchrun", "--processes-per-host", "2", "strategy=mirrored", "epochs=1")
     assert run(script) == [
         "torchrun", "--standalone", "--nproc-per-node=2", "-m", "trainkit", "strategy=mirrored", "epochs=1",
     ]  # fmt: skip
 
 
-def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(
-    emit: Callable[..., str], run: Callable[..., list[str]]
-) -> None:
+def test_a_torchrun_script_for_hosts_is_one_for_all(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
     flags = ("--head", "fd00::1", "--port", "3000", "--restarts", "3", "--min-hosts", "1", "--setup", "export A=1")
     script = emit("torchrun", *flags, *TWO_HOSTS)
     assert "\nexport A=1\n" in script
@@ -97,16 +99,11 @@ def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(
 def test_a_batch_script_starts_a_task_a_gpu(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
     flags = ("--time", "1-12:00:00", "--partition", "gpu", "--account", "me", "--cpus-per-process", "8")
     script = emit("slurm", *flags, *TWO_HOSTS)
-    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
-        "#SBATCH --job-name=digits",
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=4",
-        "#SBATCH --gpus-per-node=4",
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --time=1-12:00:00",
-        "#SBATCH --partition=gpu",
-        "#SBATCH --account=me",
-    ]
+    options = [line.partition("--")[2] for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert options == [
+        "job-name=digits", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=8", "time=1-12:00:00",
+        "partition=gpu", "account=me",
+    ]  # fmt: skip
     assert run(script) == [
         "srun", "--kill-on-bad-exit=1", "--cpus-per-task=8", "python", "-m", "trainkit",
         "strategy=multi_worker_mirrored",
@@ -142,12 +139,8 @@ def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit: Callable
 
 
 def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
-    task = yaml.safe_load(emit("skypilot", "--setup", "pip install -e .", *FLAGS["skypilot"], *TWO_HOSTS))
-    assert (task["num_nodes"], task["resources"], task["setup"]) == (
-        2,
-        {"accelerators": "A100:4"},
-        "pip install -e .\n",
-    )
+    task = yaml.safe_load(emit("skypilot", *FLAGS["skypilot"], *TWO_HOSTS))
+    assert (task["num_nodes"], task["resources"]) == (2, {"accelerators": "A100:4"})
     node = {
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_TASK_ID": "sky-7",
@@ -158,22 +151,15 @@ def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit: Callable[..., str], r
     ]  # fmt: skip
 
 
-def test_a_container_links_its_runs_to_what_is_shared(
-    emit: Callable[..., str], run: Callable[..., list[str]], cwd: Path
-) -> None:
-    trainer: dict[str, list[str]] = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))["spec"][
-        "trainer"
-    ]
-    shell, flag, script, *words = [*trainer["command"], *trainer["args"]]
-    assert (shell, flag) == ("sh", "-c")
+def test_a_container_links_runs_to_a_volume(emit: Callable[..., str], run: Callable[..., list[str]], cwd: Path) -> None:
+    job = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))
+    script, *words = [*job["spec"]["trainer"]["command"], *job["spec"]["trainer"]["args"]][2:]
     assert run(script, *words[1:]) == ["torchrun", "-m", "trainkit", "strategy=multi_worker_mirrored"]
     assert str((cwd / "outputs").readlink()) == "/shared"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_arguments_arrive_as_they_were_given(
-    engine: str, emit: Callable[..., str], run: Callable[..., list[str]]
-) -> None:
+def test_arguments_arrive_as_they_are(engine: str, emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
     text = emit(engine, *FLAGS[engine], *TWO_HOSTS, *AWKWARD)
     if engine in ("torchrun", "slurm", "mpirun"):
         arguments = run(text, "name")
@@ -190,7 +176,7 @@ def test_arguments_arrive_as_they_were_given(
     assert arguments[-4:] == list(AWKWARD)
 
 
-def test_own_folders_and_packages_come_along(
+def test_folders_and_packages_come_along(
     emit: Callable[..., str], cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (cwd / "my conf").mkdir()
@@ -199,12 +185,9 @@ def test_own_folders_and_packages_come_along(
     assert last.endswith("-m trainkit --config-dir 'my conf' --allow-package tests,benchmarks epochs=1")
 
 
-def test_names_that_kubernetes_refuses_are_respelt() -> None:
-    labels = [
-        ManifestJob(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label
-        for name in ("A_b.C", "1x", "x" * 70)
-    ]
-    assert labels == ["a-b-c", "run-1x", "x" * 63]
+@pytest.mark.parametrize(("name", "label"), [("A_b.C", "a-b-c"), ("1x", "run-1x"), ("x" * 70, "x" * 63)])
+def test_names_that_kubernetes_refuses_are_respelt(name: str, label: str) -> None:
+    assert ManifestJob(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label == label
 
 
 def test_all_missing_or_refused_flags_of_an_engine_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,23 +207,19 @@ VERTEX = ("vertex", "--image", "i", "--machine", "m")
     [
         ((), "emit: takes one of torchrun, slurm, kubernetes, vertex, skypilot, mpirun, tf_config, spec."),
         (("slrm",), "emit=slrm: no such engine. Did you mean slurm?"),
-        (("slurm", "--partition", "a b"), "--partition=a b: must be one word"),
         (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line"),
         (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"), "--processes-per-host=2: a host has"),
         ((*VERTEX, "--processes-per-host", "2"), "--processes-per-host=2: has no effect on vertex"),
         ((*VERTEX, "--shared", "server:runs"), "--shared=server:runs: must be SERVER:/PATH of NFS."),
         ((*POD[:4], "server:/runs"), "--shared=server:/runs: must be the name of a volume."),
         (("torchrun", "--hosts", "2"), "--head: is missing"),
-        (("torchrun", "--head", "n1"), "--head=n1: has no effect on one host"),
         (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "1"), "--min-hosts=1: needs --restarts"),
         (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "3", "--restarts", "1"),
          "--min-hosts=3: must be --hosts=2 or less."),
         (("slurm", "cluster.launcher=none"), "cluster.launcher=none: the engine sets the tasks"),
         (("slurm", "--hosts", "2", "strategy=mirrored"), "strategy=mirrored: runs on one host, and SLURM started 2"),
         (("tf_config",), "--names: is missing"),
-        (("tf_config", "--names", "a,,b"), "--names=a,,b: contains an empty name."),
         (("spec", "--names", "a,a"), "--names=a,a: names a twice"),
-        (("spec", "--names", "a,b", "--hosts", "3"), "--hosts=3: but --names has 2"),
         (("spec", "--names", "a,localhost"), "--names: 127.0.0.1:2222 is the local machine on every host: worker:1"),
         (("slurm", "--names", "a"), "--names=a: has no effect on slurm"),
         (("mpirun", "--processes-per-host", "2", "strategy=parameter_server", "strategy.servers=2"),
@@ -251,8 +230,130 @@ VERTEX = ("vertex", "--image", "i", "--machine", "m")
         (("slurm", "--processes-per-host", "2", "strategy=parameter_server"), "--processes-per-host=2: has no effect"),
     ],
 )  # fmt: skip
-def test_what_could_not_run_is_refused_before_it_is_queued(
+def test_what_could_not_run_is_refused(
     arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (found,) = refused(capsys, *arguments)
     assert found.startswith(problem)
+
+
+SERVERS = ("strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true")
+TASKS = ["chief:0", "worker:0", "worker:1", "ps:0", "ps:1", "evaluator:0"]
+POD_FLAGS = ("--image", "ghcr.io/me/trainkit:1", "--shared", "runs")
+
+
+def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Yield variables and words of each line that is to be run."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            words = shlex.split(line)
+            variables = [word for word in words if re.match(r"[A-Z_]+=", word)]
+            yield dict(word.split("=", 1) for word in variables), words[len(variables) :]
+
+
+def tasks_read(variables: list[dict[str, str]]) -> list[str]:
+    """Return the tasks that trainkit's reader finds; every process must read the same cluster."""
+    found = [present(read_tf_config(one)) for one in variables]
+    assert len({json.dumps(one.members) for one in found}) == 1
+    return [f"{one.task[0]}:{one.task[1]}" for one in found]
+
+
+def test_tf_config_is_read_by_every_task(emit: Callable[..., str]) -> None:
+    found = [*commands(emit("tf_config", "--names", "a,b,c", "--port", "3000", *SERVERS))]
+    assert tasks_read([variables for variables, _ in found]) == TASKS
+    cluster = json.loads(found[0][0]["TF_CONFIG"])["cluster"]
+    assert cluster == {
+        "chief": ["a:3000"], "worker": ["a:3001", "b:3000"], "ps": ["b:3001", "c:3000"], "evaluator": ["c:3001"],
+    }  # fmt: skip
+    assert {tuple(words) for _, words in found} == {("python", "-m", "trainkit", *SERVERS)}
+
+
+def test_workers_of_a_synchronous_run_are_a_task_a_process(emit: Callable[..., str]) -> None:
+    text = emit("tf_config", "--names", "a,b", "--processes-per-host", "2", "strategy=multi_worker_mirrored")
+    assert tasks_read([variables for variables, _ in commands(text)]) == [f"worker:{rank}" for rank in range(4)]
+    assert "# worker:2 on b\n" in text
+
+
+def test_spec_is_accepted_by_the_cluster_of_the_config(emit: Callable[..., str]) -> None:
+    found = []
+    for _, words in commands(emit("spec", "--names", "a,fd00::2", *SERVERS)):
+        spec: Spec = build(compose(words[3:]).cfg.cluster, "cluster")
+        found.append(str(present(spec.launch({})).task))
+    assert found == TASKS
+
+
+@pytest.mark.slow
+def test_kubernetes_gives_each_role_a_job_and_each_pod_its_task(emit: Callable[..., str]) -> None:
+    from kubeflow_trainer_api.models import IoK8sApiBatchV1Job, IoK8sApiCoreV1Service
+
+    text = emit("kubernetes", *POD_FLAGS, "--gpus-per-host", "1", "--time", "01:00:00", "--namespace", "me", *SERVERS)
+    service, *jobs = yaml.safe_load_all(text)
+    assert IoK8sApiCoreV1Service.from_dict(service).to_dict() == service  # what the API does not know is left out
+    variables = []
+    for job in jobs:
+        assert IoK8sApiBatchV1Job.from_dict(job).to_dict() == job
+        pod = job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert pod["subdomain"] == service["metadata"]["name"]
+        assert job["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
+        assert ("resources" in container) == (job["metadata"]["name"].rpartition("-")[2] in ("chief", "worker"))
+        value = container["env"][1]["value"]
+        variables += [
+            {"TF_CONFIG": value.replace("$(TASK_INDEX)", str(index))} for index in range(job["spec"]["completions"])
+        ]
+    assert tasks_read(variables) == TASKS
+    addresses = json.loads(variables[0]["TF_CONFIG"])["cluster"]
+    assert addresses["ps"] == ["digits-ps-0.digits:2222", "digits-ps-1.digits:2222"]
+
+
+def test_vertex_has_a_pool_for_each_role(emit: Callable[..., str]) -> None:
+    flags = [
+        "--image",
+        "i",
+        "--machine",
+        "m",
+        "--shared",
+        "10.0.0.2:/runs",
+        "--gpus-per-host",
+        "1",
+        "--accelerator",
+        "L4",
+    ]
+    pools = yaml.safe_load(emit("vertex", *flags, *SERVERS))["workerPoolSpecs"]
+    assert [(pool["replicaCount"], "acceleratorType" in pool["machineSpec"]) for pool in pools] == [
+        (1, True), (2, True), (2, False), (1, False),
+    ]  # fmt: skip
+
+
+def test_a_batch_script_gives_each_task_of_the_step_its_task(emit: Callable[..., str], cwd: Path) -> None:
+    script = emit("slurm", "--hosts", "2", *SERVERS)
+    assert "#SBATCH --ntasks-per-node=3\n" in script
+    for name, text in {
+        "scontrol": 'printf "n1\\nn2\\n"',
+        # the step of SLURM: every task runs what follows the options, with its number
+        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\n'
+        'for SLURM_PROCID in 0 1 2 3 4 5; do export SLURM_PROCID; "$@"; done',
+        "python": 'echo "$TF_CONFIG"',
+    }.items():
+        (cwd / name).write_text(f"#!/bin/bash\n{text}\n")
+        (cwd / name).chmod(0o755)
+    variables = {"PATH": f"{cwd}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=True)
+    found = [{"TF_CONFIG": line} for line in done.stdout.splitlines()]
+    assert tasks_read(found) == TASKS
+    assert json.loads(found[0]["TF_CONFIG"])["cluster"] == {
+        "chief": ["n1:20140"], "worker": ["n2:20140", "n1:20141"], "ps": ["n2:20141", "n1:20142"],
+        "evaluator": ["n2:20142"],
+    }  # fmt: skip
+
+
+def test_mpirun_starts_a_rank_a_process(emit: Callable[..., str]) -> None:
+    over = ("--names", "a,b", "--processes-per-host", "2", "strategy=multi_worker_mirrored")
+    for flags, line in (
+        (
+            over,
+            "exec mpirun -n 4 --bind-to none --host a:2,b:2 -x MASTER_ADDR=a python -m trainkit strategy=multi_worke",
+        ),
+        (("--processes-per-host", "3", "strategy=parameter_server"), "exec mpirun -n 3 --bind-to none python -m train"),
+    ):
+        assert emit("mpirun", *flags).splitlines()[-1].startswith(line)

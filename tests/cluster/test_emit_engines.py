@@ -116,9 +116,7 @@ def test_the_script_of_mpirun_trains_to_the_same_bits_as_mirrored(cwd: Path, mir
         (SKYPILOT, "skypilot", "runs", ("--accelerator", "A100", "--setup", "pip install -e .")),
     ],
 )  # fmt: skip
-def test_the_engines_own_schema_takes_the_manifest(
-    check: str, engine: str, shared: str, flags: tuple[str, ...], cwd: Path
-) -> None:
+def test_the_schema_takes_the_manifest(check: str, engine: str, shared: str, flags: tuple[str, ...], cwd: Path) -> None:
     text = trainkit("emit", engine, *flags, "--shared", shared, *FLAGS, cwd=cwd)
     done = subprocess.run(
         [os.environ[SCHEMAS], "-c", check], input=text, capture_output=True, text=True, check=False, cwd=cwd,

@@ -116,9 +116,7 @@ print(new_pages(), keep_freed_memory(), new_pages(), new_pages())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
-def test_a_second_step_finds_the_memory_of_the_first_unless_the_user_has_set_malloc(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_step_finds_the_memory_of_the_first_unless_malloc_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True)

@@ -149,35 +149,22 @@ def test_a_bad_tf_config_is_refused_by_its_key(content: object, problems: list[s
     assert all(one.startswith(start) for one, start in zip(found, problems, strict=True)), found
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("node-7.cluster.local:65535", ("node-7.cluster.local", 65535)),
-        ("[::1]:1", ("::1", 1)),
-        ("[fe80::1%eth0]:29400", ("fe80::1%eth0", 29400)),
-    ],
-)
-def test_an_address_is_read_and_written_back(text: str, address: tuple[str, int]) -> None:
-    assert Address.parse(text) == address
+@pytest.mark.parametrize("text", ["node-7.cluster.local:65535", "[::1]:1", "[fe80::1%eth0]:29400"])
+def test_an_address_is_read_and_written_back(text: str) -> None:
+    host, _, port = text.rpartition(":")
+    assert Address.parse(text) == (host.strip("[]"), int(port))
     assert str(Address.parse(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("node7", "has no port"),
-        (":2222", "has no host"),
-        ("::1:2222", "an IPv6 address needs brackets"),
-        ("node7:", "its port must be"),
-        ("node7:0", "its port must be"),
-        ("node7:65536", "its port must be"),
-        ("node 7:1", "its host must be"),
-        ("[node7]:1", "its host must be"),
-    ],
-)
-def test_what_is_no_address_names_the_rule(text: str, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        Address.parse(text)
+def test_what_is_no_address_names_the_rule() -> None:
+    rules = {
+        "node7": "has no port", ":2222": "has no host", "::1:2222": "an IPv6 address needs brackets",
+        "node7:": "its port must be", "node7:0": "its port must be", "node7:65536": "its port must be",
+        "node 7:1": "its host must be", "[node7]:1": "its host must be",
+    }  # fmt: skip
+    for text, rule in rules.items():
+        with pytest.raises(ValueError, match=rule):
+            Address.parse(text)
 
 
 def test_spellings_of_one_address_are_equal_once_canonical() -> None:

@@ -1,8 +1,7 @@
-"""The hook `ended` is called where a run was started, with how it ended; its errors change nothing."""
+"""An alert that is not sent, because the run failed outside of its ranks, is caught here alone."""
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -29,20 +28,12 @@ def endings(monkeypatch: pytest.MonkeyPatch) -> list[Ending]:
     ("error", "status"),
     [(CrashLoopError("rank 1 was killed by SIGKILL\nmore"), "failed"), (TerminatedError("asked to end"), "preempted")],
 )
-def test_an_error_outside_of_the_ranks_reaches_the_ended_hook(
+def test_an_error_outside_of_ranks_is_sent(
     tmp_path: Path, endings: list[Ending], error: TrainkitError, status: str
 ) -> None:
     with pytest.raises(type(error)), ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
         raise error
     assert [(one.status, one.reason, one.steps) for one in endings] == [(status, str(error).splitlines()[0], None)]
-
-
-def test_a_result_reaches_the_ended_hook_with_its_steps(tmp_path: Path, endings: list[Ending]) -> None:
-    with ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
-        (tmp_path / "result.json").write_text(
-            json.dumps({"status": "finished", "reason": "all steps done", "steps": 7})
-        )
-    assert [(one.name, one.status, one.steps) for one in endings] == [("digits", "finished", 7)]
 
 
 def test_an_error_of_the_hook_is_a_warning(

@@ -1,4 +1,4 @@
-"""What a resume may change: length, schedule, the guarantee of a reproducible run; and a file edited by hand."""
+"""A resume that silently trains with another key, length or schedule than the run began with is caught here alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import trainkit
+from tests.callbacks.test_tensorboard import read as read_events
 from tests.contract.running import CONF, run
 from trainkit.cli import main
 from trainkit.errors import ConfigError
@@ -42,31 +43,25 @@ def test_a_longer_training_is_that_of_its_length_from_the_start(tmp_path: Path, 
     assert "changes" not in found
 
 
-def test_a_length_in_steps_replaces_one_in_epochs(tmp_path: Path) -> None:
+def test_a_length_in_steps_replaces_one_in_epochs_if_not_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path, *FLAT)
+    assert resume(tmp_path, "epochs=1") == 2
+    assert "epochs=1: gives 3 steps, and" in capsys.readouterr().err
+    assert resume(tmp_path, "optimizer=adamw") == 2, "under the name that was given"
+    assert "optimizer: sets optimizer._target_=torch.optim.AdamW: the run to resume," in capsys.readouterr().err
     assert resume(tmp_path, "steps=7") == 0
     assert result(tmp_path)["steps"] == 7
 
 
-def test_python_trains_longer_in_another_folder(tmp_path: Path) -> None:
-    run(tmp_path / "a", *FLAT)
-    assert run(tmp_path / "b", *FLAT, "epochs=3", f"resume={tmp_path / 'a'}")["steps"] == 9
-
-
-def test_a_schedule_of_the_length_needs_the_flag_which_the_error_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, *FALLING)
-    assert resume(tmp_path, "steps=12") == 2
-    said = capsys.readouterr().err
-    assert f"steps=12: the run to resume, {tmp_path}, has epochs=2" in said
-    assert "--new-schedule" in said
-    assert "1 problem" in said
-
-
-def test_a_new_schedule_keeps_step_and_optimizer_and_is_labelled(tmp_path: Path) -> None:
+def test_a_new_schedule_needs_its_flag_and_is_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scratch = run(tmp_path / "scratch", *FALLING, "epochs=4")
     run(tmp_path / "run", *FALLING)
+    assert resume(tmp_path / "run", "epochs=4") == 2
+    said = capsys.readouterr().err
+    assert "  epochs=4: " in said
+    assert "--new-schedule" in said
     assert resume(tmp_path / "run", "epochs=4", "--new-schedule") == 0
     found = result(tmp_path / "run")
     assert (found["steps"], found["changes"]) == (12, ["after step 6: epochs=2 became 4"])
@@ -85,23 +80,7 @@ def test_a_run_with_another_schedule_resumes_after_it_was_stopped(tmp_path: Path
     assert len(result(tmp_path)["changes"]) == 3
 
 
-def test_a_length_below_the_steps_done_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, *FLAT)
-    assert resume(tmp_path, "epochs=1") == 2
-    assert "epochs=1: gives 3 steps, and" in capsys.readouterr().err
-
-
-def test_a_choice_is_refused_under_the_name_that_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, *FLAT)
-    assert resume(tmp_path, "optimizer=adamw") == 2
-    said = capsys.readouterr().err
-    assert "optimizer: sets optimizer._target_=torch.optim.AdamW: the run to resume," in said
-    assert "1 problem" in said
-
-
-def test_a_reproducible_run_moves_to_any_strategy_when_the_guarantee_is_given_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_moves_anywhere_once_it_gives_up_the_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exact = (*TINY, "epochs=2", "schedule=constant", "numerics.reproducible=true", "stop_at_step=3")
     run(tmp_path, *exact)
     assert resume(tmp_path, "strategy=fsdp", "strategy.replicas=2") == 2
@@ -121,29 +100,21 @@ def edit(folder: Path, **changed: Any) -> None:
     (folder / "resolved.yaml").write_text(yaml.safe_dump(values))  # another order and format
 
 
-@pytest.mark.parametrize("removed", ["", "environment.json", "checkpoints"])
-def test_a_key_that_was_edited_by_hand_is_refused_by_name(
-    tmp_path: Path, removed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, *FLAT, "stop_at_step=3")
-    edit(tmp_path, lr=0.5)
-    if removed:
-        (shutil.rmtree if removed == "checkpoints" else Path.unlink)(tmp_path / removed)
-    assert resume(tmp_path) == 2
-    assert resume(tmp_path, "optimizer.lr=0.1") == 2
-    said = capsys.readouterr().err
-    assert (
-        said.count("optimizer.lr=0.5: was changed by hand after the run began with 0.1. Set it back in the file.") == 2
-    )
-
-
-def test_an_edited_run_is_refused_from_python_and_by_those_who_use_its_model(tmp_path: Path) -> None:
+def test_a_key_that_was_edited_by_hand_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", *FLAT, "stop_at_step=3")
     edit(tmp_path / "run", lr=0.5)
+    told = "optimizer.lr=0.5: was changed by hand after the run began with 0.1"
     with pytest.raises(ConfigError, match="was changed by hand"):
         run(tmp_path / "other", *FLAT, "optimizer.lr=0.5", f"resume={tmp_path / 'run'}")
     with pytest.raises(ConfigError, match="was changed by hand"):
         trainkit.load(tmp_path / "run", packages=["tests"])
+    for removed in ("resolved.yaml.draft", "environment.json", "checkpoints/index.json"):
+        other = shutil.copytree(tmp_path / "run", tmp_path / removed.replace("/", "_"))
+        (other / removed).unlink(missing_ok=True)
+        assert resume(other) == 2
+        assert told in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert resume(tmp_path / "run", "optimizer.lr=0.1") == 2
 
 
 def test_a_file_with_other_comments_order_and_numbers_of_the_same_value_resumes(tmp_path: Path) -> None:
@@ -152,8 +123,67 @@ def test_a_file_with_other_comments_order_and_numbers_of_the_same_value_resumes(
     with (tmp_path / "resolved.yaml").open("a") as file:
         file.write("# by me\n")
     assert resume(tmp_path) == 0
-
-
-def test_permission_to_change_without_a_run_to_resume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"resume_allows=.*has no effect: no run is resumed"):
         run(tmp_path, *FLAT, "resume_allows=[new_schedule]")
+
+
+# The loss rises, so the first evaluation, at step 3, is the best one.
+RISING = (
+    "model=net", "data=points", "epochs=6", "optimizer=sgd", "optimizer.lr=0.05", "optimizer.maximize=true",
+    "schedule=constant", "batch.global_size=16", "batch.micro_size=8", "eval.metric=val/loss", "log_every_steps=1",
+    "logger=[tensorboard]",
+)  # fmt: skip
+
+
+def index(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / "checkpoints/index.json").read_text())
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row["step"] for line in lines if "train/loss" in (row := json.loads(line))]
+
+
+@pytest.mark.parametrize("placement", [(), ("strategy=fsdp", "strategy.replicas=2")], ids=["one_device", "fsdp"])
+def test_a_run_continued_in_another_folder_is_the_whole_training(tmp_path: Path, placement: tuple[str, ...]) -> None:
+    whole = run(tmp_path / "whole", *RISING)
+    run(tmp_path / "part", *RISING, "stop_at_step=8")
+    with (tmp_path / "part/metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 9, "train/loss": 1.0}\n{"ste')  # a step after the checkpoint, and a truncated one
+    other = run(tmp_path / "other", *RISING, *placement, f"resume={tmp_path / 'part'}")
+    assert index(tmp_path / "other") == index(tmp_path / "whole") == {"last": "step_00000018", "best": "step_00000003"}
+    assert (tmp_path / "other/model/best/model.safetensors").is_file()
+    assert placement or other["weights_sha256"] == whole["weights_sha256"]
+    assert steps(tmp_path / "other") == list(range(1, 19))
+    curve = read_events(tmp_path / "other").Scalars("train/loss")
+    assert [event.step for event in curve] == list(range(1, 19))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_other_folder_is_not_needed_later(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    run(tmp_path / "part", *RISING, "stop_at_step=8")
+    if not links:
+        monkeypatch.setattr("os.link", refuse)
+    run(tmp_path / "other", *RISING, f"resume={tmp_path / 'part'}", "stop_at_step=8")
+    shutil.rmtree(tmp_path / "part")
+    run(tmp_path / "other", *RISING, "resume=auto")
+    assert index(tmp_path / "other")["best"] == "step_00000003"
+
+
+def test_a_checkpoint_in_the_middle_brings_no_later_steps(tmp_path: Path) -> None:
+    run(tmp_path / "part", *RISING, "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+    run(tmp_path / "other", *RISING, f"resume={tmp_path / 'part/checkpoints/step_00000006'}", "stop_at_step=7")
+    assert steps(tmp_path / "other") == list(range(1, 8))
+    assert index(tmp_path / "other") == {"last": "step_00000007", "best": "step_00000003"}
+
+
+def test_a_best_that_was_not_kept_is_said_and_the_best_of_the_kept_ones_counts(tmp_path: Path) -> None:
+    run(tmp_path / "part", *RISING, "stop_at_step=8", "checkpoint.keep_best=0", "checkpoint.keep_last=1")
+    run(tmp_path / "other", *RISING, f"resume={tmp_path / 'part'}", "quiet=false")
+    assert index(tmp_path / "other")["best"] == "step_00000008"
+    log = " ".join((tmp_path / "other/train.log").read_text().split())
+    assert "its checkpoint was not kept: the best is 1." in log

@@ -1,9 +1,8 @@
-"""Convolutions whose gradient torch computes wrongly in bfloat16 on a CPU are refused."""
+"""A convolution whose gradient torch computes wrongly in bfloat16 on a CPU, and that trains, is caught here alone."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -42,16 +41,6 @@ class Summed(nn.Module):
         return torch.stack([self.layer(input=part).flatten(2).sum(2) for part in parts]).sum(0)
 
 
-@pytest.mark.parametrize("shape", ["[3,16,16]", "[3,32,1]"])
-def test_images_that_become_smaller_than_a_stride_are_refused_in_bfloat16(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convolutions, "has_the_kernel", lambda: True)
-    composition = api.compose([*SMALL, f"data.shape={shape}", "precision=bf16_mixed"])
-    with pytest.raises(ConfigError, match=r"precision=bf16_mixed: may have a wrong gradient on this CPU in \w+\.\d"):
-        api.train(composition, run_dir=tmp_path / "run")
-
-
 def check(*overrides: str) -> None:
     """Check a run before it starts. It is not trained: with the kernel, its weights would be random."""
     composition = checked(api.compose([*overrides], packages=["tests"]))
@@ -61,14 +50,22 @@ def check(*overrides: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "precision", "has_the_kernel"),
-    [("[3,32,32]", "bf16_mixed", True), ("[3,16,16]", "fp32", True), ("[3,16,16]", "bf16_mixed", False)],
+    ("shape", "precision", "has_the_kernel", "refused"),
+    [
+        ("[3,16,16]", "bf16_mixed", True, True),
+        ("[3,32,1]", "bf16_mixed", True, True),
+        ("[3,32,32]", "bf16_mixed", True, False),
+        ("[3,16,16]", "fp32", True, False),
+        ("[3,16,16]", "bf16_mixed", False, False),
+    ],
 )
-def test_other_images_precisions_and_processors_are_not_refused(
-    shape: str, precision: str, has_the_kernel: bool, monkeypatch: pytest.MonkeyPatch
+def test_images_that_become_smaller_than_a_stride_are_refused_in_bfloat16_alone(
+    shape: str, precision: str, has_the_kernel: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convolutions, "has_the_kernel", lambda: has_the_kernel)
-    check(*SMALL, f"data.shape={shape}", f"precision={precision}")
+    message = r"precision=bf16_mixed: may have a wrong gradient on this CPU in \w+\.\d"
+    with pytest.raises(ConfigError, match=message) if refused else nullcontext():
+        check(*SMALL, f"data.shape={shape}", f"precision={precision}")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +75,6 @@ def test_other_images_precisions_and_processors_are_not_refused(
         ("volume", "[2,4,4]", "replicate", False),
         ("volume", "[3,2,2]", "zeros", False),
         ("called twice", "[3,4,4]", "zeros", True),
-        ("volume", "[1,4,4]", "zeros", False),
         ("transposed", "[3,1,4]", "zeros", True),
         ("transposed", "[3,2,4]", "zeros", False),
     ],

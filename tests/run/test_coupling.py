@@ -1,9 +1,10 @@
-"""What draws or couples samples is found by running, whatever its layers are called."""
+"""A model that draws or couples samples and is said to train alike on any number of replicas is caught here alone."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainkit import api
+from trainkit.cli import main
+from trainkit.config.compose import compose
+from trainkit.config.schema import RunConfig
 from trainkit.models.mlp import Mlp
 from trainkit.objectives.base import Loss, Model, Objective, split_batch
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.own_loss import ModelComputesLoss
-from trainkit.run.planning.coupling import Coupling, probe
+from trainkit.run.equivalence import Sameness
+from trainkit.run.equivalence.answers import same_training
+from trainkit.run.planning import notes as cut_facts
+from trainkit.run.planning.coupling import COUPLES, MODEL, Coupling, probe
+from trainkit.run.planning.notes import coupling_of, cut_notes
+from trainkit.run.planning.plan import RunPlan, make_plan
 
-DRAWS, COUPLES = "draws random numbers", "couples the samples of a shard"
+DRAWS = "draws random numbers"
 
 
 def samples(count: int = 8) -> list[tuple[Tensor, int]]:
@@ -65,12 +75,9 @@ def counting(model: Changed, outputs: Tensor) -> Tensor:
         (mlp(), ""),
         (mlp(dropout=0.2), f"the model {DRAWS}"),
         (mlp(batch_norm=True), f"the model {COUPLES}"),
-        (mlp(batch_norm=True, dropout=0.2), f"the model {DRAWS} and {COUPLES}"),
         (mlp(batch_norm=True).eval(), ""),
         (nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))), ""),
         (Changed(lambda _, y: y - y.mean(0)), f"the model {COUPLES}"),
-        (Changed(lambda _, y: y - y[0]), f"the model {COUPLES}"),
-        (Changed(lambda _, y: y + y.view(-1, 2, 3).flip(1).view(-1, 3)), f"the model {COUPLES}"),
         (Changed(lambda model, y: y - model.gate * y.mean(0)), f"the model {COUPLES}"),
         (Changed(lambda _, y: y * random.random()), f"the model {DRAWS}"),
         (Changed(counting), "the model or the objective returns different numbers when it runs again"),
@@ -110,14 +117,12 @@ def with_auxiliary_loss(model: Model, x: Tensor, y: Tensor) -> Loss:
     ("objective", "found"),
     [
         (Classification(class_weights=[1.0, 2.0, 7.0], label_smoothing=0.1), ""),
-        (losing(lambda model, x, _: contrastive(model(x))), f"the objective {COUPLES}"),
         (losing(lambda model, x, y: cross_entropy(model(x + torch.randn_like(x)), y)), f"the objective {DRAWS}"),
-        (losing(lambda model, x, y: cross_entropy(model(x + x.roll(1, 0)), y)), f"the objective {COUPLES}"),
         (losing(with_auxiliary_loss), f"the objective {COUPLES}"),
         (losing(lambda model, x, y: cross_entropy(model.layers(x), y)), ""),
         (losing(lambda model, x, _: contrastive(model.layers(x))), f"the model or the objective {COUPLES}"),
     ],
-    ids=["weighted", "contrastive", "noise", "mixing", "auxiliary", "inside", "contrastive_inside"],
+    ids=["weighted", "noise", "auxiliary", "inside", "contrastive_inside"],
 )
 def test_objectives(objective: Objective, found: str) -> None:
     assert probe(mlp(), objective, samples()).text == found
@@ -159,9 +164,129 @@ def test_generators_are_left_as_they_were() -> None:
     assert (torch.rand(1), random.random()) == expected
 
 
-def test_samples_that_are_all_alike_show_nothing() -> None:
+def test_samples_that_are_all_alike_show_nothing_and_two_that_differ_are_enough() -> None:
     assert probe(mlp(), Classification(), samples(1) * 8).not_probed == "the samples that were tried are all equal"
-
-
-def test_two_samples_are_enough() -> None:
     assert probe(Changed(lambda _, y: y - y.mean(0)), Classification(), samples(4)).text == f"the model {COUPLES}"
+
+
+DRAWING = ("recipe=digits", "model.dropout=0.2", "batch.global_size=60")
+NOTE = "the model draws random numbers: on another number of replicas it is the same training only at an equal "
+
+
+def plan_of(*arguments: str) -> RunPlan:
+    return make_plan(RunConfig.from_dict(compose(arguments).values))
+
+
+def test_nothing_is_run_where_the_cut_does_not_follow_the_replicas() -> None:
+    for more in ("batch.micro_size=30", "numerics.reproducible=true", "strategy=local_sgd"):
+        assert cut_notes(plan_of(*DRAWING, more), unasked) == []
+
+
+def test_a_large_model_is_not_run_before_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_facts, "_CHEAP", 9_000)
+    plan, model = plan_of(*DRAWING), nn.Linear(100, 100)
+    why = "coupling: not probed, the model has 10,100 parameters, more than 9,000: trainkit prove probes it."
+    assert cut_notes(plan, lambda: coupling_of(plan, model)) == [why]
+    assert coupling_of(plan, model, at_any_size=True).text == "the model draws random numbers"
+
+
+class Ragged:
+    """Samples of many lengths; every `alike`-th has the same."""
+
+    def __init__(self, alike: int) -> None:
+        self.alike = alike
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(6 if index % self.alike == 0 else 100 + index), index
+
+
+def test_samples_of_one_shape_are_looked_for() -> None:
+    found = cut_facts._samples_of_one_shape(Ragged(alike=4))
+    assert not isinstance(found, str)
+    assert [inputs.shape for inputs, _ in found] == [(6,)] * 8
+    assert len({index for _, index in found}) == 8
+    why = "there are not 4 samples of one shape among the first 32"
+    assert cut_facts._samples_of_one_shape(Ragged(alike=32)) == why
+
+
+@pytest.mark.slow
+def test_plan_and_train_print_the_same_note_and_the_training_is_not_disturbed(
+    cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = [*DRAWING, "model.batch_norm=true", "stop_at_step=2"]
+    assert main(["plan", *DRAWING]) == 0
+    assert f"  note: {NOTE}" in capsys.readouterr().out
+    probed = api.train(api.compose(short))
+    assert "note: the model draws random numbers" in capsys.readouterr().out
+    monkeypatch.setattr("trainkit.run.runner.cut_notes", lambda *_: [])
+    assert api.train(api.compose(short))["weights_sha256"] == probed["weights_sha256"]
+
+
+NOTHING, COUPLED = Coupling(), Coupling(found=((MODEL, COUPLES),))
+
+
+def unasked() -> Coupling:
+    raise AssertionError("the model was run where the cut cannot matter")
+
+
+def sameness(*arguments: str, coupling: Callable[[], Coupling] = unasked, base: tuple[str, ...] = ()) -> Sameness:
+    reference, candidate = (
+        make_plan(RunConfig.from_dict(compose(["recipe=digits", *base, *more]).values)) for more in ((), arguments)
+    )
+    return same_training(reference, candidate, coupling, accumulates="batch.accumulation=2" in base)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("strategy=device_map",),
+        ("strategy=mirrored", "strategy.replicas=1"),
+    ],
+)
+def test_an_equal_cut_is_the_same_training_whatever_the_model_is(arguments: tuple[str, ...]) -> None:
+    assert sameness(*arguments).verdict == "yes"
+    other = ("strategy=fsdp", "loader.num_workers=2", "eval.batch_size=7", "name=other")
+    assert sameness(*other, base=("batch.micro_size=32",)).verdict == "yes"
+    assert sameness("strategy=mirrored", base=("numerics.reproducible=true",)).verdict == "yes"
+
+
+def test_another_cut_matters_to_a_model_that_couples_samples() -> None:
+    arguments = "strategy=mirrored", "strategy.replicas=4"
+    assert sameness(*arguments, coupling=lambda: NOTHING).verdict == "yes"
+    found = sameness(*arguments, coupling=lambda: COUPLED)
+    assert (found.verdict, found.remedy) == ("no", "batch.micro_size=16")
+    assert sameness(*arguments, base=("batch.micro_size=16",)).verdict == "yes"  # the remedy, pasted
+
+
+def test_the_remedy_takes_the_place_of_accumulation() -> None:
+    found = sameness("strategy=mirrored", coupling=lambda: COUPLED, base=("batch.accumulation=2",))
+    assert found.remedy == "batch.micro_size=16 instead of batch.accumulation"
+
+
+def test_an_unknown_coupling_gives_an_unknown_verdict() -> None:
+    found = sameness("strategy=mirrored", coupling=lambda: Coupling(not_probed="it is too large"))
+    why = "batch.micro_size is 32 here and 64 under one_device; coupling: not probed, it is too large"
+    assert found == Sameness(verdict="unknown", reasons=(why,), remedy="batch.micro_size=32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        (["strategy=mirrored", "strategy.compression=bf16", "optimizer.lr=0.5"],
+         ["optimizer.lr is 0.5 here and 0.01 under one_device", "strategy.compression=bf16 counts as maths"]),
+        (["strategy=local_sgd"], ["this strategy is a different training from that of one_device"]),
+        (["strategy=parameter_server", "strategy.mode=async"], ["strategy.mode=async counts as maths"]),
+    ],
+)  # fmt: skip
+def test_keys_that_change_the_result_are_named_and_no_cut_helps(arguments: list[str], reasons: list[str]) -> None:
+    found = sameness(*arguments)
+    assert (found.verdict, found.remedy) == ("no", None)
+    assert all(one.startswith(start) for one, start in zip(found.reasons, reasons, strict=True))
+
+
+def test_a_batch_that_follows_the_replicas_is_another_training() -> None:
+    base = ("batch.global_size=null", "batch.micro_size=8", "batch.accumulation=2")
+    assert sameness("strategy=mirrored", base=base).reasons == ("batch.global_size is 32 here and 16 under one_device",)

@@ -1,4 +1,4 @@
-"""The evaluator of a run folder: every checkpoint once, the training's own figures, and a best that is kept."""
+"""A checkpoint that is evaluated twice or never, or removed while it is evaluated, is caught here alone."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session import evaluator_main as evaluator
 from trainkit.run.session.async_evaluator import CheckpointEvaluator, evaluate_checkpoints
 from trainkit.trainer.checkpoint import EvaluatedIndex, Retention, list_complete
-from trainkit.trainer.manifest import Checkpoint, manifest_bytes
+from trainkit.trainer.manifest import manifest_bytes
 
 OVERRIDES = [
     "recipe=null", "steps=12", "batch.global_size=64", "model.hidden=[8]", "eval.every_steps=4",
@@ -77,29 +77,26 @@ def test_what_was_done_in_an_earlier_life_is_not_done_again(run: RunFolder) -> N
     assert [row["step"] for row in rows(run.evaluations)] == [4, 8, 12]
 
 
+def forget_metrics(folder: RunFolder) -> None:
+    for checkpoint in list_complete(folder.checkpoints):
+        (checkpoint.folder / "manifest.json").write_bytes(manifest_bytes(replace(checkpoint, metric=None)))
+
+
 def test_it_names_the_best_where_the_training_knew_no_metric(run: RunFolder) -> None:
-    for checkpoint in list_complete(run.checkpoints):
-        forget_metric(checkpoint)
+    forget_metrics(run)
     evaluate(run)
     best = max(rows(run.evaluations), key=lambda row: (row["val/accuracy"], -row["step"]))
     names = json.loads((run.checkpoints / "index.json").read_text())
     assert names == {"last": "step_00000012", "best": best["checkpoint"]}
 
 
-def forget_metric(checkpoint: Checkpoint) -> None:
-    (checkpoint.folder / "manifest.json").write_bytes(manifest_bytes(replace(checkpoint, metric=None)))
-
-
-def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run: RunFolder) -> None:
-    EvaluatedIndex(evaluating="step_00000004").write(run.checkpoints)
-    Retention(keep_last=1, keep_best=0).apply(run.checkpoints, step=12)
-    assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
-
-
-def test_the_best_evaluated_checkpoint_is_kept_beside_newer_ones(run: RunFolder) -> None:
-    for checkpoint in list_complete(run.checkpoints):
-        forget_metric(checkpoint)
-    EvaluatedIndex(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
+def test_the_best_evaluated_checkpoint_and_the_one_that_is_being_evaluated_are_kept(run: RunFolder) -> None:
+    forget_metrics(run)
+    metrics = {"step_00000004": 0.9, "step_00000008": 0.5}
+    EvaluatedIndex(metrics=metrics, evaluating="step_00000008").write(run.checkpoints)
+    Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12)
+    assert [one.step for one in list_complete(run.checkpoints)] == [12, 8, 4]
+    EvaluatedIndex(metrics=metrics).write(run.checkpoints)
     Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12)
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
@@ -127,18 +124,14 @@ def test_it_waits_for_checkpoints_until_there_is_a_result(run: RunFolder) -> Non
     assert len(rows(run.evaluations)) == 3
 
 
-def test_its_figures_stand_in_an_event_file_of_its_own(run: RunFolder) -> None:
-    evaluate(run)
-    files = list(run.tensorboard.glob("events.out.tfevents.*"))
-    assert [file.name.endswith(".evaluator") for file in files] == [True]
-    assert b"val/accuracy" in files[0].read_bytes()
-
-
-def test_any_run_folder_can_be_evaluated_by_hand(run: RunFolder) -> None:
+def test_any_run_folder_can_be_evaluated_by_hand(run: RunFolder, tmp_path: Path) -> None:
     assert evaluator.main([str(run.path), "/cpu:0"]) == 0
-    assert [row["epoch"] for row in rows(run.evaluations)] == pytest.approx(
-        [256 / 1437, 512 / 1437, 768 / 1437], abs=1e-5
-    )
+    epochs = [row["epoch"] for row in rows(run.evaluations)]
+    assert epochs == pytest.approx([256 / 1437, 512 / 1437, 768 / 1437], abs=1e-5)
+    (events,) = run.tensorboard.glob("events.out.tfevents.*")
+    assert events.name.endswith(".evaluator")
+    assert b"val/accuracy" in events.read_bytes()
+    assert evaluator.main([str(tmp_path)]) == 2, "a folder without a run"
 
 
 @pytest.mark.long
@@ -149,37 +142,20 @@ def test_the_evaluator_does_not_wait_for_a_run_without_a_process(run: RunFolder)
     assert len(rows(run.evaluations)) == 3
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluator.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"1 problem in the config\n  RUN={tmp_path}: is not a run folder: it has no resolved.yaml. (command line)\n"
-    )
-
-
 BESIDE = ["recipe=null", "strategy=parameter_server", "strategy.evaluator=true"]
 
 
-def refused(splits: Mapping[str, Any] | None, *overrides: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("splits", "keys", "told"),
+    [
+        (None, ["callbacks=[early_stop]"], "callbacks.early_stop: needs evaluations during the training"),
+        ({"train": Digits(split="train")}, [], "strategy.evaluator: has no validation split to evaluate on"),
+    ],
+)
+def test_an_evaluator_with_nothing_to_do_is_refused(
+    splits: Mapping[str, Any] | None, keys: list[str], told: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_plan(trainkit.compose([*BESIDE, *overrides]).cfg, splits=splits)
-    return str(caught.value).splitlines()[1:]
-
-
-def test_what_goes_by_evaluations_is_refused_beside_an_evaluator() -> None:
-    expected = (
-        "  callbacks.early_stop: needs evaluations during the training, which strategy.evaluator moves to a "
-        "separate process. Leave one out."
-    )
-    assert refused(None, "callbacks=[early_stop]") == [expected]
-
-
-def test_an_evaluator_without_a_validation_split_is_refused() -> None:
-    told = "  strategy.evaluator: has no validation split to evaluate on: the data has none."
-    assert refused({"train": Digits(split="train")}) == [told]
-
-
-def test_the_plan_tells_tasks_of_several_roles() -> None:
-    asked = ["strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true"]
-    plan = make_plan(trainkit.compose(["recipe=null", "epochs=1", *asked]).cfg, num_gpus=0)
-    assert plan.summary(1)["tasks"] == "1 chief, 2 worker, 2 ps, 1 evaluator"
-    assert "tasks" not in make_plan(trainkit.compose(["recipe=null", "epochs=1"]).cfg, num_gpus=0).summary(1)
+        make_plan(trainkit.compose([*BESIDE, *keys]).cfg, splits=splits)
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(told)

@@ -1,4 +1,4 @@
-"""Ranks that are forks of one process behave as processes of their own, and end with the process that started them."""
+"""Ranks forked from one process that compute other bits, or outlive who started them, are caught here alone."""
 
 import json
 import os
@@ -47,9 +47,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 
 @pytest.mark.long
-def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forked_ranks_compute_what_fresh_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forks = run(tmp_path / "forks", *TRAIN)
     monkeypatch.setattr(ranks, "can_fork", lambda _: False)
     fresh = run(tmp_path / "fresh", *TRAIN)

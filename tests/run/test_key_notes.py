@@ -1,4 +1,4 @@
-"""Keys without effect on the data or the model: refused where the user set them, noted where a recipe did."""
+"""A key of the user that has no effect and is silently ignored, or one of a recipe that is refused, is caught here."""
 
 from __future__ import annotations
 
@@ -61,30 +61,17 @@ def test_a_run_ends_inside_the_warmup_of_its_recipe(cwd: Path) -> None:
     assert main(["resume", str(run), "strategy=mirrored", "strategy.replicas=1"]) == 0
 
 
-def test_a_warmup_of_the_user_that_is_longer_than_the_run_is_refused(notes: Callable[..., list[str]]) -> None:
-    assert notes("recipe=null", "steps=20", "warmup.steps=30", code=2) == [
-        "warmup.steps=30: 30 steps of warmup, and the training has 20. Use 20 or fewer. (command line)"
-    ]
-
-
-def test_a_pattern_that_matches_nothing_is_refused_where_the_user_wrote_it(notes: Callable[..., list[str]]) -> None:
+def test_what_the_user_wrote_without_effect_is_refused_where_a_recipe_is_noted(notes: Callable[..., list[str]]) -> None:
+    (problem,) = notes("recipe=null", "steps=20", "warmup.steps=30", code=2)
+    assert problem.startswith("warmup.steps=30: 30 steps of warmup, and the training has 20")
     assert notes("recipe=null") == [ADAMW_NOTE], "the shipped pattern type:*Norm* suits other models"
     patterns = "optimizer.groups={wide:{match:['layers.0.*','blocks.*'],lr:0.1},again:{match:['*.0.bias']}}"
-    assert notes("recipe=null", "optimizer=sgd", patterns, code=2) == [
-        (
-            "optimizer.groups.wide.match=blocks.*: matches no parameter that is trained. Correct the pattern, or leave "
-            "it out. (command line)"
-        ),
-        (
-            "optimizer.groups.again: holds no parameter: earlier groups match the same parameters. Change "
-            "the order of the groups. (command line)"
-        ),
-    ]
+    first, second = notes("recipe=null", "optimizer=sgd", patterns, code=2)
+    assert first.startswith("optimizer.groups.wide.match=blocks.*: matches no parameter that is trained")
+    assert second.startswith("optimizer.groups.again: holds no parameter: earlier groups match the same")
 
 
-def test_the_groups_of_the_user_name_their_parameters(
-    notes: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_of_the_user_name_parameters(notes: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning_notes, "_SHOWN", 1)
     groups = "optimizer.groups={head:{match:['layers.2.*'],lr:0.1},none:{match:['*.bias']}}"
     assert notes("recipe=null", "optimizer=sgd", groups) == [
@@ -93,40 +80,22 @@ def test_the_groups_of_the_user_name_their_parameters(
     ]
 
 
-def test_data_without_validation_is_noted_and_refused_for_what_needs_it(
-    notes: Callable[..., list[str]], points: tuple[str, ...]
-) -> None:
+def test_data_without_validation_is_noted_or_refused(notes: Callable[..., list[str]], points: tuple[str, ...]) -> None:
     none = "the data has no validation split: nothing is evaluated, and no checkpoint is the best"
     assert none in notes("recipe=null", *points)
     needs_it = ("eval.metric=val/accuracy", "callbacks=[early_stop]")
     metric, early_stop = notes("recipe=null", *points, *needs_it, code=2)
-    remedy = "the data has no validation split. Leave it out, or use data that has one."
-    assert metric == f"eval.metric=val/accuracy: there is no such metric: {remedy} (command line)"
-    assert early_stop.startswith(f"callbacks.early_stop: needs evaluations, and {remedy} (")
+    assert metric.startswith("eval.metric=val/accuracy: there is no such metric: the data has no validation split")
+    assert early_stop.startswith("callbacks.early_stop: needs evaluations, and the data has no validation split")
     # the metric of the digits recipe is not the user's
     assert "eval.metric=val/accuracy is left out" in notes(*points)
 
 
-def test_the_summary_shows_how_gradients_are_summed_and_sent(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ("strategy.replicas=2", "strategy.compression=bf16")
-    assert main(["plan", "recipe=null", "strategy=mirrored", *own]) == 0
-    assert "  reduce           backend (auto), compression bf16" in capsys.readouterr().out.splitlines()
-    assert main(["plan", "recipe=null", "strategy=mirrored", "strategy.replicas=2"]) == 0
-    assert "  reduce           shared_memory (auto), compression none" in capsys.readouterr().out.splitlines()
-    assert main(["plan", "recipe=null"]) == 0
-    assert "compression" not in capsys.readouterr().out
-
-
-def test_a_loss_in_parts_is_refused_where_graphs_of_steps_compute_it_from_all_scores(
-    notes: Callable[..., list[str]],
-) -> None:
+def test_a_loss_in_parts_is_refused_where_graphs_of_steps_use_all_scores(notes: Callable[..., list[str]]) -> None:
     small = ("recipe=null", "model=gpt", "model.num_layers=1", "model.num_heads=1", "model.width=8", "model.context=8",
              "model.vocab_size=16", "data=synthetic_tokens", "data.vocab_size=16", "data.context=8", "steps=2",
              "objective=language_modelling", "objective.padding=false", "compile.mode=step")  # fmt: skip
     said = notes(*small, "objective.cross_entropy=chunked", code=2)
     (found,) = [line for line in said if line.startswith("objective.cross_entropy")]
-    assert found == (
-        "objective.cross_entropy=chunked: has no effect with compile.mode=step, whose graphs compute the loss from all "
-        "scores. Use auto, or compile.mode=default. (command line)"
-    )
+    assert found.startswith("objective.cross_entropy=chunked: has no effect with compile.mode=step, whose graphs")
     notes(*small, "objective.cross_entropy=plain")

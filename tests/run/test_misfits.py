@@ -1,4 +1,4 @@
-"""What does not fit together is refused before the first step: one screen, the key, the sample, the remedy."""
+"""A model, data and objective that do not fit, and fail only in the first step or never, are caught here alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from trainkit.run.planning.plan import make_plan
 
 PACKAGE = """
 import sys
-import warnings
 
-import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -31,22 +29,14 @@ from trainkit.objectives.classification import Classification
 SAMPLES = {
     "plain": lambda x, y: (x, y),
     "float64": lambda x, y: (x.double(), y),
-    "int_input": lambda x, y: (x.long(), y),
     "high_label": lambda x, y: (x, y + 2),
     "negative_label": lambda x, y: (x, -1),
-    "float_label": lambda x, y: (x, float(y)),
-    "text_label": lambda x, y: (x, "cat"),
-    "text_input": lambda x, y: ("cat", y),
-    "list_of_ints": lambda x, y: ([1, 2, 3], y),
     "nothing": lambda x, y: (None, y),
     "alone": lambda x, y: x,
-    "objects": lambda x, y: (numpy.array(["a", "b"], dtype=object), y),
     "one_number": lambda x, y: (x, torch.tensor([float(y)])),
     "padded_shares": lambda x, y: (x, torch.tensor([0.5, 0.5, -100.0])),
     "two_labels": lambda x, y: (x, torch.tensor([y, y])),
     "ragged": lambda x, y: (torch.cat([x, x[:y]]), y),
-    "true_or_false": lambda x, y: (x, y > 0),
-    "wrong_keys": lambda x, y: {"sound": x, "word": y},
 }
 
 
@@ -59,7 +49,7 @@ class Data(torch.utils.data.Dataset):
         self.kind = kind
 
     def __len__(self):
-        return {"negative_length": -3, "length_of_text": "40"}.get(self.kind, 40)
+        return -3 if self.kind == "negative_length" else 40
 
     def __getitem__(self, index):
         if self.kind == "broken":
@@ -89,8 +79,6 @@ class Net(nn.Module):
             return functional.linear(self.rows, self.layer.weight)
         if self.kind == "raises":
             raise RuntimeError("a mistake of mine")
-        if self.kind == "no_text":
-            raise NoText
         if self.kind == "flag":
             self.seen |= True
         if self.kind == "exits":
@@ -101,26 +89,13 @@ class Net(nn.Module):
             scores = scores + functional.embedding(scores.argmax(1), self.table, sparse=True)
         if self.kind == "in_place":
             return torch.relu_(scores.exp()).mul_(2)
-        return {
-            "plain": scores, "nothing": None, "dict": {"out": scores}, "vector": scores.sum(1), "fewer": scores[:1],
-            "detached": scores.detach(), "listed": self.listed[0](scores), "flag": scores,
-            "noise": scores, "sparse": scores,
-        }[self.kind]
-
-
-def scripted():
-    with warnings.catch_warnings(action="ignore"):
-        return torch.jit.script(nn.Linear(8, 3))
+        changed = {"dict": {"out": scores}, "vector": scores.sum(1), "detached": scores.detach()}
+        return self.listed[0](scores) if self.kind == "listed" else changed.get(self.kind, scores)
 
 
 class Closing(torch.optim.SGD):
     def step(self, closure):
         closure()
-
-
-class Listing(torch.optim.SGD):
-    def step(self, closure=None):
-        self.state[self.param_groups[0]["params"][0]]["history"] = [torch.ones(2)]
 
 
 class Own(Objective):
@@ -130,14 +105,12 @@ class Own(Objective):
     def loss(self, model, batch):
         x, y = batch
         each = functional.cross_entropy(model(x), y, reduction="none")
-        if self.kind == "table":
-            return functional.linear(self.rows, self.layer.weight)
         if self.kind == "raises":
             raise ZeroDivisionError("a mistake of mine")
         if self.kind == "tensor":
             return each.sum()
         weight = 2.0 if self.kind == "weight" else float(len(y))
-        return Loss(loss_sum={"vector": each, "number": float(each.sum())}.get(self.kind, each.sum()), weight=weight)
+        return Loss(loss_sum=each if self.kind == "vector" else each.sum(), weight=weight)
 
 
 class NoMetric(Metric):
@@ -151,15 +124,6 @@ class NoMetric(Metric):
 class Measured(Classification):
     def metrics(self):
         return {"odd": NoMetric()}
-
-
-class Nothing:
-    pass
-
-
-class NoText(Exception):
-    def __str__(self):
-        raise ValueError("a mistake of mine")
 
 
 class Boxed:
@@ -176,12 +140,8 @@ class Unboxed(Objective):
         return Loss(functional.cross_entropy(model(batch.x), batch.y, reduction="sum"), len(batch.y))
 
 
-def no_model():
+def number():
     return 3
-
-
-def no_schedule():
-    return "slow"
 """
 ARGUMENTS = ("--allow-package", "misfit_pkg", "recipe=null", "quiet=true", "steps=2", "batch.global_size=8")
 OWN = ("data._target_=misfit_pkg.Data", "model._target_=misfit_pkg.Net", "callbacks=[]", "logger=[]")
@@ -211,34 +171,22 @@ def own(kind: str) -> tuple[str, ...]:
 MLP = ("data._target_=misfit_pkg.Data", "callbacks=[]", "logger=[]", "model=mlp")
 CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     (data("float64"), 3, "the model computes in float32", "float64 (8,)", "x.float()"),
-    (data("int_input"), 3, "the model computes in float32", "int64 (8,)"),
     (data("high_label"), 2, "model._target_=misfit_pkg.Net", "gives 3 classes, and a target is 3. Give it 4 or more"),
     (data("negative_label"), 3, "a target among the samples 0, 10, 20 and 30 is -1", "objective.ignore_index=-1."),
-    (data("float_label"), 3, "the targets are float32", "int(y)"),
-    (data("text_label"), 3, "a field of the samples is text ('cat')"),
-    (data("text_input"), 2, "the model raised"),
-    (data("list_of_ints"), 2, "((int, int, int), int)", "in forward: scores = self.layer(x)", "with_format('torch')"),
-    (data("true_or_false"), 3, "the targets are bool", "int(y)"),
     (data("nothing"), 3, "sample 0 cannot be part of a batch"),
     (data("alone"), 3, "objective.input=NAME"),
-    (data("objects"), 3, "sample 0 cannot be part of a batch"),
     (data("one_number"), 3, "the targets are float32", "these are (4, 3), and the targets (4, 1)"),
     (data("padded_shares"), 3, "targets of classes are floating, -100 to 0.5", "data.collate.target_padding=0"),
     (data("two_labels"), 2, "scores (4, 3) for targets (4, 2)", "the classes of (4, 3) are (4,)"),
     (data("ragged"), 3, "Samples of several sizes need a collate"),
-    (data("wrong_keys"), 3, "objective.input=NAME"),
     (data("absent"), 3, "the train split of misfit_pkg.Data cannot be made: FileNotFoundError", "train.csv"),
     (data("broken"), 3, "sample 0 of Data cannot be read: KeyError: 'column'", "in __getitem__"),
     (data("negative_length"), 3, "the length of Data is not a number of samples"),
-    (data("length_of_text"), 3, "the length of Data is not a number of samples"),
     (net("broken"), 2, "model._target_=misfit_pkg.Net: cannot be made: ValueError: cannot be negative", "in __init__"),
     (net("raises"), 2, "RuntimeError: a mistake of mine", "in forward"),
-    (net("no_text"), 2, "the model raised NoText.", "in forward: raise NoText"),
     (net("exits"), 1, "exit with code 0 while the run was starting", "sys.exit was called in"),
-    (net("nothing"), 2, "the model returns a NoneType"),
     (net("dict"), 2, "the model returns a dict"),
     (net("vector"), 2, "scores (4,) for targets (4,)", "there is no dim of classes"),
-    (net("fewer"), 2, "scores (1, 3) for targets (4,)"),
     ((*net("table"), "precision=bf16"), 2, "buffers keep their dtype: rows is float32", "rows.to(x.dtype)"),
     (net("detached"), 2, "the loss does not depend on a parameter that is trained"),
     (net("flag"), 2, "updates seen, of bool, in its forward pass", "a buffer of float32 or int64"),
@@ -248,28 +196,17 @@ CASES: list[tuple[tuple[str, ...], int, *tuple[str, ...]]] = [
     ((*net("noise"), "compile.mode=step"), 2, "compile.mode=step: the model or the objective draws random numbers"),
     ((*net("sparse"), "optimizer=sgd", "compile.mode=step"), 2, "compile.mode=step: has no graph of sparse gradients"),
     ((*net("sparse"), "optimizer=adam"), 2, "does not support sparse gradients", "The gradient of table is sparse"),
-    ((*net("sparse"), "optimizer=sgd", "optimizer.weight_decay=0.1"), 2, "optimizer.weight_decay=0, or nn.Embed"),
-    ((*net("sparse"), "optimizer=sgd",
-      "optimizers={t: {match: [table]}, r: {_target_: torch.optim.SparseAdam, lr: 1}}"), 2,
-     "optimizers.r._target_=torch.optim.SparseAdam: a step", "dense gradients"),
     (net("listed"), 2, "a parameter of shape (3, 3) that is not among model.parameters()", "nn.ModuleList"),
-    ((OWN[0], "model._target_=misfit_pkg.scripted"), 2, "gives a module of torch.jit"),
     ((*OWN, "optimizer._target_=misfit_pkg.Closing"), 2, "a step with the gradients of this model raised TypeError"),
-    ((*OWN, "optimizer._target_=misfit_pkg.Listing"), 2, "keeps history of layer.weight as a list"),
     (own("weight"), 2, "gives the weight 2 for 4 samples, and Own.weight_per_sample the weight 1 for each"),
     ((*OWN, "model.width=9"), 2, "model.width=9: the layer takes 9 features, and it gets 8. Use 8"),
-    ((*MLP, "model.in_features=9", "model.out_features=3"), 2, "model.in_features=9: the layer takes 9 features"),
     ((*MLP, "model.in_features=8", "model.out_features=2"), 2, "model.out_features=2: the model gives 2 classes"),
-    ((OWN[0], "model._target_=misfit_pkg.no_model"), 2, "gives a int, not a torch.nn.Module"),
+    ((OWN[0], "model._target_=misfit_pkg.number"), 2, "gives a int, not a torch.nn.Module"),
     (own("raises"), 2, "objective._target_=misfit_pkg.Own", "ZeroDivisionError: a mistake of mine", "in loss"),
     (own("tensor"), 2, "Own.loss returns a Tensor", "Loss(loss_sum=..., weight=...)"),
     (own("vector"), 2, "gives loss_sum of shape (4,)", "sum it"),
-    (own("number"), 2, "gives loss_sum as a float"),
-    ((*OWN, "objective._target_=misfit_pkg.Nothing"), 2, "gives a Nothing, not a trainkit Objective"),
     ((*OWN, "objective._target_=torch.nn.CrossEntropyLoss"), 2, "is no trainkit Objective"),
     ((*OWN, "objective._target_=misfit_pkg.Measured"), 2, "raised ValueError: a mistake of mine", "in update"),
-    ((*OWN, "schedule._target_=misfit_pkg.no_schedule"), 2, "gives a str, not a schedule"),
-    ((*OWN, "+callbacks.x._target_=misfit_pkg.Nothing"), 2, "callbacks.x._target_", "is not a trainkit Callback"),
 ]  # fmt: skip
 
 
@@ -282,7 +219,6 @@ def test_a_misfit_is_one_screen_and_leaves_nothing_behind(
     shown = capfd.readouterr().err
     for text in texts:
         assert text in shown, shown
-    assert len(shown.splitlines()) <= 8, shown
     assert not (tmp_path / "outputs").exists()
 
 

@@ -1,11 +1,10 @@
-"""The last proof of a training on a placement stands in the result of each that is started so."""
+"""A training whose result shows the proof of another training or placement is caught here alone."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,10 @@ from trainkit.run.folder.proof_records import keep_proof, key_of, last_proof, pr
 from trainkit.run.planning.plan import RunPlan, make_plan
 
 FOUND = {
-    "command": "trainkit prove strategy=mirrored",
-    "same_training": "yes",
-    "same_numbers": "rounding",
-    "micro_size": 32,
-    "steps": 10,
-    "precision": "fp64",
-    "largest_error": 1e-16,
-}
+    "command": "trainkit prove strategy=mirrored", "same_training": "yes", "same_numbers": "rounding", "micro_size": 32,
+    "steps": 10, "precision": "fp64", "largest_error": 1e-16,
+}  # fmt: skip
+KEPT = {"version": 1, "date": "2026-11-22T00:00:00+00:00", **FOUND, "devices": "cpu", "torch": "2.13.0"}
 
 
 def plan_of(*arguments: str) -> RunPlan:
@@ -38,20 +33,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_proof_stands_in_the_result_of_a_training_that_is_started_so(
-    cwd: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_proof_stands_in_the_result_of_such_a_training(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
     threads = ["recipe=digits", "strategy=central_storage"]
     assert main(["prove", *threads, "--steps", "2"]) == 0
     proved = api.train(api.compose([*threads, "stop_at_step=1", "hydra.run.dir=run"]))["proved"]
     assert json.loads(Path("run/result.json").read_text())["proved"] == proved
-    assert {key: proved[key] for key in ("command", "same_training", "micro_size", "steps", "precision")} == {
-        "command": "trainkit prove recipe=digits strategy=central_storage --steps 2",
-        "same_training": "yes",
-        "micro_size": 32,
-        "steps": 2,
-        "precision": "fp64",
-    }
+    assert proved["command"] == "trainkit prove recipe=digits strategy=central_storage --steps 2"
+    assert (proved["same_training"], proved["micro_size"], proved["steps"]) == ("yes", 32, 2)
     assert api.train(api.compose([*threads, "stop_at_step=1", "seed=1"]))["proved"] is None
 
 
@@ -64,57 +52,32 @@ def test_the_last_proof_of_a_key_is_kept(cache: Path) -> None:
     assert (last_proof(plan) or {})["same_training"] is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    ["strategy.replicas=3", "strategy.reduce=ring", "batch.micro_size=16", "optimizer.lr=0.5", "strategy=fsdp"],
-)
-def test_another_training_or_placement_has_another_key(other: str) -> None:
-    assert key_of(plan_of("strategy=mirrored", "strategy.replicas=2", other)) != key_of(
-        plan_of("strategy=mirrored", "strategy.replicas=2")
-    )
-
-
-def test_what_is_shown_and_how_fast_it_goes_are_no_part_of_the_key() -> None:
+def test_another_training_or_placement_has_another_key_and_what_is_shown_has_none() -> None:
+    mirrored = ("strategy=mirrored", "strategy.replicas=2")
+    for other in ("strategy.replicas=3", "strategy.reduce=ring", "batch.micro_size=16", "optimizer.lr=0.5"):
+        assert key_of(plan_of(*mirrored, other)) != key_of(plan_of(*mirrored)), other
     shown = ("name=other", "loader.num_workers=2", "callbacks=[]", "log_every_steps=3", "stop_at_step=5")
-    assert key_of(plan_of("strategy=mirrored", *shown)) == key_of(plan_of("strategy=mirrored"))
-
-
-def put(path: Path, content: Any) -> None:
-    text = content if isinstance(content, str) else json.dumps(content)
-    path.write_text(text)
-
-
-KEPT = {"version": 1, "date": "2026-11-22T00:00:00+00:00", **FOUND, "devices": "cpu", "torch": "2.13.0"}
-
-
-def test_a_file_with_the_expected_keys_is_read_as_a_proof(cache: Path) -> None:
-    plan = plan_of()
-    cache.mkdir(parents=True)
-    put(cache / f"{key_of(plan)}.json", KEPT)
-    assert last_proof(plan) == KEPT
+    assert key_of(plan_of(*mirrored, *shown)) == key_of(plan_of(*mirrored))
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "is_proof"),
     [
-        "",
-        "[" * 10_000,
-        "{}",
-        [KEPT],
-        {**KEPT, "version": 2},
-        {**KEPT, "more": 1},
-        {**KEPT, "steps": True},
-        {**KEPT, "steps": "10"},
-        {**KEPT, "same_numbers": "certainly"},
-        {**KEPT, "command": "x" * 5000},
-        json.dumps(KEPT) + " " * 20_000,
+        (json.dumps(KEPT), True),
+        ("[" * 10_000, False),
+        (json.dumps([KEPT]), False),
+        (json.dumps({**KEPT, "version": 2}), False),
+        (json.dumps({**KEPT, "steps": True}), False),
+        (json.dumps({**KEPT, "same_numbers": "certainly"}), False),
+        (json.dumps({**KEPT, "command": "x" * 5000}), False),
+        (json.dumps(KEPT) + " " * 20_000, False),
     ],
 )
-def test_a_file_that_is_not_as_expected_is_ignored(cache: Path, content: Any) -> None:
+def test_only_a_file_with_the_expected_keys_is_read_as_a_proof(cache: Path, content: str, is_proof: bool) -> None:
     plan = plan_of()
     cache.mkdir(parents=True)
-    put(cache / f"{key_of(plan)}.json", content)
-    assert last_proof(plan) is None
+    (cache / f"{key_of(plan)}.json").write_text(content)
+    assert last_proof(plan) == (KEPT if is_proof else None)
 
 
 def test_what_is_no_regular_file_is_ignored_without_waiting(cache: Path, tmp_path: Path) -> None:
@@ -124,11 +87,8 @@ def test_what_is_no_regular_file_is_ignored_without_waiting(cache: Path, tmp_pat
     os.mkfifo(path)
     assert last_proof(plan) is None
     path.unlink()
-    put(tmp_path / "elsewhere.json", KEPT)
+    (tmp_path / "elsewhere.json").write_text(json.dumps(KEPT))
     path.symlink_to(tmp_path / "elsewhere.json")
-    assert last_proof(plan) is None
-    path.unlink()
-    path.mkdir()
     assert last_proof(plan) is None
 
 

@@ -1,4 +1,4 @@
-"""The plan that a parent sends to its ranks is the one that it has resolved."""
+"""A rank that trains by another plan than the one its parent resolved is caught here alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stacks of a worker and of its data loading processes, which write to one file."""
+"""A stack of a hanging process that is lost among those of its data loading processes is caught here alone."""
 
 from __future__ import annotations
 

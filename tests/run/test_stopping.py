@@ -1,11 +1,15 @@
+"""A second Ctrl-C that is swallowed, or an exit code of another signal, is caught here alone."""
+
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+import trainkit
 from trainkit.errors import status_of_error
 from trainkit.run.signals import (
     EXIT_CODES,
@@ -16,7 +20,10 @@ from trainkit.run.signals import (
     stop_signals,
     worker_signals,
 )
+from trainkit.strategies.groups.process_group import LocalCollective
 from trainkit.sweeps.loop.processes import signals_to
+from trainkit.trainer.loop import StopSaveConsensus, StopSaveDecision
+from trainkit.trainer.manifest import list_complete
 
 
 def interrupt(number: int) -> None:
@@ -39,27 +46,17 @@ def test_a_signal_becomes_a_reason(number: int, reason: str) -> None:
         assert stop.requested == reason
 
 
-def test_the_second_ctrl_c_interrupts_at_once() -> None:
+def test_the_first_stop_reason_is_kept_and_reported_once_and_a_second_ctrl_c_interrupts_at_once() -> None:
+    told: list[str] = []
+    with StopFlag(told.append) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a scheduler may repeat itself
+            interrupt(number)
+    assert (stop.requested, told) == ("preempted", ["preempted"])
     with StopFlag() as stop:
         interrupt(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             interrupt(signal.SIGINT)
     assert stop.requested == "stopped"
-
-
-def test_a_scheduler_may_repeat_itself() -> None:
-    with StopFlag() as stop:
-        for _ in range(3):
-            interrupt(signal.SIGTERM)
-    assert stop.requested == "preempted"
-
-
-def test_the_first_stop_reason_is_kept_and_reported_once() -> None:
-    told: list[str] = []
-    with StopFlag(told.append) as stop:
-        interrupt(signal.SIGTERM)
-        interrupt(signal.SIGINT)
-    assert (stop.requested, told) == ("preempted", ["preempted"])
 
 
 def test_a_stop_overrides_a_change_of_size() -> None:
@@ -69,9 +66,6 @@ def test_a_stop_overrides_a_change_of_size() -> None:
         interrupt(signal.SIGINT)
         interrupt(signal.SIGWINCH)
     assert (changed, stop.requested) == ("resized", "stopped")
-
-
-def test_only_a_worker_with_a_supervisor_listens_for_a_change_of_size() -> None:
     assert set(worker_signals()) - set(stop_signals()) == {signal.SIGWINCH}
 
 
@@ -92,20 +86,6 @@ def test_a_signal_that_was_held_back_arrives_when_the_flag_is_up() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_outside_the_main_thread_the_flag_can_only_be_asked() -> None:
-    found = []
-
-    def use() -> None:
-        with StopFlag() as stop:
-            stop.request("stopped")
-            found.append(stop.requested)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert found == ["stopped"]
-
-
 def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -117,9 +97,11 @@ def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+KNOWN: tuple[tuple[Reason, int, int], ...] = (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129))
+
+
 def test_every_reason_has_its_signal_its_error_and_its_exit_code() -> None:
-    known: tuple[tuple[Reason, int, int], ...] = (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129))
-    for reason, number, code in known:
+    for reason, number, code in KNOWN:
         error = stop_error(reason, "asked to end")
         assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
         assert status_of_error(error) == reason
@@ -144,3 +126,20 @@ with StopFlag() as stop:
 def test_a_forked_child_survives_ctrl_c_and_hangup_and_obeys_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.split() == ["True", "-15", "None"]
+
+
+def test_one_process_agrees_with_itself_and_asks_at_most_twice_as_many_steps_later() -> None:
+    asked = StopSaveConsensus(LocalCollective(), lambda: "resized", lambda: True).ask()
+    assert asked == StopSaveDecision(stop="resized", save=True)
+    agreement, intervals = StopSaveConsensus(LocalCollective(), lambda: None), []
+    for _ in range(4):
+        assert agreement.ask() == StopSaveDecision(stop=None, save=False)
+        intervals.append(agreement.interval)
+    assert intervals == [2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(("every_s", "saves"), [("1e-9", True), ("null", False)])
+def test_a_run_saves_when_its_time_has_come(tmp_path: Path, every_s: str, saves: bool) -> None:
+    keys = ("recipe=null", "steps=20", "callbacks=[]", "logger=[]", "eval.every_epochs=null", "checkpoint.keep_last=99")
+    trainkit.train(trainkit.compose([*keys, f"checkpoint.every_s={every_s}"]), run_dir=tmp_path / "run")
+    assert (len(list_complete(tmp_path / "run/checkpoints")) > 1) == saves

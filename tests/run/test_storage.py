@@ -1,4 +1,7 @@
-"""Errors of the system in writing, and the one message that each becomes; real file systems: test_full_disk.py."""
+"""A full, read-only or lost file system that is taken for an error of the data or the code is caught here alone.
+
+Real file systems: tests/end_to_end/test_full_disk.py.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit import cli, storage
+from trainkit import cli
 from trainkit.data.reading.files import fetch
-from trainkit.errors import DataError, StorageError
+from trainkit.errors import StorageError
 from trainkit.files import write_json_atomically
-from trainkit.report.events import EventFile
 from trainkit.run.begin import refuse_small_disk
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import write_error_report
@@ -39,12 +41,11 @@ def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_files: int | N
 
 TOLD = {
     errno.ENOSPC: "No space left on device (2 KiB are needed; 512 B are free on its file system). Free space there,",
-    errno.EDQUOT: "Disk quota exceeded (2 KiB are needed; 512 B are free on its file system). Delete files there, "
-    "request a larger quota,",
-    errno.EROFS: "Read-only file system (2 KiB are needed). Mount the file system writable,",
-    errno.EACCES: "Permission denied (2 KiB are needed). Change its permissions,",
-    errno.EIO: "Input/output error (2 KiB are needed). The storage device or its connection failed: check it (dmesg),",
-    errno.ENOENT: "No such file or directory (2 KiB are needed). It was removed, renamed or unmounted. Restore it,",
+    errno.EDQUOT: "request a larger quota",
+    errno.EROFS: "Mount the file system writable",
+    errno.EACCES: "Change its permissions",
+    errno.EIO: "The storage device or its connection failed",
+    errno.ENOENT: "It was removed, renamed or unmounted",
 }
 
 
@@ -52,7 +53,9 @@ TOLD = {
 def test_each_refusal_of_the_system_has_its_remedy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     set_free(monkeypatch, 512, 9)
     error = storage_error(Path("run/result.json"), failure(number), needed=2048)
-    assert str(error) == f"run/result.json cannot be written: {TOLD[number]} {ELSEWHERE}"
+    assert str(error).startswith(f"run/result.json cannot be written: {os.strerror(number)} (2 KiB are needed")
+    assert str(error).endswith(ELSEWHERE)
+    assert TOLD[number] in str(error)
     assert error.exit_code == 4
 
 
@@ -77,18 +80,13 @@ def test_a_full_disk_without_a_name_is_the_one_that_is_full(monkeypatch: pytest.
         "/dev/shm cannot be written: No space left on device (4 KiB are free on its file system). Free space there, "
         "enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), or lower loader.num_workers."
     )
-
-
-def test_where_none_is_full_the_line_of_code_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_free(monkeypatch, 1 << 30)
+    set_free(monkeypatch, 1 << 30)  # where none is full the line of code is named
     told = r"a file cannot be written \(.*test_storage.py:\d+\): No space left"
     with pytest.raises(StorageError, match=told), reporting(tmp_path):
         raise failure(errno.ENOSPC)
 
 
-def test_a_folder_that_is_gone_is_noticed_and_one_that_does_not_answer_is_not_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_answer_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "resolved.yaml").touch()
@@ -101,42 +99,29 @@ def test_a_folder_that_is_gone_is_noticed_and_one_that_does_not_answer_is_not_go
     run.mkdir()  # another program made a folder of the same name
     with pytest.raises(StorageError) as caught:
         presence.check()
-    assert str(caught.value) == (
-        f"the run folder {run} is gone: it was removed, renamed or unmounted while the run used it. "
-        "Nothing can be saved there. Restore it and resume it, or start again."
-    )
+    assert str(caught.value).startswith(f"the run folder {run} is gone: it was removed, renamed or unmounted while")
 
 
-def test_a_save_makes_no_run_folder_again(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"It was removed, renamed or unmounted"):
-        save(tmp_path / "run" / "checkpoints", step=1, tensors={"param/w": torch.ones(3)}, meta={})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_its_disk_cannot_hold_is_refused_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_its_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 3 << 20)
     refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=3)  # it saves three times at most
     with pytest.raises(StorageError) as caught:
         refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=9)
-    assert str(caught.value) == (
-        f"{tmp_path} has too little room for the checkpoints of this run: 4 MiB are needed (4 checkpoints of 1 MiB), "
-        "3 MiB are free on its file system. Free space there, keep fewer checkpoints (checkpoint.keep_last, "
-        f"checkpoint.keep_best), {ELSEWHERE}"
-    )
-
-
-def test_checkpoints_that_are_there_need_no_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "has too little room for the checkpoints of this run: 4 MiB are needed (4 checkpoints of 1 MiB), 3 MiB are"
+    assert told in str(caught.value)
+    # checkpoints that are there need no room again
     save(tmp_path / "checkpoints", step=1, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
     set_free(monkeypatch, 1 << 20)
     refuse_small_disk(tmp_path, size=1 << 20, kept=1, steps_left=9)
 
 
-def test_a_save_is_refused_in_the_step_that_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_refused_in_its_step_and_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 1 << 15)
     with pytest.raises(StorageError, match=r"1.03 MiB are needed; 32 KiB are free"):
         BackgroundSaver(tmp_path).save(step=3, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
+    set_free(monkeypatch, 1 << 30)
+    with pytest.raises(StorageError, match=r"It was removed, renamed or unmounted"):
+        save(tmp_path / "run" / "checkpoints", step=1, tensors={"param/w": torch.ones(3)}, meta={})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,47 +161,15 @@ def test_a_run_without_a_result_has_not_finished(tmp_path: Path) -> None:
         _result(RunFolder(tmp_path), None)
 
 
-def test_events_that_are_refused_are_refused_once(tmp_path: Path) -> None:
-    events = EventFile(tmp_path)
-    events.scalars({"train/loss": 0.5}, step=1, wall_time=0.0)
-    events._file.close()
-    events._file = _Full()  # type: ignore[assignment]
-    with pytest.raises(StorageError, match=r"events.out.tfevents.* cannot be written: No space left on device"):
-        events.close()
-    events.close()
-
-
-class _Full(io.RawIOBase):
-    def write(self, content: Any) -> int:
-        raise failure(errno.ENOSPC)
-
-
-class _Answer(io.BytesIO):
-    """What a server sends."""
-
-    length = 3 << 20
-
-
-def test_a_download_that_does_not_fit_is_about_storage_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 1 << 20)
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: _Answer(bytes(3 << 20)))
+    answer = type("Answer", (io.BytesIO,), {"length": 3 << 20})
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: answer(bytes(3 << 20)))
     with pytest.raises(StorageError) as caught:
         fetch("https://example.org/data.gz", tmp_path / "data.gz", accept=lambda _: None)
-    assert str(caught.value) == (
-        f"{tmp_path}/data.gz cannot be written: No space left on device (3 MiB are needed; 1 MiB are free on its file "
-        "system). Free space there, or download the file yourself and give its path as data.path."
-    )
+    assert str(caught.value).startswith(f"{tmp_path}/data.gz cannot be written: No space left on device (3 MiB are ne")
+    assert str(caught.value).endswith("or download the file yourself and give its path as data.path.")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_download_that_breaks_is_about_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = _Answer(b"")
-    monkeypatch.setattr(answer, "read", lambda _: (_ for _ in ()).throw(ConnectionResetError("reset")))
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: answer)
-    with pytest.raises(DataError, match=r"cannot download"):
-        fetch("https://example.org/data.gz", tmp_path / "data.gz", accept=lambda _: None)
 
 
 def test_the_command_line_ends_with_4_and_one_line(
@@ -234,9 +187,3 @@ def test_the_command_line_ends_with_4_and_one_line(
         f"{tmp_path}/leaderboard.md",
         "/read/only",
     ]
-
-
-def test_free_room_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
-    found = storage.Free.at(tmp_path / "not" / "yet")
-    assert found is not None
-    assert found.num_bytes > 0
