@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import signal
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -13,12 +12,10 @@ from torch import Tensor
 
 from tests.support.pool import Place
 from trainkit.errors import CheckpointError
-from trainkit.storage import lacking
-from trainkit.strategies.groups.process_group import GroupCollective, all_gather_object
+from trainkit.strategies.groups.process_group import GroupCollective
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import Retention, SavePolicy, ShardedSaver, sha256_of_pieces
-from trainkit.trainer.checkpoint import background as module
 from trainkit.trainer.checkpoint import disk_space as space
 
 
@@ -66,9 +63,8 @@ def assemble(place: Place) -> tuple[dict[str, Tensor], str]:
 
 def save_twice(place: Place, root: Path, background: bool) -> list[int]:
     """Two checkpoints, of which the first goes; what changes after the call is not saved."""
-    saver = ShardedSaver(
-        root, together(place), policy=SavePolicy(retention=Retention(keep_last=1, keep_best=0)), background=background
-    )
+    policy = SavePolicy(retention=Retention(keep_last=1, keep_best=0))
+    saver = ShardedSaver(root, together(place), policy=policy, background=background)
     for step in (1, 2):
         pieces = held(place, scale=float(step))
         saver.save(step=step, pieces=pieces, meta={"position": step, "rank": place.rank}, metric=0.5)
@@ -83,15 +79,11 @@ def proceed_until_it_stands(place: Place, root: Path) -> int:
     saver = ShardedSaver(root, together(place))
     saver.save(step=3, pieces=held(place), meta={})
     looks = 0
-    while not _any(saver.finished(), place):
+    while not together(place).sum(torch.tensor([len(saver.finished())])):
         saver.proceed()
         looks += 1
     saver.proceed()  # nothing is under way: no exchange
     return looks
-
-
-def _any(found: list[Any], place: Place) -> bool:
-    return bool(together(place).sum(torch.tensor([len(found)])))
 
 
 def fail(place: Place, root: Path, rank: int, failure: str) -> str:
@@ -111,17 +103,15 @@ def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     return "saved"
 
 
-def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
-    """No file of rank 1 may grow beyond 64 KiB: half of its part is written, unless it asks before."""
+def fill_the_disk(place: Place, root: Path) -> str:
+    """No file of rank 1 may grow beyond 64 KiB, and no rank asks before: half of a part is written."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    large = torch.zeros(1 << 16)
-    pieces = {f"param/{place.rank}": [TensorShard.whole(large)]}
+    pieces = {f"param/{place.rank}": [TensorShard.whole(torch.zeros(1 << 16))]}
     saver = ShardedSaver(root, together(place))
-    asked = lacking if asks_before else lambda *_: None
     try:
         if place.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-        with mock.patch.object(space, "lacking", asked):
+        with mock.patch.object(space, "lacking", return_value=None):
             saver.save(step=2, pieces=pieces, meta={})
             saver.close()
     except CheckpointError as error:
@@ -129,22 +119,4 @@ def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    return "saved"
-
-
-def save_apart(place: Place, root: Path) -> str:
-    """Each rank has a folder of its own, as on hosts that share none."""
-
-    def gather_moved(content: Any, everyone: Any) -> list[Any]:
-        return [
-            text.replace(str(root), f"{root}/elsewhere") if isinstance(text, str) and text.startswith("/") else text
-            for text in all_gather_object(content, everyone)
-        ]
-
-    gather = gather_moved if place.rank == 1 else all_gather_object
-    with mock.patch.multiple(module, _VISIBLE_TIMEOUT_S=0.1, all_gather_object=gather):
-        try:
-            ShardedSaver(root, together(place)).save(step=2, pieces=held(place), meta={})
-        except CheckpointError as error:
-            return str(error)
     return "saved"

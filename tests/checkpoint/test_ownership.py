@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,12 +190,6 @@ def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> 
     note_foreign(root, 1, said.append)
     assert "step_00000099 was not written by this run" in said[0]
     assert f"resume={root}/step_00000099" in said[0]
-
-
-def test_a_checkpoint_that_is_copied_elsewhere_loads(root: Path, tmp_path: Path) -> None:
-    put(root, 1)
-    shutil.copytree(root / "step_00000001", tmp_path / "elsewhere")
-    assert load(tmp_path / "elsewhere").checkpoint.step == 1
 
 
 def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:

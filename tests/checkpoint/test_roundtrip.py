@@ -1,6 +1,5 @@
 """A tensor that comes back with other bits, another layout or from the wrong piece is caught here alone."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -74,13 +73,6 @@ def test_tied_tensors_are_written_once_and_load_as_one(tmp_path: Path) -> None:
     assert loaded.aliases == {"param/head": "param/wte", "param/view": "param/wte", "param/named": "param/wte"}
     assert loaded.tensors["param/named"] is loaded.tensors["param/wte"]
     assert (folder / "rank_00000.safetensors").stat().st_size < 2 * 64 + 200
-
-
-def test_the_index_names_shape_dtype_and_pieces(tmp_path: Path) -> None:
-    save(tmp_path, step=0, tensors={"param/w": torch.zeros(2, 3)}, meta={})
-    index = json.loads((tmp_path / "step_00000000" / "index.json").read_text())
-    pieces = [{"file": "rank_00000.safetensors", "offset": [0, 0], "size": [2, 3]}]
-    assert index == {"tensors": {"param/w": {"dtype": "F32", "shape": [2, 3], "pieces": pieces}}, "aliases": {}}
 
 
 def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.samples import Copied, InMemorySquares, make_loader
+from tests.data.samples import InMemorySquares, make_loader
 from trainkit.data.batch_transforms import CropAndFlip, CutMix, MixUp
 from trainkit.data.hooks import DataHooks, UserTransform
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import seed_host
-from trainkit.objectives.classification import Classification
 
 
 def loader_of(function: Any) -> Loader:
@@ -70,14 +69,6 @@ def test_images_and_classes_are_mixed_in_the_same_shares(transform: Any) -> None
     assert torch.equal(images, before)
 
 
-@pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3), CropAndFlip()])
-def test_drawn_numbers_are_sent_to_the_device_in_one_copy(transform: Any) -> None:
-    batch = (torch.ones(4, 2, 8, 8, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
-    with Copied() as copied:
-        assert transform(batch)[0].is_meta
-    assert copied.copies == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3), CropAndFlip()])
@@ -93,14 +84,6 @@ def test_on_a_gpu_a_transform_does_not_wait_and_gives_the_batch_of_the_host(tran
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close([part.cpu() for part in found], list(wanted), rtol=1e-6, atol=1e-6)
-
-
-def test_class_weights_of_mixed_classes_are_those_of_torch() -> None:
-    scores, objective = torch.randn(2, 3), Classification(class_weights=[1.0, 2.0, 4.0])
-    hard = objective.score(scores, torch.tensor([0, 2]))
-    soft = objective.score(scores, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
-    assert torch.allclose(soft.loss_sum, hard.loss_sum)
-    assert (float(hard.weight), soft.weight) == (5.0, 2.0)  # torch divides the sum of probabilities by samples
 
 
 def test_masks_are_mixed_pixel_by_pixel_and_never_cut() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import trainkit
 from tests.data.samples import CPU, Numbered
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import Reading
-from trainkit.data.reading.dealt import DealtOrder, DealtReader
+from trainkit.data.reading.dealt import DealtReader
 from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
 from trainkit.data.reading.loader import Loader
 from trainkit.data.sets.json_lines import JsonLines
@@ -132,25 +130,3 @@ def test_looking_for_files_counts_no_lines(tmp_path: Path) -> None:
     stream = Stream(source=JsonLines(path=str(tmp_path / "a.jsonl")), num_samples=1, distribute="auto")
     assert stream.files_for(1) is stream.source
     assert "sizes" not in vars(stream.source)
-
-
-def test_the_samples_of_a_ticket_are_named_by_their_place_in_all_files() -> None:
-    order = DealtOrder(plan=BatchPlan(num_samples=10, global_size=4, micro_size=2))
-    assert order.indices(Ticket(1, (0, 1))) == [2, 3, 8, 9]
-
-
-@pytest.mark.long
-def test_two_processes_train_to_the_bits_of_one(tmp_path: Path) -> None:
-    for number in range(4):
-        rows = [{"x": [number / 4, row / 8, 1.0], "y": (number + row) % 2} for row in range(6)]
-        (tmp_path / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    shared = [
-        "recipe=null", "data=stream", "+data.source._target_=trainkit.data.JsonLines",
-        f"data.source.path={tmp_path}/*.jsonl", "data.num_samples=24", "data.distribute=files", "model=mlp",
-        "model.in_features=3", "model.hidden=[4]", "model.out_features=2", "objective.input=x", "objective.target=y",
-        "batch.global_size=8", "batch.micro_size=4", "epochs=2", "numerics.reproducible=true", "callbacks=[]",
-        "logger=[]", "quiet=true",
-    ]  # fmt: skip
-    one = trainkit.train(shared, run_dir=tmp_path / "one")
-    two = trainkit.train([*shared, "strategy=mirrored", "strategy.replicas=2"], run_dir=tmp_path / "two")
-    assert (one["weights_sha256"], one["samples"]) == (two["weights_sha256"], 48)

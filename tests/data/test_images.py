@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.samples import make_loader
 from trainkit.config.sections import CvConfig
 from trainkit.data.sets import fashion_mnist
 from trainkit.data.sets.digits import Digits
@@ -22,7 +21,6 @@ from trainkit.data.sets.image_folder import ImageFolder
 from trainkit.data.sets.unlabelled import ImageFiles
 from trainkit.data.splits import folded
 from trainkit.errors import ConfigError, DataError
-from trainkit.numerics.batch import Ticket
 
 image = pytest.importorskip("PIL.Image")
 
@@ -77,20 +75,6 @@ def test_a_damaged_or_absent_idx_file_is_named(idx: Path) -> None:
             FashionMnist(path=idx, split="test")
 
 
-def test_a_download_is_kept_where_asked_and_only_if_right(
-    idx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fashion_mnist, "_URL", f"{idx.as_uri()}/")
-    target = tmp_path / "new"
-
-    assert len(FashionMnist(path=target, split="test", download=True)) == 10_000
-    assert sorted(path.name for path in target.iterdir()) == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
-    monkeypatch.setitem(fashion_mnist._SHA256, "train-images-idx3-ubyte", "00")
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is not the expected file: unpacked"):
-        FashionMnist(path=target, split="train", download=True)
-    assert not (target / "train-images-idx3-ubyte.gz").exists()
-
-
 def test_a_missing_fashion_mnist_names_the_ways_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fashion_mnist, "_DEBIAN", tmp_path / "none")
@@ -121,18 +105,6 @@ def test_classes_are_the_sorted_folders(folder: Path) -> None:
     assert [data[index][1] for index in range(len(data))] == [0, 0, 0, 1, 1, 1]
     assert data[0][0].shape == (3, 16, 16)
     assert float(data[5][0][0].min()) == pytest.approx((1 - 0.485) / 0.229)
-
-
-def test_a_training_image_is_augmented_by_its_key_alone(folder: Path) -> None:
-    def epochs(**settings: Any) -> list[torch.Tensor]:
-        loader = make_loader(ImageFolder(path=folder, split="train", **SMALL), shuffle=False, **settings)
-        found = [loader.fetch(Ticket(step, (0,)))[0][0][0] for step in (0, 2)]
-        loader.close()
-        return found
-
-    first, second = epochs()
-    assert not torch.equal(first, second)
-    assert all(map(torch.equal, epochs(), epochs(num_workers=1)))
 
 
 def test_a_fold_that_is_held_out_is_not_augmented(folder: Path) -> None:

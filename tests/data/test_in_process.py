@@ -71,16 +71,3 @@ def test_a_sample_that_fails_is_read_once_and_its_error_is_raised_in_its_own_ste
     with pytest.raises(DataError, match="sample 6 cannot be read: ValueError: broken"):
         numbers(source, 1)
     assert data.read == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_a_ticket_that_is_out_of_order_is_read_again() -> None:
-    source = reader_of(Numbers())
-    assert [numbers(source, step) for step in (0, 5, 6)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
-
-
-def test_sparse_batches_are_read() -> None:
-    data = Numbers()
-    data.__class__ = type("Sparse", (Numbers,), {"__getitem__": lambda _, index: torch.eye(9)[index].to_sparse()})
-    (batch,) = reader_of(data).read(Ticket(0, (0,)))
-    assert batch.is_sparse
-    assert batch.shape == (4, 9)

@@ -99,12 +99,6 @@ def test_what_user_code_does_to_a_batch_changes_no_other_batch() -> None:
     assert (second[0]._version, second[1]._version, again[0].requires_grad) == (changes, changes, False)
 
 
-def test_a_ticket_without_shards_reads_nothing() -> None:
-    dataset = Squares(9)
-    assert make_loader(dataset).fetch(Ticket(2, ())) == []
-    assert dataset.reads == 0
-
-
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}], ids=["direct", "workers"])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, Any]) -> None:
     whole: dict[tuple[int, int], set[tuple[float, float]]] = {}
@@ -155,27 +149,22 @@ def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, Any]) -> None
     loader.close()
 
 
-class Odd(Squares):
-    """A dataset with one method of another result."""
-
-    def __init__(self, name: str, result: Any) -> None:
-        super().__init__(9)
-        setattr(self, name, lambda *_: result)
-
-
 @pytest.mark.parametrize(
     ("name", "result", "said"),
     [
-        ("__getitems__", [(torch.zeros(1), 0)], "__getitems__ of the dataset gives a list of 1 for 4 indices"),
-        ("__getitems__", {"x": [0] * 4}, "__getitems__ of the dataset gives a dict of 1"),
-        ("gather", (np.zeros((4, 1)), np.zeros(4)), r"gather\(indices\) gives float64 .* torch.from_numpy"),
-        ("gather", (torch.zeros(3, 1), torch.zeros(3)), r"gather\(indices\) gives float32 \(3, 1\) for 4 samples"),
-        ("tensors", (np.zeros((9, 1)), np.zeros(9)), r"Odd.tensors\(\) gives float64 .* torch.from_numpy"),
+        ("__getitems__", [(torch.zeros(1), 0)], "a list of 1 for 4 indices"),
+        ("__getitems__", {"x": [0] * 4}, "a dict of 1 for 4 indices"),
+        ("gather", (torch.zeros(3, 1), torch.zeros(3)), r"float32 \(3, 1\) for 4 samples"),
+        ("tensors", (np.zeros((9, 1)), np.zeros(9)), "float64 .* torch.from_numpy"),
     ],
 )
 def test_a_method_that_gives_other_samples_than_asked_for_is_named(name: str, result: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        make_loader(Odd(name, result)).fetch(Ticket(0, (0, 1)))
+    dataset = Squares(9)
+    setattr(dataset, name, lambda *_: result)
+    if name == "__getitems__":
+        dataset.__class__ = type("Many", (Squares,), {name: lambda *_: result})
+    with pytest.raises(DataError, match=rf"{name}\b.* gives {said}"):
+        make_loader(dataset).fetch(Ticket(0, (0, 1)))
 
 
 class Unsendable:

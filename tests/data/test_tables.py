@@ -153,7 +153,6 @@ def test_the_made_table_has_the_noise_that_it_names() -> None:
     clean, noisy = (Friedman(split="val", noise=noise).tensors() for noise in (0.0, 1.0))
     assert torch.equal(clean[0], noisy[0])
     assert float((noisy[1] - clean[1]).std()) == pytest.approx(1, abs=0.05)
-    assert not torch.equal(Friedman(split="train", num_samples=2000).tensors()[0], clean[0])
 
 
 def test_cifar_files_are_read_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

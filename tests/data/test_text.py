@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainkit.data.reading.windows import Windows, tile
-from trainkit.data.sets.text import PythonSource, TextFile
+from trainkit.data.sets.text import TextFile
 from trainkit.data.sets.token_memmap import TokenMemmap
 from trainkit.data.sets.unlabelled import TextLines
 from trainkit.errors import ConfigError, DataError
@@ -116,15 +116,6 @@ def test_a_text_that_does_not_do_is_refused(text: Path, settings: dict[str, Any]
 
 def test_a_text_at_the_bounds_is_read(text: Path) -> None:
     assert len(TextFile(path=text, split="train", vocab_size=10, context=44)) == 1
-
-
-def test_the_library_of_the_interpreter_is_a_text_of_bytes() -> None:
-    train = PythonSource(split="train", context=32, max_bytes=50_000)
-    val = PythonSource(split="val", context=32, max_bytes=50_000)
-
-    assert (len(train), len(val)) == ((45_000 - 33) // 32 + 1, 157)
-    assert train.decode(train.encode("def")) == "def"
-    assert train[0][0].tolist() == PythonSource(split="train", context=32, max_bytes=50_000)[0][0].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])

@@ -1,4 +1,7 @@
-"""A run on an engine of a few lines, which starts a process a rank and all again when one fails."""
+"""A rank of an engine that is killed and never started again, or an orphan that it leaves, is caught here alone.
+
+The engine has a few lines: it starts a process a rank, and all again when one fails.
+"""
 
 import contextlib
 import json
@@ -27,12 +30,6 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process_backend import BackendJob, ProcessBackend
 
 
-def started_rank(job: BackendJob, number: int, attempt: list[str] | None) -> subprocess.Popen[bytes]:
-    place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
-    command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.payload, place, attempt))]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Simple(ProcessBackend):
     name: ClassVar[str] = "Simple"
@@ -51,13 +48,9 @@ class Simple(ProcessBackend):
         for _ in range(job.max_restarts + 1):
             attempt = begin_attempt(job.payload, "key")
             assert wait_for_attempt(job.payload, "key") == attempt
-            started = [started_rank(job, number, attempt) for number in range(job.num_ranks)]
-            while None in (codes := [process.poll() for process in started]) and not any(codes):
-                time.sleep(0.02)
-            for process in started:
-                process.kill()
-                process.wait()
-            if not any(codes):
+            command = [sys.executable, "-m", "tests.engines.started"]
+            command += map(json.dumps, (job.payload, job.num_ranks, attempt))
+            if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
                 return
         raise RuntimeError("a worker failed")
 
@@ -94,28 +87,24 @@ def test_a_killed_rank_is_named_and_all_start_again(
     result = train(folder)
     assert (result["status"], result["attempt"]) == ("finished", 1)
     assert [(one["kind"], one["rank"], one["checkpoint"]) for one in result["restarts"]] == [("all", 1, 2)]
-    told = "rank 1 was ended by SIGKILL in step 3 (forward). Simple starts all "
-    assert f"{told}again." in plain(capsys.readouterr().out)
+    told = "rank 1 was ended by SIGKILL in step 3 (forward). Simple starts all again."
+    assert told in plain(capsys.readouterr().out)
 
 
 def test_an_exception_that_comes_again_is_not_started_a_third_time(
     folder: RunFolder, fake: Callable[..., None]
 ) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
-    with pytest.raises(CrashLoopError) as caught:
+    with pytest.raises(CrashLoopError, match="gave up: rank 1 raised the same exception twice in the same place"):
         train(folder, max_restarts=5)
-    told = "gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 "
-    assert plain(str(caught.value)).startswith(told)
     assert len(present(folder.read_result())["restarts"]) == 1
 
 
 @pytest.mark.long
 def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=exit")
-    with pytest.raises(CrashLoopError) as caught:
+    with pytest.raises(CrashLoopError, match=r"gave up after 1 restarts: rank 1 .*exited with code 7 in step 3"):
         train(folder)
-    told = "gave up after 1 restarts: rank 1 exited with code 7 in step 3 (forward) without an error report."
-    assert plain(caught.value).splitlines()[0] == told
     assert present(folder.read_result())["status"] == "failed"
     assert_no_process_is_left(folder)
 
@@ -132,9 +121,8 @@ def test_a_trainkit_error_keeps_its_class_and_is_retried_at_most_once(
 @pytest.mark.long
 def test_a_hanging_rank_is_ended(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=hang")
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError, match="has made no progress for"):
         train(folder, max_restarts=0, hang_timeout_s=0.5)
-    assert "has made no progress for" in str(caught.value)
 
 
 def test_the_message_of_the_engine_is_reported_without_its_frames(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -146,21 +134,13 @@ def test_a_request_to_stop_reaches_the_ranks(
     folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("steps=1000 pause=0.01")
-    requested: list[Any] = []
-
-    class Flag(contextlib.nullcontext[Any]):
-        requested: str | None = None
-
-        def __enter__(self) -> Any:
-            requested.append(self)
-            return self
-
-    monkeypatch.setattr("trainkit.run.backends.driver.StopFlag", Flag)
+    flag = SimpleNamespace(requested=None)
+    monkeypatch.setattr("trainkit.run.backends.driver.StopFlag", lambda: contextlib.nullcontext(flag))
 
     def ask() -> None:
         wait_for(lambda: len(list(folder.live.glob("pids_*"))) == 2)
         time.sleep(0.1)
-        requested[0].requested = "preempted"
+        flag.requested = "preempted"
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -168,21 +148,12 @@ def test_a_request_to_stop_reaches_the_ranks(
     asking.join()
 
 
-def test_an_engine_that_is_not_installed_says_how_to_install_it() -> None:
+def test_an_engine_that_is_not_installed_or_was_started_by_a_launcher_is_refused() -> None:
     class Absent(Simple):
         packages = ("trainkit", "no_such_package")
 
-    with pytest.raises(MissingExtraError) as caught:
+    with pytest.raises(MissingExtraError, match=r"needs the package no_such_package\. Install it: pip"):
         Absent().launch({})
-    assert str(caught.value).splitlines()[1] == (
-        '  cluster: needs the package no_such_package. Install it: pip install "no_such_package"'
-    )
-
-
-def test_an_engine_is_started_once_not_by_each_process_of_a_launcher() -> None:
     hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"RANK and WORLD_SIZE started 2\. Start it once\."):
         Simple().launch(hand)
-    assert str(caught.value).splitlines()[1] == (
-        "  cluster: Simple starts the processes, and RANK and WORLD_SIZE started 2. Start it once."
-    )

@@ -1,4 +1,4 @@
-"""Ray and Spark for real: a replica is killed, all start again, and the run ends in one folder with the same bits."""
+"""A replica that real Ray or Spark loses and that changes a bit of the run, or leaves a folder, is caught here."""
 
 import importlib.util
 import json
@@ -12,16 +12,10 @@ import pytest
 
 from tests.support.verdicts import plain
 
-OVERRIDES = [
-    "recipe=digits",
-    "epochs=3",
-    "numerics.reproducible=true",
-    "batch.global_size=64",
-    "batch.micro_size=16",
-    "checkpoint.every_steps=20",
-    "model.dropout=0.1",
-    "quiet=true",
-]
+OVERRIDES = (
+    "recipe=digits", "epochs=3", "numerics.reproducible=true", "batch.global_size=64", "batch.micro_size=16",
+    "checkpoint.every_steps=20", "model.dropout=0.1", "quiet=true",
+)  # fmt: skip
 KILL = "rank=1,step=30,phase=backward,attempt=0,action=kill"
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

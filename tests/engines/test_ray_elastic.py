@@ -1,4 +1,4 @@
-"""Ray on two nodes of this machine: one is lost for good, the run goes on with the other, and takes a new one."""
+"""A run that does not go on with one Ray node fewer, or does not take a new one, is caught here alone."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""The jobs of a sweep on submitit, Ray and SLURM for real."""
+"""A job that outlives its sweep, or trains a step twice after SLURM preempts it, is caught here alone."""
 
 import contextlib
 import json

@@ -189,13 +189,6 @@ def test_a_crafted_file_of_a_run_or_sweep_ends_a_verb_with_one_screen(
     end_well(verb, capfd, *codes)
 
 
-@pytest.mark.parametrize("verb", ["resume", "load"])
-def test_where_no_checkpoint_is_left_all_are_named(runs: Path, capfd: pytest.CaptureFixture[str], verb: str) -> None:
-    for step in (1, 2):
-        put("a pipe", runs / f"runs/0/checkpoints/step_0000000{step}/manifest.json")
-    assert "step_00000002" in end_well(verb, capfd, 2, 4)
-
-
 LINK: Final = "it is a symbolic link, and trainkit follows none inside its own folders"
 DOCUMENTED: Final[list[tuple[str, Change, int, str]]] = [
     ("resume", pipe("runs/0/metrics.jsonl"), 4, "runs/0/metrics.jsonl cannot be read: it is a named pipe."),
