@@ -155,7 +155,8 @@ def verdict(found: dict[int, dict[str, torch.Tensor]], **more: Any) -> tuple[str
 def test_a_verdict_is_the_size_of_the_first_difference_and_its_step() -> None:
     untouched = frozenset({"param/w"})  # without a gradient: it moves within the learning rates
     assert verdict(tensors(1.0, 1.0)) == ("equal", None)
-    assert verdict(tensors(1.0, 1.0 + 1e-13)) == ("rounding", 2)
-    assert verdict(tensors(1.0 + 1e-9, 1.0)) == ("different", 1)
+    assert verdict(tensors(1.0, 1.0 + 1.2e-12)) == ("rounding", 2)  # of (1, 1): 8.5e-13, below 4096 units
+    assert verdict(tensors(1.0 + 1.4e-12, 1.0)) == ("different", 1)  # 9.9e-13, above them
+    assert verdict(tensors(1.0, 1.0 + 1e-15), exact=True) == ("different", 2)
     assert verdict(tensors(1.0 + 1e-9, 1.0), no_gradient=untouched, allowed=1e-8) == ("rounding", 1)
     assert verdict(tensors(float("nan"), 1.0)) == ("different", 1)

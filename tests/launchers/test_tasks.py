@@ -101,6 +101,13 @@ def test_the_evaluator_of_a_cluster_is_none_of_the_ranks_that_train() -> None:
     assert problems(Mirrored(), seen[0]) == []
 
 
+def test_ranks_of_one_host_are_counted_by_host() -> None:
+    seen = [launch_in({"worker": ["a:1", "b:1", "a:2"]}, ("worker", index), kind="TF_CONFIG") for index in range(3)]
+    assert [(launch.local_rank, launch.num_local, launch.num_hosts) for launch in seen] == [
+        (0, 2, 2), (0, 1, 2), (1, 2, 2),
+    ]  # fmt: skip
+
+
 SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "strategy=multi_worker_mirrored")
 
 

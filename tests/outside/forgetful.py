@@ -9,10 +9,17 @@ class Forgetful(Mlp):
     """A model that scales its outputs by how often this object was called."""
 
     calls = 0
+    each = 1.0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
-        return super().forward(inputs) * (1 + self.calls)
+        return super().forward(inputs) * (1 + self.each * self.calls)
+
+
+class Slightly(Forgetful):
+    """The same, by less than rounding."""
+
+    each = 1e-14
 
 
 class Attending(nn.Module):

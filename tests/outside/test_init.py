@@ -1,4 +1,4 @@
-"""`trainkit init NAME`: a package of the user's own, written whole or not at all."""
+"""A template that does not train as it is written, or hides an installed package, is caught here alone."""
 
 import errno
 import os

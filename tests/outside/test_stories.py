@@ -1,4 +1,4 @@
-"""Trainings of users, beside an installed wheel: own models, data and objectives, the same under every strategy.
+"""Code of users that an installed wheel trains otherwise by strategy, or cannot train at all, is caught here alone.
 
 The package `stories/` is copied away, and run by the interpreter of an environment that has the wheel alone.
 """
@@ -88,7 +88,3 @@ def test_a_story_is_proved_and_resumed_by_each_strategy_or_refused_by_name(
 @pytest.mark.long
 def test_a_loop_of_ones_own_ends_alike_on_one_device_and_on_two_ranks(tell: Callable[..., list[str]]) -> None:
     assert tell(module="stories._own_loop") == ["mirrored: as one_device", "fsdp: as one_device"]
-
-
-def test_there_are_twenty_five() -> None:
-    assert len(STORIES) >= 25

@@ -1,4 +1,4 @@
-"""`trainkit.testing`: what holds passes, and what does not is said in the words of the command line."""
+"""A user's test that passes although a training is another one, or not resumed to the bit, is caught here alone."""
 
 from pathlib import Path
 
@@ -69,6 +69,14 @@ def test_a_model_with_state_that_no_checkpoint_has_is_reported() -> None:
         "4 steps without a stop and 2 + 2 steps with a resume end with different weights: 4 of 4 parameters"
     )
     assert "Keep a counter of the model in a buffer" in text
+
+
+@pytest.mark.slow
+def test_a_difference_below_rounding_is_one_where_equal_bits_are_promised() -> None:
+    slightly = [*SMALL, "model._target_=tests.outside.forgetful.Slightly", "precision=fp64"]
+    assert_resumes(slightly, packages=["tests"])
+    with pytest.raises(AssertionError, match="end with different weights"):
+        assert_resumes([*slightly, "numerics.reproducible=true"], packages=["tests"])
 
 
 def test_a_training_too_short_to_be_stopped_is_refused() -> None:
