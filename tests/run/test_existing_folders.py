@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.cli import main
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import CheckpointError, ConfigError, StorageError, UnreadableError
 from trainkit.files import write_json_atomically
@@ -132,14 +131,6 @@ def test_a_file_in_the_place_of_a_run_folder_is_named_and_stays_alone(tmp_path: 
                 RunFolder.claim(path)
             assert str(caught.value).startswith(f"{path} cannot be the folder of a run: {first} is no folder.")
     assert {*tmp_path.iterdir()} == {file, nowhere, itself}
-
-
-def test_a_start_from_absent_weights_is_refused_before_anything_is_written(cwd: Path) -> None:
-    (cwd / "text").write_text("no weights")
-    (cwd / "itself").symlink_to(cwd / "itself")
-    for name in ("absent", "text", "itself"):
-        assert main(["recipe=null", f"init_from={name}"]) == 2
-    assert {path.name for path in cwd.iterdir()} == {"text", "itself"}
 
 
 def test_a_lock_of_a_job_that_never_began_is_deleted_unless_it_is_held_or_not_ours(tmp_path: Path) -> None:

@@ -31,19 +31,23 @@ def interrupt(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (signal.SIGINT, "stopped"),
-        (signal.SIGTERM, "preempted"),
-        (signal.SIGUSR1, "preempted"),
-        (signal.SIGHUP, "hangup"),
-    ],
+    ("number", "reason", "code"),
+    [(signal.SIGINT, "stopped", 130), (signal.SIGTERM, "preempted", 143), (signal.SIGHUP, "hangup", 129)],
 )
-def test_a_signal_becomes_a_reason(number: int, reason: str) -> None:
+def test_a_signal_becomes_a_reason_with_its_error_and_its_exit_code(number: int, reason: Reason, code: int) -> None:
     with StopFlag() as stop:
         assert stop.requested is None
         interrupt(number)
         assert stop.requested == reason
+    error = stop_error(reason, "asked to end")
+    assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
+    assert status_of_error(error) == reason
+
+
+def test_a_notice_of_a_scheduler_is_a_preemption() -> None:
+    with StopFlag() as stop:
+        interrupt(signal.SIGUSR1)
+    assert stop.requested == "preempted"
 
 
 def test_the_first_stop_reason_is_kept_and_reported_once_and_a_second_ctrl_c_interrupts_at_once() -> None:
@@ -95,16 +99,6 @@ def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-KNOWN: tuple[tuple[Reason, int, int], ...] = (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129))
-
-
-def test_every_reason_has_its_signal_its_error_and_its_exit_code() -> None:
-    for reason, number, code in KNOWN:
-        error = stop_error(reason, "asked to end")
-        assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
-        assert status_of_error(error) == reason
 
 
 FORK = """

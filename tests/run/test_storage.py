@@ -57,12 +57,8 @@ def test_each_refusal_of_the_system_has_its_remedy(monkeypatch: pytest.MonkeyPat
     assert str(error).endswith(ELSEWHERE)
     assert TOLD[number] in str(error)
     assert error.exit_code == 4
-
-
-def test_used_up_inodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 1 << 30, 0)
-    told = str(storage_error(Path("run"), failure(errno.ENOSPC)))
-    assert "(1 GiB are free on its file system, and it can hold no more files (inodes))" in told
+    assert "no more files (inodes)" in str(storage_error(Path("run"), failure(errno.ENOSPC)))
 
 
 def test_only_refusals_in_the_folder_of_the_run_are_about_storage(tmp_path: Path) -> None:
