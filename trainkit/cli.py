@@ -18,10 +18,9 @@ from typing import Any, Final, NoReturn
 from trainkit import __version__
 from trainkit.config.door import called_from
 from trainkit.config.grammar import COMMAND_LINE, is_override
-from trainkit.config.secrets import given_arguments
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.redaction import hide_from_process_list, knows_secrets, masked_output
+from trainkit.redaction import knows_secrets, masked_output
 from trainkit.verbs.support.call import MODULES, PATHS, VERBS, Call, Flag
 
 _GLOBAL: Final[Mapping[str, Flag]] = {
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     with masked_output(), called_from("command line"):
         try:
-            return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
+            return _run(sys.argv[1:] if argv is None else argv)
         finally:
             _print_error("")
 
@@ -73,8 +72,6 @@ def main_of_process() -> NoReturn:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the command line, after its secrets were restored."""
-    hide_from_process_list(arguments)
     # A console script does not import from the current folder, where the user's own package may be. Append it, so that
     # no file of the user hides a module of Python.
     if os.getcwd() not in sys.path and "" not in sys.path:  # noqa: PTH109 - pathlib is slower to ask

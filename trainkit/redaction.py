@@ -7,13 +7,10 @@ the class of a `_target_` can mark further fields with `trainkit.fields.secret`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final, cast
 
 REDACTED: Final = "(redacted)"
@@ -184,6 +181,11 @@ def remember_passwords(text: str) -> None:
     _known.update(match[2] for match in _PASSWORD_IN_URL.finditer(text) if _is_distinct(match[2]))
 
 
+def has_password(text: str) -> bool:
+    """Return whether a text contains a URL with a password."""
+    return _PASSWORD_IN_URL.search(text) is not None
+
+
 def _is_distinct(text: str) -> bool:
     """Return whether a text differs enough from ordinary words and numbers to be masked everywhere."""
     return len(text) >= _SHORTEST and not text.isdecimal() and text != REDACTED and variable_of(text) is None
@@ -281,33 +283,3 @@ def masked_output() -> Iterator[None]:
             sys.stdout = out
         if sys.stderr is masked_err:
             sys.stderr = err
-
-
-_ARG_START: Final = 45
-"""Index of `arg_start` and `arg_end` among the fields after the name in /proc/PID/stat (fields 48 and 49)."""
-
-
-def hide_from_process_list(arguments: Sequence[str]) -> None:
-    """Overwrite the secrets of this process's own command line with asterisks, in its memory.
-
-    Forks of this process, such as its data workers, inherit this. The system showed the original command line until
-    trainkit started. On systems other than Linux this does nothing.
-
-    Args:
-        arguments: the command line; nothing is changed if this process was started with another one.
-    """
-    secrets = [argument for argument in arguments if redacted_argument(argument) != argument]
-    if not secrets:
-        return
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        own = Path("/proc/self/cmdline").read_bytes()
-        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
-        if end - start != len(own):
-            return
-        for secret in secrets:
-            word = os.fsencode(secret)
-            key = word.partition(b"=")[0] + b"="
-            place = own.find(b"\0" + word + b"\0")
-            if place >= 0:
-                ctypes.memset(start + place + 1 + len(key), ord("*"), len(word) - len(key))

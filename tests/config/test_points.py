@@ -79,7 +79,7 @@ def test_the_problems_of_all_points_come_before_the_first_run() -> None:
 def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path: Path) -> None:
     loader = ComposedConfigLoader(Composer([tmp_path], ["tests"]))
     line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
-    command, _ = loader.command(line, tmp_path / "job 1")
+    command = loader.command(line, tmp_path / "job 1")
     assert command[1:] == (
         "-m", "trainkit", "--config-dir", str(tmp_path), "--allow-package", "tests",
         "recipe=null", "strategy=one_device", f'hydra.run.dir="{tmp_path}/job 1"',

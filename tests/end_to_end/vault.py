@@ -22,7 +22,6 @@ class Vault(Callback):
     """Writes to `seen` what its processes' command lines show of its secret, and which secret it was given."""
 
     api_key: str = ""
-    url: str = ""
     project: str = ""
     headers: dict[str, Any] = field(default_factory=dict)
     tokens: list[Any] = field(default_factory=list)
@@ -34,12 +33,11 @@ class Vault(Callback):
     def run_start(self, run: Run) -> None:
         """Look at the command line of every process."""
         if self.quotes:
-            raise ValueError(f"{self.url} refuses {self.api_key} and {self.mark}")
-        given = [self.api_key, self.url, self.headers["A"], self.tokens[0], self.mark, self.door.code]
+            raise ValueError(f"refuses {self.api_key} and {self.mark}")
+        given = [self.api_key, self.headers["A"], self.tokens[0], self.mark, self.door.code]
         if run.is_owner:
             shown = [file for file in Path("/proc").glob("[0-9]*/cmdline") if self._is_in(file)]
-            whole = all(text.partition("me:")[2].partition("@")[0] or text for text in given)
-            (run.folder / "seen").write_text(f"{len(shown)} {whole} {len(''.join(given))}")
+            (run.folder / "seen").write_text(f"{len(shown)} {len(''.join(given))}")
 
     def _is_in(self, file: Path) -> bool:
         try:

@@ -27,14 +27,14 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
         ("data/sets/digits.py", {"open", "np.load"}), ("data/sets/text.py", {"read_bytes"}),
     ),
     "/proc, the cgroup file system, and a memory segment of this run": (
-        ("run/estimates/this_machine.py", {"read_text"}), ("redaction.py", {"read_text", "read_bytes"}),
+        ("run/estimates/this_machine.py", {"read_text"}),
         ("run/hang_detection.py", {"read_text"}), ("strategies/reducers/shared_memory.py", {"read_text", "open"}),
         ("sweeps/backends/job_spec.py", {"read_text"}), ("trainer/metrics_accumulator.py", {"read_text"}),
         ("cluster/host.py", {"read_text"}),
     ),
     "a config or a variable of the user, and what was read within the bounds": (
         ("config/yaml_files.py", {"yaml.safe_load", "open", "read_text"}),
-        ("config/targets/checks.py", {"read_text"}), ("config/secrets.py", {"json.loads"}),
+        ("config/targets/checks.py", {"read_text"}),
     ),
     "what its own child or parent writes, or it itself has just written": (
         ("run/estimates/calibrating.py", {"read_text", "json.loads"}), ("run/process/fork_server.py", {"json.loads"}),

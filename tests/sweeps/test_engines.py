@@ -173,8 +173,6 @@ def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains
     run = trainkit.compose(["cluster=slurm", "hydra.launcher.partition=gpu", "sweep.retries=1"])
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
     assert "hands runs to the launcher submitit_slurm" in refused(trainkit.train, run)
-    command, _ = ComposedConfigLoader(Composer()).command(
-        ["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job")
-    )
+    command = ComposedConfigLoader(Composer()).command(["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job"))
     assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", "hydra.run.dir=job")
     assert not trainkit.compose(command[3:5]).is_sweep

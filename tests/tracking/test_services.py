@@ -20,7 +20,7 @@ from trainkit.tracking.state import read_state
 
 pytestmark = pytest.mark.long
 CANARY = "canary-7f3a9b2c5d"
-SECRET = f"+logger.w.api_key={CANARY}"
+SECRET = "+logger.w.api_key=${oc.env:W_API_KEY}"
 READERS = {
     "wandb": """
 import json, struct, sys
@@ -91,7 +91,7 @@ print(json.dumps({"runs": runs, "steps": [one["step"] for one in logs if "train/
 def environment(folder: Path) -> dict[str, str]:
     own = {"TRACKIO_DIR": str(folder / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
     homes = {"HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
-    return {**os.environ, **own, **homes, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY * 3}
+    return {**os.environ, **own, **homes, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY * 3, "W_API_KEY": CANARY}
 
 
 def command(tracker: str, run: Path) -> list[str]:
@@ -131,7 +131,7 @@ def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: P
         os.killpg(process.pid, signal.SIGKILL)
     stop = int((run / "metrics.jsonl").read_text().splitlines()[-1].split(":")[1].split(",")[0]) // 500 * 500 + 5000
     resumed = [sys.executable, "-m", "trainkit", "resume", str(run), "--allow-package", "tests"]
-    resumed += [SECRET.lstrip("+"), f"stop_at_step={stop}"]
+    resumed += [f"stop_at_step={stop}"]
     done = subprocess.run(resumed, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "not sent" not in done.stderr + done.stdout, done.stderr + done.stdout

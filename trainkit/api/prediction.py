@@ -21,7 +21,6 @@ from trainkit.cluster.host import use_device
 from trainkit.config.door import called_from
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import run_config
-from trainkit.config.secrets import redacted, with_own_secrets
 from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.targets.build import build
@@ -181,11 +180,11 @@ def _identity(trained: Trained, job: Job) -> dict[str, Any]:
     return {
         "version": 1,
         "weights": _hash_of_weights(trained),
-        "data": redacted({"data": cfg.data})[0]["data"],
+        "data": cfg.data,
         "cv": None if cfg.cv.folds is None else [cfg.cv.folds, cfg.cv.fold, cfg.cv.seed],
         "split": job.request.split,
         "num_rows": size_of(job.dataset),
-        "objective": redacted({"objective": cfg.objective})[0]["objective"],
+        "objective": cfg.objective,
         "outputs": cfg.predict.outputs,
         "batch_size": cfg.predict.batch_size,
         "threads": cfg.predict.threads,
@@ -319,7 +318,7 @@ def _loaded(
     if not (path / "resolved.yaml").is_file():
         return loaded, _AnyInputs(outputs), Precision()
     with allow_packages(packages):
-        cfg = with_own_secrets(run_config(path), ("objective", "precision"))
+        cfg = run_config(path)
         precision: Precision = build(cfg.precision, "precision")
         return precision.adapt(loaded), build_objective(cfg), precision
 

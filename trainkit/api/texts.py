@@ -12,7 +12,6 @@ from torch import nn
 
 from trainkit.cluster.host import use_device
 from trainkit.config.identity import run_config
-from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.splits import build_split
 from trainkit.errors import ConfigError, Problem
@@ -44,7 +43,7 @@ class Writer:
         if not (run / "resolved.yaml").is_file():
             rule = "is not a run folder: it has no resolved.yaml. The vocabulary comes from the data of the run."
             raise ConfigError([Problem(key=str(run), rule=rule)])
-        cfg = with_own_secrets(run_config(run), ("model", "data"))
+        cfg = run_config(run)
         with allow_packages(packages):
             model = load_model(run, checkpoint=checkpoint, packages=packages)
             data = build_split(cfg.data, "train")

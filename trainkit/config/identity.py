@@ -134,18 +134,10 @@ def maths_keys(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _tagged(cfg: RunConfig) -> Iterator[tuple[KeyPath, Any, Tagged]]:
-    secrets = _secrets_of(cfg)
-    for path, value in leaves(redacted(cfg.to_dict())[0]):
-        if path in secrets or _refers(value) or _is_unused(cfg, path):
+    for path, value in leaves(cfg.to_dict()):
+        if _refers(value) or _is_unused(cfg, path):
             continue
         yield path, value, tag_of(cfg, path)
-
-
-def _secrets_of(cfg: RunConfig) -> Mapping[KeyPath, Any]:
-    """Return the secrets of a run, including those marked by classes: every class is imported first."""
-    for path, _ in leaves(cfg.to_dict()):
-        tag_of(cfg, path)
-    return secret_keys(cfg.to_dict())
 
 
 def _refers(value: Any) -> bool:
@@ -205,12 +197,11 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
         >>> [(item.key, item.matters) for item in difference(RunConfig(seed=1), RunConfig(name="b"))]
         [('seed', True), ('name', False)]
     """
-    secrets = {path for cfg in (left, right) for path in _secrets_of(cfg)}
-    ours, theirs = (dict(leaves(redacted(cfg.to_dict())[0])) for cfg in (left, right))
+    ours, theirs = (dict(leaves(cfg.to_dict())) for cfg in (left, right))
     found = []
     for path in dict.fromkeys((*ours, *theirs)):
         one, other = ours.get(path), theirs.get(path)
-        if path in secrets or _refers(one) or _refers(other):
+        if _refers(one) or _refers(other):
             if one != other:
                 found.append(Difference(key=dotted(path), left=one, right=other, tag=Tag.cosmetic))
             continue
@@ -250,7 +241,7 @@ def run_config(run: Path) -> RunConfig:
             begun = RunConfig.from_dict(read_map(file, {"config": dict}, limit=_MAX_BYTES)["config"])
         except (UnreadableError, ConfigError):  # absent, damaged, or of a run that did not store it
             continue
-        if begun.to_dict() == redacted(cfg.to_dict())[0]:
+        if begun.to_dict() == cfg.to_dict():
             return cfg
         origin = str(run / "resolved.yaml")
         other = shell_word(setting("init_from", run))
@@ -357,7 +348,7 @@ def _defaults(items: list[Any]) -> Iterator[tuple[str, Any]]:
 def _keys(composition: Composition, cfg: RunConfig) -> Iterator[SettingKey]:
     below = _values_below(composition)
     secrets = secret_keys(composition.values)
-    for path, value in leaves(redacted(composition.values)[0]):
+    for path, value in leaves(redacted(composition.values)):
         origin = composition.origin(path)
         by_user = origin.level > Level.recipe or not (origin.shipped or origin.level is Level.recipe)
         usual = lookup(below, path)
@@ -379,7 +370,7 @@ def _values_below(composition: Composition) -> Mapping[str, Any]:
     for file in composition.files:
         if file.level <= Level.recipe and (file.shipped or file.level is Level.recipe):
             _put(tree, file.package, file.document.values)
-    return redacted(tree.values)[0]
+    return redacted(tree.values)
 
 
 def _put(tree: TrackedTree, package: KeyPath, values: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from torch import nn
 
-from trainkit.config.secrets import redacted
 from trainkit.config.targets.allowed import root_of, targets_in
 from trainkit.errors import ConfigError, DataError
 from trainkit.exporting import torch_program, whole_file
@@ -119,7 +118,7 @@ def refuse_other_outputs(node: Mapping[str, Any], model: nn.Module, samples: Inp
     targets = [str(target) for _, target in targets_in(node, ("model",))]
     if not any(root_of(target) == "trainkit" for target in targets):
         paths = [str(Path(one).absolute()) for one in sys.path]
-        request = {"node": redacted({"model": dict(node)})[0]["model"], "path": paths}
+        request = {"node": dict(node), "path": paths}
         try:
             refuse_difference(Check(form="safetensors", exact=True, request=request), model, samples, draft)
         except NotBuiltError:

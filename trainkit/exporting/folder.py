@@ -24,7 +24,6 @@ from typing import Any, Final
 import yaml
 
 from trainkit.bounded import MAX_BYTES, parse_yaml
-from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
 from trainkit.exporting.formats import Format
 from trainkit.exporting.trained import TrainedModel
@@ -107,7 +106,7 @@ def _written(trained: TrainedModel, form: Format, draft: Path) -> Exported:
     files = {name: written.files.get(name) or _record(path) for name, path in found.items()}
     config = {
         "format": 1,
-        **redacted({"model": dict(trained.cfg.model)})[0],
+        "model": dict(trained.cfg.model),
         "checkpoint": trained.which,
         "step": trained.step,
         **trained.facts,
@@ -216,7 +215,7 @@ def _metrics(metrics: Any, *, of: TrainedModel) -> list[str]:
 
 
 def _shown(trained: TrainedModel) -> str:
-    values = redacted(trained.cfg.to_dict())[0]
+    values = trained.cfg.to_dict()
     batch = {name: values["batch"][name] for name in ("global_size", "micro_size")}
     shown = {**{name: values[name] for name in _SHOWN}, "batch": batch}
     return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)

@@ -11,8 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.secrets import in_environment, restored
+from trainkit.config.schema import load_resolved
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
 from trainkit.errors import ConfigError, TrainkitError
@@ -26,13 +25,13 @@ def main(arguments: list[str]) -> int:
     """Train the config of the first argument in the folder of the second; return the exit code."""
     watch_parent(os.environ)
     resolved, folder = map(Path, arguments)
-    values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
+    cfg = load_resolved(resolved)
     from trainkit.run.runner import train  # noqa: PLC0415 - imports torch; the parent is watched first
 
     packages, dirs = packages_from(os.environ), config_dirs_from(os.environ)
     with masked_output(), allow_packages(packages), with_config_dirs(dirs):
         try:
-            train(RunConfig.from_dict(values), run_dir=folder)
+            train(cfg, run_dir=folder)
         except TrainkitError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the turn
             _report(folder.parent, error)

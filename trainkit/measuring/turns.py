@@ -15,7 +15,6 @@ from typing import Any, Final
 from trainkit.bounded import Kind
 from trainkit.callbacks.measurement import FILE
 from trainkit.config.schema import MonitoredMetric, RunConfig
-from trainkit.config.secrets import to_environment
 from trainkit.config.targets.allowed import package_environ
 from trainkit.config.yaml_files import config_dir_environ
 from trainkit.errors import AbsentFileError
@@ -132,10 +131,8 @@ def train_apart(cfg: RunConfig, folder: Path) -> Ended:
     """
     given = RunFolder(folder / "given")
     given.path.mkdir(parents=True)
-    secrets = write_resolved(given, cfg)
-    environ = {
-        **os.environ, "PYTHONUNBUFFERED": "1", **package_environ(), **config_dir_environ(), **to_environment(secrets),
-    }  # fmt: skip
+    write_resolved(given, cfg)
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", **package_environ(), **config_dir_environ()}
     ended: SimpleQueue[ProcessExit] = SimpleQueue()
     command = (sys.executable, "-m", "trainkit.measuring.turn_main", str(given.resolved), str(folder / "run"))
     log = folder / "output.log"

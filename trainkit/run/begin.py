@@ -21,7 +21,6 @@ from torch import nn
 from trainkit.cluster.host import num_cores
 from trainkit.config.identity import Difference, difference, fingerprint, other_training, run_config
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted
 from trainkit.data.splits import size_of
 from trainkit.errors import CheckpointError, ConfigError, Problem, StorageError, UnreadableError
 from trainkit.extras import DISTRIBUTION
@@ -110,25 +109,20 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int, ex
     )
 
 
-def begin_folder(
-    folder: RunFolder, plan: RunPlan, start: ResumePoint, *, notes: Sequence[str]
-) -> tuple[RunConfig, dict[str, Any]]:
-    """Write the initial files of a run folder; the caller holds its lock.
+def begin_folder(folder: RunFolder, plan: RunPlan, start: ResumePoint, *, notes: Sequence[str]) -> RunConfig:
+    """Write the initial files of a run folder, and return the config to run; the caller holds its lock.
 
     The files that describe the run are written last, so that a folder that has them can be resumed.
-
-    Returns:
-        The config to run, and the secrets, which are not written to any file.
     """
     folder.begin()
     if start.checkpoints is not None:
         note = bring_earlier_steps(folder, start.checkpoints, retention_of(plan.cfg))
         start = replace(start, note=note)
     resolved = resumed_from(plan.cfg, start.checkpoints)
-    secrets = write_resolved(folder, resolved)
+    write_resolved(folder, resolved)
     shown = [*notes, *([start.note] if start.note else []), *start.changes]
     write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
-    return resolved, secrets
+    return resolved
 
 
 def resumed_from(cfg: RunConfig, checkpoints: Path | None) -> RunConfig:
@@ -351,19 +345,13 @@ _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omeg
 _GIT_TIMEOUT_S: Final = 2.0
 
 
-def write_resolved(folder: RunFolder, cfg: RunConfig) -> dict[str, Any]:
-    """Write the config with every value resolved, as plain YAML.
-
-    Returns:
-        The secrets that were left out, by full key: the workers need them.
-    """
+def write_resolved(folder: RunFolder, cfg: RunConfig) -> None:
+    """Write the config with every value resolved, as plain YAML."""
     import yaml  # noqa: PLC0415 - 20 ms that a worker does not need here
 
-    values, secrets = redacted(cfg.to_dict())
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.dump(cfg.to_dict(), Dumper=dumper, sort_keys=False, allow_unicode=True, width=110)
     write_atomically(folder.resolved, text)
-    return secrets
 
 
 def write_environment(
@@ -388,7 +376,7 @@ def write_environment(
             "devices": _devices(),
             "seed": cfg.seed,
             "fingerprint": fingerprint,
-            "config": redacted(cfg.to_dict())[0],
+            "config": cfg.to_dict(),
             "notes": [mask(note) for note in notes],
             **first_command(folder.environment),
         },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from trainkit.cluster.tasks import Identity
 from trainkit.config.composition import Composition
 from trainkit.config.identity import changed_keys
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted, refuse_to_carry, to_environment
 from trainkit.errors import ConfigError, together
 from trainkit.run.begin import (
     CheckStart,
@@ -156,7 +155,7 @@ def _train(begun: _BegunRun, job: Job | None) -> dict[str, Any]:
             retry_s=cfg.elastic.retry_s,
             limits=TimeLimits.of(cfg.supervisor),
             pass_fds=(begun.lock,),
-            environ={**plan_to_environ(plan), **to_environment(begun.secrets)},
+            environ=plan_to_environ(plan),
             auxiliary_ranks=plan.auxiliary_ranks,
             replaceable=plan.replaceable,
         )
@@ -173,7 +172,6 @@ class _BegunRun:
     plan: RunPlan
     folder: RunFolder
     resolved: RunConfig
-    secrets: Mapping[str, Any]
     record: RunRecord
     lock: int
     """Descriptor of the lock."""
@@ -217,10 +215,6 @@ def _begun(
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
     check(start, plan)
-    if plan.backend is not None:
-        refuse_to_carry(
-            [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
-        )
     model = meta_model(plan)
     found = together(lambda: refuse_misfits(plan, model), then=lambda: model_notes(plan, model, is_given))
     refuse_lack_of_room(plan, model, start.folder, run_dir)
@@ -231,11 +225,11 @@ def _begun(
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, ended_hooks(plan.cfg, folder.path, folder.read_result), recorded_run(folder) as record:
         record.status.aim_at(plan.last_step)
-        resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
+        resolved = begin_folder(folder, plan, start, notes=[*notes, *found])
         if not plan.is_measurement:
             record.page.follow(resolved)
         try:
-            yield _BegunRun(plan=plan, folder=folder, resolved=resolved, secrets=secrets, record=record, lock=lock)
+            yield _BegunRun(plan=plan, folder=folder, resolved=resolved, record=record, lock=lock)
         finally:
             folder.release_reserve()
 

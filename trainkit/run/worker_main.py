@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
 from trainkit.files import open_regular
@@ -111,13 +110,12 @@ def main(arguments: list[str], work: Work | None = None) -> int:
 def _run(
     resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
 ) -> dict[str, Any] | None:
-    from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
+    from trainkit.config.schema import load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
     from trainkit.run.planning.plan import plan_from_environ  # noqa: PLC0415 - imports torch
     from trainkit.run.task import TaskRun  # noqa: PLC0415 - imports torch
 
-    values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
+    cfg = load_resolved(resolved)
     confirm = FencingToken.from_environ(folder, os.environ).check if FENCE in os.environ else uncontested
-    cfg = RunConfig.from_dict(values)
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
         plan = plan_from_environ(os.environ, cfg)
         task = TaskRun(cfg=cfg, identity=identity, folder=folder, stop=stop, plan=plan, confirm=confirm, report=report)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,17 +18,15 @@ class SweepJob:
     folder: Path
     """The folder of its run; an existing run is resumed."""
     overrides: tuple[str, ...]
-    """All arguments of this run, without secrets."""
+    """All arguments of this run."""
     command: tuple[str, ...]
-    """The command of its process, without secrets."""
+    """The command of its process."""
     slots: int = 1
     """Number of slots that the job takes."""
     config: str = ""
     """A hash of every key that is not cosmetic: jobs with the same hash have the same result."""
     label: str = ""
     """The arguments that distinguish the job from the others, in one line; empty: only its name identifies it."""
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables that hold secrets missing on its command line; never written to a file."""
 
 
 class JobSource(Protocol):

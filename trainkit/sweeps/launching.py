@@ -22,12 +22,11 @@ from trainkit.config.composition import dotted, leaves
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.identity import tag_of
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import missing_secrets, redacted, secret_keys
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
-from trainkit.redaction import REDACTED, redacted_argument, variable_of
+from trainkit.redaction import redacted_argument, variable_of
 from trainkit.run.process.fork_server import ForkedGroup, ForkServerClient
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob
 from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
@@ -173,24 +172,21 @@ class Launching:
         cfg = _run_config(config)
         if self._warm is not None and not self._kept:  # the dataset of the first job, which is usually that of all jobs
             self._kept = True
-            if not missing_secrets({"data": cfg.data}):
-                self._warm.keep(cfg.data)
+            self._warm.keep(cfg.data)
         key = identity(cfg)
         known = self._jobs.get(key) if going_on is None else going_on
         name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
-        command, secrets = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
+        command = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
         job = SweepJob(
             name=name,
             folder=folder,
-            overrides=tuple(map(redacted_argument, overrides)),
+            overrides=tuple(overrides),
             command=command,
-            secrets=secrets,
             slots=self._slots_of(cfg),
             config=key,
             label=self._label(overrides),
         )
         problems = self.sweep.slots.problems([(job.label, job.slots)]) or self._numbering_problems(cfg, job.slots)
-        self._refuse_to_carry([text for text in job.command if REDACTED in text])
         if problems:
             raise ConfigError(problems)
         self._jobs[key] = job
@@ -226,10 +222,7 @@ class Launching:
 
     def _label(self, overrides: Sequence[str]) -> str:
         fixed = set(self._config.hydra.overrides.task)
-        return " ".join(line for line in map(redacted_argument, overrides) if line not in fixed)
-
-    def _refuse_to_carry(self, secrets: Sequence[str]) -> None:
-        """Refuse secrets that cannot reach the process of a job; processes of this host receive all of them."""
+        return " ".join(line for line in overrides if line not in fixed)
 
 
 def _subfolder(text: str) -> str:
@@ -290,14 +283,10 @@ def identity(cfg: RunConfig) -> str:
         >>> identity(one) == identity(other) != identity(RunConfig(seed=1))
         True
     """
-    secrets = secret_keys(cfg.to_dict())
     counted = {
         dotted(path): _canonical(value)
-        for path, value in leaves(redacted(cfg.to_dict())[0])
-        if path not in secrets
-        and variable_of(value) is None
-        and path[0] != _OF_THE_SWEEP
-        and tag_of(cfg, path).tag is not Tag.cosmetic
+        for path, value in leaves(cfg.to_dict())
+        if variable_of(value) is None and path[0] != _OF_THE_SWEEP and tag_of(cfg, path).tag is not Tag.cosmetic
     }
     text = json.dumps(counted, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

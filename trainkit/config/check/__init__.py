@@ -19,7 +19,7 @@ from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted
 from trainkit.config.door import own_folder
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
-from trainkit.config.secrets import missing_secrets
+from trainkit.config.secrets import literal_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
 from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
@@ -98,7 +98,14 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     problems += paths_too_long(composition)
     problems += _unusable_folders(composition)
     problems += _hydra_problems(composition)
-    problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
+    given = {**composition.values, "hydra": composition.hydra}
+    problems += [replace(one, origin=composition.origin(one.key).where) for one in literal_secrets(given)]
+    for line in composition.hydra_overrides:
+        key, _, text = line.lstrip("+").partition("=")
+        node: Any = text
+        for name in reversed(key.split(".")):
+            node = {name: node}
+        problems += [replace(one, origin=COMMAND_LINE) for one in literal_secrets(node)]
     problems += broken_rules(composition, problems, multirun=multirun)
     # A problem found while composing a key is the cause of a problem with its value.
     reported = {(problem.key, problem.origin) for problem in composition.problems}

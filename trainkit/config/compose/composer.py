@@ -37,7 +37,7 @@ from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes
 from trainkit.errors import ConfigError, Problem
 from trainkit.frames import first_line
-from trainkit.redaction import REDACTED, hide_from_process_list, redacted_argument, remember
+from trainkit.redaction import REDACTED, redacted_argument, remember
 
 _NOT_OF_HYDRA: Final[Mapping[KeyPath, str]] = {
     (
@@ -70,7 +70,6 @@ class Composer(SearchPath):
                     f"{key}: left out, {composition.choices[key.partition('.')[0]]} has no such key" for key in foreign
                 )
                 composition = composition.with_notes(sorted(texts))
-        hide_from_process_list(overrides)  # the secrets that the user's classes mark are known by now
         return composition
 
     def space(self, overrides: Sequence[str]) -> Space:

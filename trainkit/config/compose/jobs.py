@@ -7,7 +7,7 @@ that were checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import env_override
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -33,9 +32,8 @@ from trainkit.config.compose.hydra_adapter import (
 )
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, key_of, replacing, setting
-from trainkit.config.secrets import hidden_arguments, redacted
+from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 
 T = TypeVar("T")
 
@@ -64,7 +62,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         self.composer = composer
         self._composition = Composition(values={})
         self.hydra_arguments: list[str] = []
-        """Hydra arguments of the sweep, including secrets, which the config of a sweep does not contain."""
+        """Hydra arguments of the sweep."""
         self.check = check
         """Called with every composition that a sweep makes; returns the one to use."""
         self.lenient = lenient
@@ -100,11 +98,11 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         OmegaConf.set_struct(cfg, False)
         for key in [key for key in cfg if key != "hydra"]:
             del cfg[key]
-        for name, value in redacted(composition.values)[0].items():
+        for name, value in redacted(composition.values).items():
             cfg[name] = value
         with open_dict(cfg.hydra):
-            cfg.hydra.overrides.task = redacted_lines(item.input_line for item in task)
-            cfg.hydra.overrides.hydra = redacted_lines(item.input_line for item in parsed if item.is_hydra_override())
+            cfg.hydra.overrides.task = [item.input_line or "" for item in task]
+            cfg.hydra.overrides.hydra = [item.input_line or "" for item in parsed if item.is_hydra_override()]
             cfg.hydra.runtime.choices.update(composition.choices)
             folder = _sweep_folder(composition.values.get("sweep", {}))
             if folder and not any(item.key_or_group == "hydra.sweep.dir" for item in parsed):
@@ -112,7 +110,8 @@ class ComposedConfigLoader(ConfigLoaderImpl):
             naming = cfg.hydra.job.config.override_dirname
             single = [item for item in task if not item.is_sweep_override()]
             cfg.hydra.job.override_dirname = get_overrides_dirname(
-                overrides=[item for item in single if redacted_argument(item.input_line or "") == item.input_line],
+                # OmegaConf would resolve a reference to a variable, also to that of a secret
+                overrides=[item for item in single if "${oc." not in (item.input_line or "")],
                 kv_sep=naming.kv_sep,
                 item_sep=naming.item_sep,
                 exclude_keys=naming.exclude_keys,
@@ -120,19 +119,15 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         return cfg
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Return the config of a sweep's job, without secrets."""
+        """Return the config of a sweep's job."""
         config = self.load_configuration(CONFIG, [*self.hydra_arguments, *sweep_overrides], RunMode.RUN)
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
-        redact_hydra(config)
         return config
 
-    def command(self, overrides: Sequence[str], folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    def command(self, overrides: Sequence[str], folder: Path) -> tuple[str, ...]:
         """Return the command that runs one point of a sweep in a folder, in its own process.
 
         Keys of a group that this point's choice does not have are left out: they belong to the other choices.
-
-        Returns:
-            The command without secrets, and the variables of its environment that hold them.
         """
         composition = self.composer.compose(about_one_job(overrides), for_others=True)
         applicable: Sequence[str] = [*composition.overrides, *composition.hydra_overrides]
@@ -140,30 +135,13 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
         if composition.submits_single_runs:  # the job itself must train, and not be submitted again
             applicable = replacing(applicable, "hydra.mode=RUN")
-        shown, secrets = hidden_arguments([*flags, *applicable, setting("hydra.run.dir", folder)])
-        return (sys.executable, "-m", "trainkit", *shown), secrets
+        return (sys.executable, "-m", "trainkit", *flags, *applicable, setting("hydra.run.dir", folder))
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
         del config_name
         return self.composer.parse(overrides)[0], HydraFiles(self.composer.loader.repository, self._composition)
-
-
-def redact_hydra(cfg: DictConfig) -> dict[tuple[str, ...], Any]:
-    """Redact the secrets in Hydra's own node (`hydra.job.env_set`, `hydra.launcher`); return them by their path."""
-    values: Any = OmegaConf.to_container(cfg.hydra, resolve=False, throw_on_missing=False)
-    found = dict(secrets_in(values))
-    with open_dict(cfg):
-        for path, value in found.items():
-            remember(value)
-            OmegaConf.update(cfg.hydra, ".".join(path), REDACTED, merge=False, force_add=True)
-    return found
-
-
-def redacted_lines(lines: Iterable[str | None]) -> list[str]:
-    """Return arguments without the values of their secrets."""
-    return [redacted_argument(line or "") for line in lines]
 
 
 def _sweep_folder(sweep: Mapping[str, Any]) -> str | None:
@@ -192,7 +170,7 @@ def hydra_config(composition: Composition) -> DictConfig:
     composer = Composer(composition.config_dirs, composition.packages)
     parsed, _ = composer.parse([*composition.overrides, *composition.hydra_overrides])
     cfg = ComposedConfigLoader(composer).configuration(composition, parsed, RunMode.RUN)
-    cfg.hydra.overrides.task = redacted_lines(composition.overrides)
+    cfg.hydra.overrides.task = list(composition.overrides)
     return cfg
 
 
@@ -237,8 +215,6 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
             if (folder / ".hydra").exists():
                 cfg.hydra.output_subdir = None
             _log_to_the_console_alone(cfg)
-        hidden = redact_hydra(cfg)
-        variables = {path[-1]: str(value) for path, value in hidden.items() if path[:2] == ("job", "env_set")}
         hydra_utils.JobRuntime.instance().set("name", cfg.hydra.job.name)
         callbacks = Callbacks(cfg)
         callbacks.on_run_start(config=cfg, config_name=CONFIG)
@@ -246,8 +222,7 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
 
         def guarded(_: DictConfig) -> T | None:
             try:
-                with env_override(variables):  # Hydra has set these variables with their secrets redacted
-                    return task()
+                return task()
             except Exception as error:
                 raised.append(error)
                 raise
@@ -317,30 +292,20 @@ def multirun(
         callbacks.on_multirun_start(config=cfg, config_name=CONFIG)
         context = HydraContext(config_loader=loader, callbacks=callbacks)
         sweeper = Plugins.instance().instantiate_sweeper(config=cfg, hydra_context=context, task_function=task)
-        redact_hydra(cfg)
-        _given.update({redacted_argument(line): line for line in overrides if redacted_argument(line) != line})
-        try:
-            result = sweeper.sweep(arguments=arguments)
-        finally:
-            _given.clear()
+        result = sweeper.sweep(arguments=arguments)
         callbacks.on_multirun_end(config=cfg, config_name=CONFIG)
         return result
 
 
-def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str], str]:
-    """Return the command of the current Hydra job, its secrets, and its folder: for launchers that do not know
-    trainkit.
-    """
+def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Return the command of the current Hydra job, and its folder: for launchers that do not know trainkit."""
     hydra = HydraConfig.get()
     dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     loader = ComposedConfigLoader(Composer(dirs, packages))
     folder = str(hydra.runtime.output_dir)
-    lines = [_given.get(line, line) for line in (*hydra.overrides.task, *about_one_job(hydra.overrides.hydra))]
-    return (*loader.command(lines, Path(folder)), folder)
-
-
-_given: dict[str, str] = {}
-"""Arguments without their secrets -> the original arguments, for the sweep that this process runs."""
+    given: Any = OmegaConf.to_container(hydra.overrides, resolve=False)  # references stay references
+    lines = [*given["task"], *about_one_job(given["hydra"])]
+    return loader.command(lines, Path(folder)), folder
 
 
 def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]:
@@ -357,10 +322,8 @@ def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]
 def show(composition: Composition, kind: str) -> None:
     """Print the config as YAML: `job`, `hydra` or `all`."""
     with hydra_state():
-        shown = redacted(composition.values)[0]
+        shown = redacted(composition.values)
         cfg = hydra_config(composition) if kind != "job" else OmegaConf.create(shown)
-        if kind != "job":
-            redact_hydra(cfg)
         if kind == "hydra":
             cfg = OmegaConf.create({"hydra": cfg.hydra})
         sys.stdout.write(OmegaConf.to_yaml(cfg))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,11 @@ from trainkit.config.commands import shell_word
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import fingerprint, run_config
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import with_own_secrets
 from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.exporting.checked_file import CheckedFile
 from trainkit.exporting.checking import real_samples
 from trainkit.exporting.folder import Exported, write_export
 from trainkit.exporting.formats import Format, format_named
-from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.trained import TrainedModel
 from trainkit.files import read_map
 from trainkit.numerics.precision import converted_floats
@@ -86,13 +84,12 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
     if to == "safetensors" and checkpoint is not None:
         rule = "has no effect: safetensors writes the last weights, and also the best ones."
         raise refusal("--checkpoint", rule)
-    needed = ("model",) if to == "safetensors" else ("model", "data", "objective")
-    folder, cfg = trained_run(path, needed)
+    folder, cfg = trained_run(path)
     with folder.lock():
         result = folder.read_result() or {}
         metrics = result.get("metrics") or {}
         if to == "safetensors":
-            done = export_at_end(folder, cfg, metrics, form=CheckedFile(samples=partial(_samples, cfg)))
+            done = export_at_end(folder, cfg, metrics, form=CheckedFile(samples=partial(real_samples, cfg)))
             if result:
                 kept = {name: value for name, value in result.items() if not name.startswith("model")}
                 folder.write_report(folder.result, {**kept, **done.to_result()})
@@ -102,15 +99,15 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
         return write_export(trained, form, target, folder.take())
 
 
-def trained_run(path: Path, groups: Sequence[str]) -> tuple[RunFolder, RunConfig]:
-    """Return a run folder and its config with the secrets of some groups; import no class of a foreign package.
+def trained_run(path: Path) -> tuple[RunFolder, RunConfig]:
+    """Return a run folder and its config; import no class of a foreign package.
 
     Raises:
-        ConfigError: it is not a run, a secret is missing, or the package of its model is not allowed.
+        ConfigError: it is not a run, or the package of its model is not allowed.
     """
     if not (path / "resolved.yaml").is_file():
         raise ConfigError([Problem(key=str(path), rule="is not a run folder: it has no resolved.yaml.")])
-    cfg = with_own_secrets(run_config(path), groups)
+    cfg = run_config(path)
     refuse_foreign(cfg.model)
     return RunFolder(path), cfg
 
@@ -124,10 +121,6 @@ def folder_of_format(parent: Path, to: str) -> Path:
     with naming(parent):
         parent.mkdir(exist_ok=True)
     return parent / to
-
-
-def _samples(cfg: RunConfig, model: nn.Module) -> Inputs:
-    return real_samples(with_own_secrets(cfg, ("data", "objective")), model)
 
 
 def trained_model(

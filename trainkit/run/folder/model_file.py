@@ -18,7 +18,6 @@ from trainkit.bounded import MAX_BYTES, expect_map, parse_yaml
 from trainkit.config.door import trusting
 from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
 from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import build
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
@@ -88,7 +87,7 @@ def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
 
 
 def _load_trained(folder: Path, weights: Loaded) -> nn.Module:
-    cfg = with_own_secrets(run_config(folder), ("model",))
+    cfg = run_config(folder)
     refuse_foreign(cfg.model)
     model = converted_floats(build_model(cfg), precision_of(cfg).master_dtype)
     load_weights(model, weights.tensors)
@@ -160,7 +159,7 @@ def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, abou
     folder.mkdir(parents=True, exist_ok=True)
     unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})
     record = write_tensors(folder / WEIGHTS, unique)
-    content = {"format": 1, **redacted({"model": dict(node)})[0], "weights": asdict(record), "tied": tied, **about}
+    content = {"format": 1, "model": dict(node), "weights": asdict(record), "tied": tied, **about}
     write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
 
 
@@ -195,7 +194,7 @@ def _load_written(config: Path) -> nn.Module:
     folder, description = config.parent, _description(config)
     refuse_foreign(description["model"])
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = build(restored({"model": description["model"]}, from_environment())["model"], "model")
+        model: nn.Module = build(description["model"], "model")
     record, tied = _record(config, description), description.get("tied", {})
     file = TensorFile.verified(folder / WEIGHTS, record)
     if QUANTIZED in description:

@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 
 from trainkit.config.identity import fingerprint
-from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError
 from trainkit.files import cache_folder, read_json, write_json_atomically
 from trainkit.run.planning.plan import RunPlan
@@ -59,7 +58,7 @@ def key_of(plan: RunPlan) -> str:
     """Return the file name of a plan's proof, without suffix."""
     placement = {
         "fingerprint": fingerprint(plan.cfg),
-        "strategy": redacted({"strategy": plan.cfg.strategy})[0]["strategy"],
+        "strategy": plan.cfg.strategy,
         "processes": len(plan.tasks),
         "devices": _devices(plan),
     }

@@ -83,7 +83,7 @@ def quantize_run(
     """
     format_named(to)
     _refuse_calibration(to, calibrate)
-    folder, cfg = trained_run(path, ("model", "data", "objective"))
+    folder, cfg = trained_run(path)
     with folder.lock():
         trained = trained_model(folder, cfg, checkpoint, metrics={})
         bench = _Bench.of(cfg)

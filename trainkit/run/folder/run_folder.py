@@ -24,7 +24,6 @@ from typing import Any, Final
 from trainkit.bounded import Kind
 from trainkit.config.commands import printed_command, shell_word
 from trainkit.config.grammar import setting
-from trainkit.config.secrets import keys_to_add
 from trainkit.config.targets.allowed import IN_PROCESS, allowed_packages
 from trainkit.errors import AbsentFileError, CheckpointError, StorageError, UnreadableError
 from trainkit.files import read_map, write_json_atomically
@@ -303,14 +302,13 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that continues this run.
 
-        It names the config folders and packages that this process was given. Secrets that the folder does not hold
-        appear in it as references to environment variables. A run of objects is continued from Python.
+        It names the config folders and packages that this process was given. A run of objects is continued from Python.
         """
         if IN_PROCESS in allowed_packages():
             return f"trainkit.train(resume={quoted(self.path)}, ...) with the same objects"
         code = self.path / "code"
         variables = [f"PYTHONPATH={shlex.quote(str(code))}"] if code.is_dir() else []
-        return " ".join([*variables, printed_command("resume", [self.path]), *keys_to_add(self.resolved)])
+        return " ".join([*variables, printed_command("resume", [self.path])])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, with the restarts of the run; secrets in quoted error messages are masked."""

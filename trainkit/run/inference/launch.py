@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.secrets import to_environment
 from trainkit.run.begin import write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits
@@ -55,14 +54,13 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
 
     place = RunFolder(folder)
     place.take()
-    secrets = write_resolved(place, replace(job.cfg, resume=None))
+    write_resolved(place, replace(job.cfg, resume=None))
     job.request.write(folder)
     place.begin()
     settings = SupervisorSettings(
         max_restarts=0,
         note_without_checkpoint=_KEPT if job.request.verb == "predict" else "",
         limits=TimeLimits.of(job.cfg.supervisor),
-        environ=to_environment(secrets),
         auxiliary_ranks=[task.rank for task in job.tasks if not runs_loop(job.strategy, task)],
         replaceable=[task.rank for task in job.tasks if restarts_alone(job.strategy, task)],
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.tasks import Identity
-from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.config.yaml_files import config_dirs_from, with_config_dirs
 from trainkit.run import worker_main as worker
@@ -28,15 +27,14 @@ def run_task_of_job(
     resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
 ) -> dict[str, Any] | None:
     """Run the task of this process; rank 0 writes the result."""
-    from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
+    from trainkit.config.schema import load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
     from trainkit.run.inference.job import prepare  # noqa: PLC0415 - imports torch
     from trainkit.run.inference.request import JobRequest  # noqa: PLC0415
     from trainkit.run.inference.task import JobTask  # noqa: PLC0415
     from trainkit.run.process.heartbeat import beats_of  # noqa: PLC0415
     from trainkit.strategies.base import ignore_phase  # noqa: PLC0415
 
-    values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
-    cfg = RunConfig.from_dict(values)
+    cfg = load_resolved(resolved)
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
         task = JobTask(
             job=prepare(cfg, JobRequest.read(folder.path)),

@@ -19,7 +19,6 @@ from trainkit.adapters.float8 import Float8
 from trainkit.callbacks.every_run import FinalSummary, MetricsFile, StartupSummary
 from trainkit.config.identity import run_config
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import admitted, build, is_torch_scheduler
 from trainkit.config.targets.kinds import PLACES
@@ -384,8 +383,8 @@ def trained_model(folder: str, which: Literal["best", "last"]) -> nn.Module:
 
 
 def config_of_run(folder: str) -> RunConfig:
-    """Return the config of a run, with the secrets that its model needs."""
-    return with_own_secrets(run_config(_run_folder(folder)), ("model",))
+    """Return the config of a run."""
+    return run_config(_run_folder(folder))
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

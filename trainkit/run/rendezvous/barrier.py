@@ -34,7 +34,6 @@ from trainkit.cluster.host import ProcessId, host_id, mig_instances
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.composition import dotted, leaves
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, HangError, PeerError, Problem, yaml_text
 from trainkit.run.begin import packages
@@ -413,10 +412,10 @@ _ALIKE: Final = ("trainkit", "torch")
 
 
 def config_digest(cfg: RunConfig) -> dict[str, Any]:
-    """Return the data of a config that processes compare, as JSON: its values without secrets, the versions that give
+    """Return the data of a config that processes compare, as JSON: its values, the versions that give
     them a meaning, and a hash of all.
     """
-    values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
+    values = {dotted(path): value for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS}
     installed = packages({})
     values |= {f"version of {name}": installed[name].partition("+")[0] for name in _ALIKE if name in installed}
     digest = hashlib.sha256(json.dumps(sorted(values.items()), default=str).encode()).hexdigest()

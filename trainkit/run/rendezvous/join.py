@@ -25,7 +25,6 @@ import torch
 from trainkit.cluster.host import mig_instances, own_cores, threads_of
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError
 from trainkit.run.begin import (
     CheckStart,
@@ -156,8 +155,7 @@ class JoinedGroup:
     def run_here(self, ending: SharedEnding) -> Result:
         """Run the rank or the ranks of this process."""
         if self.ranks_here > 1:
-            secrets = redacted(self.resolved.to_dict())[1]
-            workers = _local_worker_group(self.barrier, self.plan, self.ranks_here, self.fencing_token, secrets)
+            workers = _local_worker_group(self.barrier, self.plan, self.ranks_here, self.fencing_token)
             return workers.run(self.folder, ending.peers.look)
         with self.task(ending.report) as task:
             return task.run()
@@ -367,7 +365,6 @@ def _local_worker_group(
     plan: RunPlan,
     ranks_per_process: int,
     fencing_token: FencingToken,
-    secrets: Mapping[str, Any],
 ) -> LocalWorkerGroup:
     """Create the group of ranks of this process, if it runs all devices of a host."""
     first = barrier.launch.rank * ranks_per_process
@@ -378,6 +375,5 @@ def _local_worker_group(
         store=barrier.address,
         prefix=f"{barrier.prefix}/group",
         token=fencing_token.token,
-        secrets=secrets,
         limits=TimeLimits.of(plan.cfg.supervisor),
     )

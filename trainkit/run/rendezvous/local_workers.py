@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from trainkit.cluster.host import num_cores
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
-from trainkit.config.secrets import to_environment
 from trainkit.errors import TrainkitError
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.run_folder import RunFolder
@@ -43,7 +42,6 @@ class LocalWorkerGroup:
     prefix: str
     token: str
     """Fencing token of the run folder; a group with another token must not write."""
-    secrets: Mapping[str, Any]
     limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
     """Longest times without progress."""
 
@@ -133,4 +131,4 @@ class LocalWorkerGroup:
         )
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
         inherited = {**plan_to_environ(self.plan), fencing_token.VARIABLE: self.token}
-        return {**worker_environ({**threads, **os.environ}, identity), **inherited, **to_environment(self.secrets)}
+        return {**worker_environ({**threads, **os.environ}, identity), **inherited}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import MonitoredMetric, RunConfig
-from trainkit.config.secrets import redacted
 from trainkit.errors import DataError, LinkError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.callback_state import PREFIX, by_kind, copied, joined, refuse_unlike, separated
@@ -61,7 +60,7 @@ class Checkpointer:
     ) -> None:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
-        self._settings, self._config = plan.cfg.checkpoint, redacted(plan.cfg.to_dict())[0]
+        self._settings, self._config = plan.cfg.checkpoint, plan.cfg.to_dict()
         self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
         self._finite: set[str] = set()
         """The buffers that were finite at the start."""

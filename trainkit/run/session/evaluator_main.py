@@ -11,14 +11,12 @@ Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 if it w
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
-from trainkit.config.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.data.splits import validation_splits
 from trainkit.errors import ConfigError, Problem, TrainkitError
@@ -86,9 +84,9 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
     key, origin = str(folder.path), "command line"
     if not folder.resolved.is_file():
         raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=origin)])
-    # No logger and no callback runs, so that their secrets are not needed.
+    # No logger and no callback runs, so that the variables of their secrets need not be set.
     values = {**load_resolved(folder.resolved).to_dict(), "logger": {}, "callbacks": {}}
-    cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
+    cfg = RunConfig.from_dict(values)
     alone = {"_target_": "trainkit.strategies.OneDevice", "device": device}
     plan = make_plan(replace(cfg, strategy=alone, cluster={}))
     if not validation_splits(plan.components.datasets):

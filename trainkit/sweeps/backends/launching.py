@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,6 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import refuse_to_carry
 from trainkit.errors import Problem, UnreadableError
 from trainkit.files import open_regular, read_text
 from trainkit.redaction import redacted_argument
@@ -183,9 +182,6 @@ class EngineLaunching(Launching):
         """Run all jobs of a source with the backend, and show the leaderboard."""
         with self._engine.connect(self._folder / FOLDER) as submitter, self._remote.connected(submitter):
             super().run(source)
-
-    def _refuse_to_carry(self, secrets: Sequence[str]) -> None:
-        refuse_to_carry(secrets, f"a job of {self._engine.name}", key=f"hydra/launcher={self._launcher}")
 
     def _slots_of(self, cfg: RunConfig) -> int:
         return self._engine.slots_of(super()._slots_of(cfg))

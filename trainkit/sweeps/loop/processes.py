@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Final, Protocol
@@ -43,13 +43,11 @@ class JobCommand:
     """The file for the output."""
     report: Callable[[ProcessExit], None]
     """Called when the process exits, in another thread."""
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Further environment variables, which are not in any file."""
 
     @property
     def whole_environ(self) -> dict[str, str]:
         """The complete environment. Output is unbuffered, so that a job that is killed keeps it."""
-        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ, **self.secrets}
+        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ}
 
 
 Starter = Callable[[JobCommand], JobProcess]

@@ -180,7 +180,6 @@ class SweepLoop:
                     environ=grant.environ,
                     log=job.folder / LOG,
                     report=self._news.put,
-                    secrets=job.secrets,
                 )
             )
         except BaseException:

@@ -11,7 +11,6 @@ from trainkit.bounded import Kind
 from trainkit.config.composition import leaves
 from trainkit.config.identity import Difference, difference, tag_of
 from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
-from trainkit.config.secrets import redacted
 from trainkit.errors import UnreadableError, yaml_text
 from trainkit.fields import Tag
 from trainkit.files import read_map
@@ -66,7 +65,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def _values(cfg: RunConfig) -> dict[str, str]:
-    return {".".join(path): yaml_text(value) for path, value in leaves(redacted(cfg.to_dict())[0])}
+    return {".".join(path): yaml_text(value) for path, value in leaves(cfg.to_dict())}
 
 
 def _tags(pairs: Sequence[Sequence[Difference]]) -> dict[str, Tag]:

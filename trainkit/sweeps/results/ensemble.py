@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from trainkit.config.grammar import refusal
 from trainkit.config.identity import difference, fingerprint, run_config
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import with_own_secrets
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
@@ -97,8 +96,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
         ConfigError: runs cannot be combined; names each key that prevents it.
         CheckpointError: weights are damaged or missing.
     """
-    needed = ("model", "data", "objective")
-    cfgs = [with_own_secrets(run_config(entry.folder), needed) for entry in entries]
+    cfgs = [run_config(entry.folder) for entry in entries]
     if problems := _mismatches(entries, cfgs):
         raise ConfigError(problems)
     objective = _objective(cfgs[0])

@@ -14,7 +14,6 @@ from typing import Final
 from trainkit.config.commands import printed_command
 from trainkit.config.grammar import key_of
 from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
-from trainkit.config.secrets import keys_to_add
 from trainkit.config.sections import EvalConfig
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically
@@ -139,9 +138,8 @@ class Leaderboard:
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """Return the next commands and their descriptions; empty if no job has the metric.
 
-        The commands name the config folders and packages of this process. A secret, which no file stores, is given as a
-        reference to an environment variable. Keys for other choices of a mixed sweep, such as strategy.replicas with
-        strategy=one_device, are left out.
+        The commands name the config folders and packages of this process. Keys for other choices of a mixed sweep, such
+        as strategy.replicas with strategy=one_device, are left out.
         """
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
@@ -149,7 +147,7 @@ class Leaderboard:
         then = printed_command("top", [folder, "--k", "1", "--then", ALL_DEVICES])
         return [
             ("the best run again", command_of(best)),
-            ("the best on all devices", " ".join([then, *keys_to_add(best.folder / "resolved.yaml")])),
+            ("the best on all devices", then),
         ]
 
     def markdown(self, *, base: Path) -> str:

@@ -132,7 +132,7 @@ def _value(composition: Composition, key: str) -> Any:
     from trainkit.config.secrets import redacted, secret_keys  # noqa: PLC0415
 
     path = tuple(key.split("."))
-    value = lookup(redacted(composition.values)[0], path)
+    value = lookup(redacted(composition.values), path)
     hidden = any(path[:length] in secret_keys(composition.values) for length in range(1, len(path)))
     return REDACTED if hidden else value
 

@@ -168,10 +168,9 @@ def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
     from trainkit.config.compose.jobs import job_command  # noqa: PLC0415
 
     del cfg
-    command, secrets, folder = job_command(packages)
+    command, folder = job_command(packages)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    environ = {**os.environ, **secrets}
-    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=environ)  # noqa: S603 - our own command
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL)  # noqa: S603 - our own command
     code = done.returncode
     if code != 0:
         sys.stderr.write(f"{folder}: exit code {code}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +13,11 @@ from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
 from trainkit.cluster.manifests.job import seconds_of
 from trainkit.cluster.members import ROLES, member_problems
 from trainkit.config.grammar import COMMAND_LINE, key_of
-from trainkit.config.secrets import reference
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.values import closest, whole_number
 from trainkit.config.yaml_files import config_dir_arguments
 from trainkit.errors import MISSING, ConfigError, Problem
-from trainkit.redaction import mask, redacted_argument, variable_of
+from trainkit.redaction import mask, variable_of
 from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -77,18 +75,13 @@ def run(call: Call) -> int:
 
 def _with_remark(text: str, overrides: Sequence[str]) -> str:
     """Return the script or manifest, with a comment that names the environment variables for its secrets."""
-    hidden = [line for line in overrides if redacted_argument(line) != line]
-    if not hidden:
+    named = {key_of(line): variable_of(line.partition("=")[2].strip("'\"")) for line in overrides}
+    names = ", ".join(f"{variable} ({key})" for key, variable in named.items() if variable)
+    if not names:
         return text
-    names = ", ".join(f"{variable_of(_runnable(line).partition('=')[2])} ({key_of(line)})" for line in hidden)
     remark = f"# Secrets are not written here. Set these variables on the hosts of the run: {names}\n"
     first, newline, rest = text.partition("\n")
     return f"{first}{newline}{remark}{rest}" if first.startswith("#!") else f"{remark}{text}"
-
-
-def _runnable(line: str) -> str:
-    """Return an argument in which a reference to an environment variable replaces the secret."""
-    return line if redacted_argument(line) == line else shlex.split(reference(line.partition("=")[0]))[0]
 
 
 def _engine(call: Call) -> ManifestWriter:
@@ -271,7 +264,7 @@ def _arguments(call: Call) -> Iterator[str]:
     """Yield trainkit's arguments without the verb; the user's own folders relative to the current one."""
     yield from config_dir_arguments(call.config_dirs)
     yield from package_arguments(call.packages)
-    yield from map(_runnable, call.overrides)
+    yield from call.overrides
 
 
 def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, job: ManifestJob) -> None:

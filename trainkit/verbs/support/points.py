@@ -10,9 +10,7 @@ from trainkit.config.check import check_both, check_names, fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.secrets import secret_keys
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import REDACTED, is_secret
 
 
 def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
@@ -30,9 +28,7 @@ def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages
 
     composer = Composer(config_dirs, packages)
     _refuse_swept_settings(composer, overrides)
-    points = _checked(composer, read_request(composer, overrides).points)
-    _refuse_swept_secrets(composer, overrides, points)
-    return points
+    return _checked(composer, read_request(composer, overrides).points)
 
 
 def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
@@ -43,23 +39,6 @@ def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None
         Problem(key=item.key_or_group, value=item.get_value_string(), rule=rule, origin=COMMAND_LINE)
         for item in swept
         if item.key_or_group.startswith("sweep.")
-    ]
-    if problems:
-        raise ConfigError(problems)
-    _refuse_swept_secrets(composer, overrides)
-
-
-def _refuse_swept_secrets(composer: Composer, overrides: Sequence[str], points: Sequence[Composition] = ()) -> None:
-    """Refuse sweeps over secrets: folders, leaderboards and searches would show them in the names of jobs. With checked
-    points, the secrets that their classes mark are known too.
-    """
-    rule = "is a secret, which cannot be swept: give it one value, in quotes if it contains a comma."
-    marked = {path for point in points for path in secret_keys(point.values)}
-    paths = [tuple(item.key_or_group.split(".")) for item in composer.parse(overrides)[0] if item.is_sweep_override()]
-    problems = [
-        Problem(key=".".join(path), value=REDACTED, rule=rule, origin=COMMAND_LINE)
-        for path in paths
-        if is_secret(path) or path in marked
     ]
     if problems:
         raise ConfigError(problems)
