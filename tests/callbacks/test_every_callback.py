@@ -107,24 +107,6 @@ def test_a_resumed_run_drops_the_rows_to_come_and_what_is_no_row(tmp_path: Path)
     assert steps_in(tmp_path) == []
 
 
-def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(
-    cwd: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_double(Path("outputs/digits/1"), step=20)
-    run.summary, run.notes = {"replicas": "2 on cpu"}, ("The model draws random numbers.",)
-    StartupSummary().run_start(run)
-    FinalSummary().run_end(run, {"status": "finished", "metrics": {"val/loss": 0.25}})
-    assert capsys.readouterr().out == (
-        "digits  outputs/digits/1\n"
-        "  replicas      2 on cpu\n"
-        "  continues at  step 20\n"
-        "  note: The model draws random numbers.\n"
-        "finished\n"
-        "  result  val/loss 0.25\n"
-        "  folder  outputs/digits/1\n"
-    )
-
-
 def test_the_end_of_a_compiled_run_says_how_long_compiling_took(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_double(Path("outputs/digits/1"))
     run.cfg = replace(run.cfg, compile=replace(run.cfg.compile, mode="step"))

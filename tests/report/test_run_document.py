@@ -118,6 +118,15 @@ def test_the_trust_strip_shows_what_supports_the_figures_and_what_does_not(tmp_p
         assert [(one["value"], one["good"]) for one in trust if one["name"] == name] == [(value, good)], number
 
 
+def test_the_trust_strip_says_of_what_it_counts(tmp_path: Path) -> None:
+    counted = {"restarts": [RESTART, RESTART, {**RESTART, "kind": "alone"}], "rollbacks": ROLLBACKS}
+    files = written(tmp_path, **result(**counted, skipped_steps=SKIPPED, skipped_steps_not_listed=8))
+    details = {one["name"]: one["detail"] for one in document(files)["trust"]}
+    assert details["restarts"] == "2 all, 1 alone"
+    assert details["rollbacks"] == "the last: step 31, trained again from the checkpoint of step 30"
+    assert details["samples repeated or skipped"] == "of 10 steps that were not finite (skipped_steps)"
+
+
 def test_the_samples_of_an_active_run_and_an_unreadable_config_are_not_judged(tmp_path: Path) -> None:
     active = document(written(tmp_path, **result()), state="running")["trust"]
     assert {one["name"]: one["value"] for one in active}["samples repeated or skipped"] == "not yet"

@@ -152,14 +152,14 @@ def test_a_named_pipe_instead_of_a_file_does_not_block_the_page(run: Path, tmp_p
 
 def test_a_curve_of_up_to_2000_points_is_whole_and_a_longer_one_keeps_its_extremes_evenly() -> None:
     values = [float((step * 7919) % 99_991) for step in range(40_000)]
-    values[17_001], values[3], values[30_000] = -1.0, 1e9, float("nan")
+    values[17_001], values[3], values[30_001] = -1.0, 1e9, float("nan")
     curve = Curve()
     for step, value in enumerate(values):
         curve.add(step, None if math.isnan(value) else value)
         if step == 1_999:
             assert curve.points() == list(enumerate(values[:2_000]))
     kept = curve.points()
-    assert {(17_001, -1.0), (3, 1e9), (30_000, None), (39_999, values[-1])} < {*kept}
+    assert {(17_001, -1.0), (3, 1e9), (30_001, None), (39_999, values[-1])} < {*kept}
     assert all(value is None or value == values[step] for step, value in kept)
     steps = [step for step, _ in kept]
     assert (len(kept) <= 2_000, steps) == (True, sorted(steps))
