@@ -99,10 +99,8 @@ def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_clocks_say(
 def test_a_rank_that_reported_its_error_and_still_runs_is_named_before_others(folder: RunFolder) -> None:
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     say(folder, 1, ValueError("bad batch"))
-    assert (
-        plain(root_cause(folder, [exited(0)], [1, 2]).headline)
-        == "rank 1 failed while starting: ValueError: bad batch."
-    )
+    headline = plain(root_cause(folder, [exited(0)], [1, 2]).headline)
+    assert headline == "rank 1 failed while starting: ValueError: bad batch."
 
 
 def test_a_rank_that_has_reported_a_lost_connection_is_not_the_unresponsive_one(folder: RunFolder) -> None:
@@ -256,9 +254,7 @@ def test_a_verdict_names_pid_and_host(folder: RunFolder) -> None:
     host = os.uname().nodename
     assert root_cause(folder, [exited(1)], []).headline.startswith(f"rank 1 (pid {os.getpid()} on {host}) failed")
     evidence = ProcessEvidence(folder, lambda: {2: ProcessId(42, 7)})
-    assert root_cause(folder, [exited(2, 3)], [], evidence).headline.startswith(
-        f"rank 2 (pid 42 on {host}) exited with"
-    )
+    assert root_cause(folder, [exited(2, 3)], [], evidence).headline.startswith(f"rank 2 (pid 42 on {host}) exited")
 
 
 def test_a_process_without_an_error_report_shows_the_end_of_its_log(folder: RunFolder) -> None:

@@ -36,9 +36,9 @@ def interrupt(number: int) -> None:
 )
 def test_a_signal_becomes_a_reason_with_its_error_and_its_exit_code(number: int, reason: Reason, code: int) -> None:
     with StopFlag() as stop:
-        assert stop.requested is None
+        before = stop.requested
         interrupt(number)
-        assert stop.requested == reason
+    assert (before, stop.requested) == (None, reason)
     error = stop_error(reason, "asked to end")
     assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
     assert status_of_error(error) == reason
