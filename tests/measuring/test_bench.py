@@ -1,4 +1,4 @@
-"""`trainkit bench`: what is measured, in which order, and that nothing of a training changes."""
+"""`trainkit bench`: a measurement that changes the weights of its training is caught here alone."""
 
 from __future__ import annotations
 
@@ -43,22 +43,17 @@ def test_the_choices_take_turns_and_nothing_of_a_turn_is_left() -> None:
 
 def test_the_parts_of_a_step_add_up_to_the_step() -> None:
     (one,) = bench([candidate("a")], rounds=1, steps=5, start=here)
-    figures = one.turns[0].figures
-    assert sum(parts_of(figures).values()) == pytest.approx(figures["seconds"] / 5)
-    assert min(parts_of(figures)[part] for part in ("input", "forward", "backward", "update")) > 0
+    parts = parts_of(one.turns[0].figures)
+    assert sum(parts.values()) == pytest.approx(one.turns[0].figures["seconds"] / 5)
+    assert min(parts[part] for part in ("input", "forward", "backward", "update")) > 0
 
 
-@pytest.mark.parametrize(
-    ("part", "settings"),
-    [
-        ("input", (*SLEEPY[:2], "data.ms=1", "model.ms=0", "batch.global_size=8")),
-        ("forward", SLEEPY),
-    ],
-)
-def test_the_slow_part_of_a_step_is_the_one_that_is_named(part: str, settings: tuple[str, ...]) -> None:
-    (one,) = bench([candidate("a", *settings)], rounds=1, steps=3, start=here)
-    found = parts_of(one.turns[0].figures)
-    assert max(found, key=lambda name: found[name]) == part
+def test_the_slow_part_of_a_step_is_the_one_that_is_named() -> None:
+    reads = (*SLEEPY[:2], "data.ms=1", "model.ms=0", "batch.global_size=8")
+    for part, settings in (("input", reads), ("forward", SLEEPY)):
+        (one,) = bench([candidate("a", *settings)], rounds=1, steps=3, start=here)
+        found = parts_of(one.turns[0].figures)
+        assert max(found, key=lambda name: found[name]) == part
 
 
 def test_a_measured_training_computes_the_same_bits(tmp_path: Path) -> None:
@@ -132,87 +127,35 @@ def test_a_measurement_that_is_stopped_leaves_nothing(cwd: Path, monkeypatch: py
     assert list(cwd.iterdir()) == []
 
 
-def test_a_choice_without_a_measured_step_is_no_measurement() -> None:
-    assert not Choice(label="a", turns=[Turn(figures={})]).is_measured
-
-
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("arguments", "words"),
     [
         (
-            ["seed=1", "--rounds", "0", "--until", "val/accuracy", "--steps", "x"],
-            [
-                "--rounds=0: must be 1 or more, 1,000 at most. (command line)",
-                "--steps=x: must be 1 or more, 100,000 at most. (command line)",
-                "--until=val/accuracy: must be a metric and its value: --until val/accuracy=0.9. (command line)",
-                "--steps: has no effect with --until: a training runs until its result. (command line)",
-                (
-                    "bench: compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored. "
-                    "(command line)"
-                ),
-            ],
+            ["seed=1,1", "--rounds", "0", "--until", "val/accuracy", "--steps", "x"],
+            ["--rounds=0: ", "--steps=x: ", "--until val/accuracy=0.9", "--steps: has no effect", "bench: compares"],
         ),
-        (
-            ["seed=1,1"],
-            [
-                (
-                    "bench: compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored. "
-                    "(command line)"
-                ),
-            ],
-        ),
-        (
-            ["optimizer.lr=1,2", "--until", "val/acuracy=0.9"],
-            [
-                (
-                    "--until=val/acuracy: no such metric. Did you mean val/accuracy? There are: val/loss, "
-                    "val/accuracy. (command line)"
-                )
-            ],
-        ),
+        (["optimizer.lr=1,2", "--until", "val/acuracy=0.9"], ["Did you mean val/accuracy?"]),
         (
             [
                 "strategy=one_device,parameter_server", "strategy.evaluator=true", "cv.folds=3", "resume=auto",
                 "eval.every_epochs=null", "--until", "val/loss=0.1",
             ],
-            [
-                "cv.folds=3: starts several trainings. Give cv.fold too. (command line)",
-                (
-                    "resume=auto: has no effect: bench trains from the start. Leave it out, or load weights with "
-                    "init_from=CHECKPOINT. (command line)"
-                ),
-                (
-                    "--until=val/loss=0.1: no evaluation comes before the end of the training. Give "
-                    "eval.every_steps or eval.every_epochs. (command line)"
-                ),
-                (
-                    "strategy.evaluator=true: has no effect: bench measures a training without its evaluator. Leave it "
-                    "out. (command line)"
-                ),
-            ],
+            ["cv.folds=3: ", "resume=auto: has no", "--until=val/loss=0.1: no evaluation", "evaluator=true: has no"],
         ),
-        (
-            ["optimizer.lr=1,2", "steps=4"],
-            [
-                "steps: the training has 4, and bench needs 11 or more. Give steps=100, or more epochs. (command line)"
-            ],
-        ),
+        (["optimizer.lr=1,2", "steps=4"], ["bench needs 11 or more"]),
         (
             ["strategy=one_device,mirrored", "strategy.replicas=3", "numerics.reproducible=true", "numerics.lanes=2"],
-            [
-                (
-                    "strategy.replicas=3: more replicas than numerics.lanes=2. Use at most that many, or more lanes. "
-                    "In the point strategy.replicas=3 strategy=mirrored. (command line)"
-                )
-            ],
+            ["In the point strategy.replicas=3 strategy=mirrored"],
         ),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_anything_runs(
-    arguments: list[str], lines: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "recipe=null", *arguments]) == 2
-    assert [line.strip() for line in capsys.readouterr().err.splitlines()[1:]] == lines
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert len(lines) == len(words)
+    assert all(word in line for word, line in zip(words, lines, strict=True)), lines
     assert list(cwd.iterdir()) == []
 
 
@@ -220,9 +163,7 @@ def test_choices_that_a_dropped_key_makes_the_same_are_measured_once(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "recipe=null", "strategy=one_device,mirrored", "strategy.replicas=2,4", "steps=4"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "bench: the lists contain strategy=one_device 2 times; it is measured once"
-    assert lines[2].startswith("  steps: the training has 4")
+    assert "the lists contain strategy=one_device 2 times; it is measured once" in capsys.readouterr().err
     assert list(cwd.iterdir()) == []
 
 

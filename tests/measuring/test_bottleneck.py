@@ -1,4 +1,4 @@
-"""The bottleneck that `callbacks=[profiler]` names, of trainings that are bound by one thing each."""
+"""The bottleneck of trainings that are bound by one thing each: a rank whose wait counts as exchange is caught here."""
 
 from __future__ import annotations
 
@@ -101,32 +101,20 @@ def test_the_rank_that_all_wait_for_may_be_another_in_each_step() -> None:
 
 
 def test_each_verdict_names_a_key_that_is_not_used_yet() -> None:
-    plain = RunConfig()
-    used = RunConfig.from_dict(
-        {"loader": {"num_workers": 2}, "compile": {"mode": "default"}, "strategy": {"compression": "fp16"}}
-    )
-    gpu = RunConfig.from_dict({"precision": {"value": "fp32"}, "strategy": {"compression": "none"}})
-    found = {
-        kind: [
-            remedy(kind, plain, device="cpu", is_stream=False),
-            remedy(kind, used, device="cpu", is_stream=True),
-            remedy(kind, gpu, device="cuda", is_stream=False),
-        ]
-        for kind in ("input", "host", "memory", "compute", "exchange")
-    }
-    more = "strategy, with more devices"
-    batch = "batch.global_size: a larger batch exchanges less often"
-    assert found == {
-        "input": [
-            "loader.num_workers=auto", "data: a stream is read by the training process", "loader.num_workers=auto",
-        ],
-        "host": ["compile.mode=default", "batch.micro_size, with a larger value", "compile.mode=default"],
-        "memory": ["compile.mode=default", more, "precision=bf16_mixed"],
-        "compute": [more, more, "precision=bf16_mixed"],
-        "exchange": [batch, batch, "strategy.compression"],
-    }  # fmt: skip
-    text = verdict(
-        breakdown([StepTimes(steps=(2.0,), inputs=(1.5,), exchanges=(0.0,))], KernelTimes(compute_s=9.0)),
-        plain, device="cpu", is_stream=False,
-    )  # fmt: skip
+    plain, gpu = RunConfig(), RunConfig.from_dict({"precision": {"value": "fp32"}, "strategy": {"compression": "none"}})
+    used = RunConfig.from_dict({"loader": {"num_workers": 2}, "compile": {"mode": "default"}})
+
+    def on_cpu(kind: str, cfg: RunConfig = plain, *, is_stream: bool = False) -> str:
+        return remedy(kind, cfg, device="cpu", is_stream=is_stream)
+
+    assert on_cpu("input") == "loader.num_workers=auto"
+    assert on_cpu("input", is_stream=True) == "data: a stream is read by the training process"
+    assert [on_cpu("host"), on_cpu("memory")] == ["compile.mode=default"] * 2
+    assert on_cpu("host", used) == "batch.micro_size, with a larger value"
+    assert [on_cpu("memory", used), on_cpu("compute")] == ["strategy, with more devices"] * 2
+    assert remedy("compute", gpu, device="cuda", is_stream=False) == "precision=bf16_mixed"
+    assert on_cpu("exchange").startswith("batch.global_size")
+    assert remedy("exchange", gpu, device="cuda", is_stream=False) == "strategy.compression"
+    times = StepTimes(steps=(2.0,), inputs=(1.5,), exchanges=(0.0,))
+    text = verdict(breakdown([times], KernelTimes(compute_s=9.0)), plain, device="cpu", is_stream=False)
     assert text == "bottleneck: input, 75 % of a step. What may reduce it: loader.num_workers=auto"

@@ -1,4 +1,4 @@
-"""`trainkit find micro_size`: which sizes are tried, in which order, and which one is chosen."""
+"""`trainkit find micro_size`: overrides that change the samples of a step are caught here alone."""
 
 from __future__ import annotations
 
@@ -56,17 +56,14 @@ def search(
     return found, tried
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sizes"),
-    [
-        ([], [(64, 1), (32, 2), (16, 4), (8, 8), (4, 16), (2, 32), (1, 64)]),
+def test_the_sizes_make_1_2_4_shards_a_replica() -> None:
+    cases: list[tuple[list[str], list[tuple[int, int]]]] = [
         (["batch.micro_size=24"], [(64, 1), (32, 2), (24, 3), (16, 4), (8, 8), (4, 16), (2, 32), (1, 64)]),
         (["batch.global_size=10", "strategy=mirrored", "strategy.replicas=3"], [(4, 1), (2, 2), (1, 4)]),
         (["batch.global_size=2", "strategy=mirrored", "strategy.replicas=2"], [(1, 1)]),
-    ],
-)
-def test_the_sizes_make_1_2_4_shards_a_replica(overrides: list[str], sizes: list[tuple[int, int]]) -> None:
-    assert [(one.micro_size, one.accumulation) for one in sizes_of(make_plan(config(*overrides)))] == sizes
+    ]
+    for overrides, sizes in cases:
+        assert [(one.micro_size, one.accumulation) for one in sizes_of(make_plan(config(*overrides)))] == sizes
 
 
 def test_a_size_without_memory_is_followed_by_the_next_and_slower_ones_end_the_search() -> None:
@@ -138,6 +135,9 @@ def test_what_was_found_is_shown_and_has_its_schema() -> None:
     ]
 
 
+DEFAULTS = dict(module.search_micro_size.__kwdefaults__ or {})
+
+
 def test_sizes_are_measured_by_trainings_of_the_config(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,9 +148,6 @@ def test_sizes_are_measured_by_trainings_of_the_config(
     assert content["sizes"][0]["status"] == "measured"
     assert content["overrides"] == [f"batch.micro_size={content['micro_size']}"]
     assert list(cwd.iterdir()) == []
-
-
-DEFAULTS = dict(module.search_micro_size.__kwdefaults__ or {})
 
 
 def test_the_memory_that_is_free_is_read_from_the_system(tmp_path: Path) -> None:

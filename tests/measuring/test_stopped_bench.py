@@ -1,4 +1,4 @@
-"""A measurement that is stopped ends its processes and removes its files."""
+"""A measurement that is stopped: a process or a folder that it leaves behind is caught here alone."""
 
 from __future__ import annotations
 

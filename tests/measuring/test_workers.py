@@ -1,4 +1,4 @@
-"""How many data loading processes a training needs: `bench --data` and `loader.num_workers=auto`."""
+"""How many processes load data: a resumed run that is measured again is caught here alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 import trainkit
+from tests.measuring.slow import Sleepy, SlowSamples
 from tests.measuring.trainings import config
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig, load_resolved
@@ -20,13 +21,16 @@ from trainkit.measuring.showing import data_lines
 from trainkit.measuring.turns import Turn
 from trainkit.measuring.workers import WorkerSearch, search_workers
 from trainkit.run.equivalence.running import bare
+from trainkit.run.planning.workers import refuse_open_workers
 from trainkit.trainer.phase_clock import PARTS
 from trainkit.verbs.looking.schema import schema_of
 
-SLOW = {"data": "tests.measuring.slow.SlowSamples", "model": "tests.measuring.slow.Sleepy"}
+VAIN = ", and workers do not shorten a step"
 
 
-def search(step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> WorkerSearch:
+def search(
+    step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.MonkeyPatch, *, ranks: int = 1
+) -> WorkerSearch:
     """Search where a step with some number of workers takes so many milliseconds, and its input so many of them."""
     monkeypatch.setattr(workers, "num_cores", lambda: 8)
 
@@ -40,7 +44,7 @@ def search(step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.Monke
         rest = {"targets": 8.0, "peak_bytes": 1 << 20, "compile_s": 0.0}
         return Turn(figures={"steps": 1, "samples": 8, "seconds": whole / 1e3, "ranks": [parts], **rest})
 
-    return search_workers(config("loader.cache=false"), num_steps=1000, num_ranks=1, start=start)
+    return search_workers(config("loader.cache=false"), num_steps=1000, num_ranks=ranks, start=start)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +59,7 @@ def search(step_ms: Mapping[int, tuple[float, float]], monkeypatch: pytest.Monke
             {0: (40, 30), 1: (20, 10), 2: (19.5, 10)}, 3,
             "1: a step is 2.0 times as fast, and reading takes 50 % of it instead of 75 %", True,
         ),
-        (
-            {0: (40, 4), 1: (50, 3)},
-            2,
-            "0, because reading takes 10 % of a step, and workers do not shorten a step",
-            True,
-        ),
-        ({0: (40, 4)}, 2, "0, because reading takes 10 % of a step, and workers do not shorten a step", True),
+        ({0: (40, 4), 1: (50, 3)}, 2, f"0, because reading takes 10 % of a step{VAIN}", True),
         ({}, 1, "0, because the training could not be measured: exit 2: cannot", False),
     ],
 )  # fmt: skip
@@ -74,107 +72,62 @@ def test_the_smallest_number_of_workers_wins_whose_steps_are_short(
 
 
 def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = "bound by its loader. loader.num_workers=1: a step is 4.0 times as fast, and reading takes 1 % of it"
     lines = list(data_lines(search({0: (40, 30), 1: (10, 0.1)}, monkeypatch)))
-    assert lines == [
-        "  workers  samples/s  from .. to  ratio  memory  ms a step  input",
+    assert lines[1:3] == [
         "        0        200  200 .. 200   1.00   1 MiB         40   75 %",
         "        1        800  800 .. 800   4.00   1 MiB         10    1 %",
-        "",
-        f"  {verdict} instead of 75 %.",
     ]
+    assert lines[-1].startswith("  bound by its loader. loader.num_workers=1: a step is 4.0 times as fast")
 
 
-@pytest.mark.slow
 def test_a_run_chooses_its_workers_and_a_resumed_one_keeps_them(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = list[int]()
-
-    def choose(cfg: RunConfig, **_: object) -> WorkerSearch:
-        calls.append(1)
-        return WorkerSearch(choices=(), num_workers=1, reason="1: measured")
-
-    monkeypatch.setattr(workers, "search_workers", choose)
-    keys = ["recipe=null", "steps=6", "loader.cache=false", "hydra.run.dir=run"]
-    assert main([*keys, "loader.num_workers=auto", "stop_at_step=3"]) == 0
-    assert load_resolved("run/resolved.yaml").loader.num_workers == 1
-    assert "loader.num_workers=auto: 1: measured" in capsys.readouterr().out
-    assert main([*keys, "loader.num_workers=auto", "resume=auto", "stop_at_step=5"]) == 0
-    assert load_resolved("run/resolved.yaml").loader.num_workers == 1
-    assert len(calls) == 1
-    plain = trainkit.train([*keys[:3], "quiet=true", "stop_at_step=5"], run_dir="plain")
-    assert json.loads(Path("run/result.json").read_text())["weights_sha256"] == plain["weights_sha256"]
-
-
-@pytest.mark.long
-def test_the_workers_of_a_run_are_measured_before_it(cwd: Path) -> None:
-    targets = [f"{group}._target_={target}" for group, target in SLOW.items()]
-    keys = ["recipe=null", "steps=40", "data.ms=2", "model.ms=0", "batch.global_size=8", "loader.num_workers=auto"]
-    run = trainkit.compose([*keys, *targets, "quiet=true", "eval.every_epochs=null"], packages=["tests"])
-    trainkit.train(run, run_dir="run")
-    assert load_resolved("run/resolved.yaml").loader.num_workers in (0, 1, 2)
-    assert [path.name for path in cwd.iterdir()] == ["run"]
-
-
-def test_a_launch_whose_processes_have_been_started_takes_a_number() -> None:
-    from trainkit.run.planning.workers import refuse_open_workers
-
-    refuse_open_workers(config("loader.cache=false", "loader.num_workers=1"))
-    with pytest.raises(
-        ConfigError, match=r"^1 problem in the config\n  loader\.num_workers=auto: is measured by short"
-    ):
-        refuse_open_workers(config("loader.cache=false", "loader.num_workers=auto"))
-
-
-def test_a_proof_reads_in_its_own_process() -> None:
-    assert bare(config("loader.cache=false", "loader.num_workers=auto"), 1).loader.num_workers == 0
-
-
-def test_objects_of_a_session_are_not_measured_elsewhere(cwd: Path) -> None:
-    from tests.measuring.slow import Sleepy, SlowSamples
-
-    rule = (
-        "loader.num_workers=auto: is measured by short trainings in processes that trainkit starts on this host, and "
-        "here it starts none. Give a number: trainkit bench --data finds it."
+    numbers = iter((0, 1))
+    monkeypatch.setattr(
+        workers,
+        "search_workers",
+        lambda *_, **__: WorkerSearch(choices=(), num_workers=next(numbers), reason="measured"),
     )
+    keys = ["recipe=null", "steps=6", "loader.cache=false", "loader.num_workers=auto"]
+    for more in (["stop_at_step=3"], ["resume=auto", "stop_at_step=5"]):
+        trainkit.train([*keys, *more], run_dir="run")
+        assert load_resolved("run/resolved.yaml").loader.num_workers == 0
+    assert "loader.num_workers=auto: measured" in capsys.readouterr().out
+    assert next(numbers) == 1
+
+
+def test_what_cannot_be_measured_takes_a_number(cwd: Path) -> None:
+    auto = config("loader.cache=false", "loader.num_workers=auto")
+    refuse_open_workers(config("loader.cache=false", "loader.num_workers=1"))
+    with pytest.raises(ConfigError, match=r"loader\.num_workers=auto: is measured by short"):
+        refuse_open_workers(auto)
+    assert bare(auto, 1).loader.num_workers == 0  # a proof reads in its own process
 
     class Mine(Sleepy):
         pass
 
-    with pytest.raises(ConfigError) as caught:
-        trainkit.train(
-            ["recipe=null", "loader.num_workers=auto"], model=Mine(), data=SlowSamples(), steps=40, quiet=True
-        )
-    assert rule in str(caught.value)
+    keys = ["recipe=null", "loader.num_workers=auto"]
+    with pytest.raises(ConfigError, match="Give a number: trainkit bench --data finds it"):
+        trainkit.train(keys, model=Mine(), data=SlowSamples(), steps=40, quiet=True)
     assert list(cwd.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("arguments", "words"),
     [
-        (
-            ["--steps", "3", "optimizer.lr=1,2"],
-            [
-                "--steps: has no effect with --data. (command line)",
-                "--data: measures one training, and the lists contain 2. Give each key one value. (command line)",
-            ],
-        ),
-        (
-            ["loader.num_workers=2", "loader.cache=false"],
-            ["loader.num_workers=2: has no effect with --data, which finds its value. Leave it out. (command line)"],
-        ),
-        (
-            ["steps=20"],
-            ["steps: the training has 20, and bench needs 30 or more. Give steps=100, or more epochs. (command line)"],
-        ),
+        (["--steps", "3", "optimizer.lr=1,2"], ["--steps: has no effect", "--data: measures one training"]),
+        (["loader.num_workers=2", "loader.cache=false"], ["loader.num_workers=2: has no effect"]),
+        (["steps=20"], ["bench needs 30 or more"]),
     ],
 )
 def test_bad_input_of_the_search_is_refused(
-    arguments: list[str], lines: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--data", "recipe=null", *arguments]) == 2
-    assert [line.strip() for line in capsys.readouterr().err.splitlines()[1:]] == lines
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert len(lines) == len(words)
+    assert all(word in line for word, line in zip(words, lines, strict=True)), lines
     assert list(cwd.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""The simulator against the formulas of the field, within 2 %."""
+"""The simulator against the formulas of the field, within 2 %: a factor of two in a ring or a queue is caught here."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,7 @@ def within_2_percent(value: float) -> object:
     return pytest.approx(value, rel=0.02)
 
 
-@pytest.mark.parametrize("spares", [0, 3, 16])
-@pytest.mark.parametrize("form", ["exponential", "normal", "lognormal"])
+@pytest.mark.parametrize(("form", "spares"), [("exponential", 3), ("normal", 16), ("lognormal", 0)])
 def test_a_step_with_spares_takes_the_order_statistic(form: Form, spares: int) -> None:
     times = StepTimes(mean_s=0.2, spread=0.3, form=form)
     found = simulate(Scene(workers=64, compute=times, spares=spares, late="cancel"), updates=1500)
@@ -74,7 +73,7 @@ def test_asynchronous_workers_are_stale_by_all_others() -> None:
     assert simulate(scene, updates=20_000).staleness.mean() == within_2_percent(11)
 
 
-@pytest.mark.parametrize("interval_s", [200.0, 800.0, 3000.0])
+@pytest.mark.parametrize("interval_s", [200.0, 3000.0])
 def test_killed_runs_advance_as_daly_says(interval_s: float) -> None:
     assert simulate_goodput(interval_s, STOPS) == within_2_percent(closed_forms.goodput(interval_s, STOPS))
 

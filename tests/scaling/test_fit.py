@@ -1,4 +1,4 @@
-"""The model fitted to measurements: what it recovers, how it checks itself, and the config that each turn gets."""
+"""The model fitted to measurements: a share that is measured with the threads of another is caught here alone."""
 
 import os
 from dataclasses import replace
@@ -30,7 +30,7 @@ def measured(true: Workload, *counts: int) -> list[Point]:
     return [Point(replicas=count, step_s=one, low_s=0.98 * one, high_s=1.02 * one) for count, one in seconds.items()]
 
 
-@pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("slower", [0.5, 3.0])
 def test_a_fit_to_two_and_four_replicas_predicts_eight(slower: float) -> None:
     true = replace(ASSUMED, within=Link(bandwidth=2e9 / slower, latency_s=1e-4), crowd=1.1, overlap=0.2)
     found = fit(ASSUMED, measured(true, 2, 4))

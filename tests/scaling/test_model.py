@@ -1,3 +1,5 @@
+"""The model of a step against the simulator: a limit that is named wrongly is caught here alone."""
+
 from dataclasses import replace
 
 import pytest

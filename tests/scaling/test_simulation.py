@@ -1,3 +1,5 @@
+"""The simulator by cases that are solved in the head: a late gradient that counts is caught here alone."""
+
 import pytest
 
 from trainkit.scaling.distributions import StepTimes
