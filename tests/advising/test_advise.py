@@ -1,4 +1,4 @@
-"""`trainkit advise`: its advice, the commands that it prints, and what it refuses."""
+"""`trainkit advise`: a printed command that does not plan, or advice that the model refuses, is caught here alone."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def test_a_small_model_needs_one_device_and_the_printed_command_plans(capsys: py
     command = shlex.split(found["best"]["command"])
     assert command[:2] == ["trainkit", "plan"]
     assert main(command[1:]) == 0
-    printed = capsys.readouterr().out
-    assert "yes: needs" in printed
+    assert "yes: needs" in capsys.readouterr().out
 
 
 def test_a_way_that_the_model_refuses_is_no_advice(
@@ -57,23 +56,13 @@ def test_what_the_user_sets_stays(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_config_that_is_wrong_under_every_way_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("model.hidden=[-1]", "--devices", "1", "--hardware", "l4")
-    assert main(["advise", *given]) == 2
+    assert main(["advise", "model.hidden=[-1]", "--devices", "1", "--hardware", "l4"]) == 2
     assert capsys.readouterr().err.startswith("1 problem in the config\n  model.hidden")
 
 
 def test_all_mistakes_of_a_command_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "--devices", "0", "--for", "speed", "--hardware", "l4", "hardware=h200"]) == 2
-    assert capsys.readouterr().err == (
-        "3 problems in the config\n"
-        "  --devices=0: must be a number of devices, 1 to 1,024. (command line)\n"
-        "  --for=speed: must be one of time, cost, memory. (command line)\n"
-        "  hardware=h200: is given together with --hardware. Give one of the two. (command line)\n"
-    )
-
-
-def test_hardware_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [line.strip().partition(": ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert keys == ["--devices=0", "--for=speed", "hardware=h200"]
     assert main(["advise", "hardware=none"]) == 2
-    assert capsys.readouterr().err.splitlines()[1] == (
-        "  hardware=none: needs the hardware to plan for. Name it: --hardware this, --hardware h100_sxm. (command line)"
-    )
+    assert "Name it: --hardware this" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""How ways are ranked, and how one that does not fit is made to fit; with figures made here."""
+"""How ways are ranked, with figures made here: a way that does not fit and is ranked, or a saver in vain, is caught."""
 
 from __future__ import annotations
 

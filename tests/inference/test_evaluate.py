@@ -1,3 +1,8 @@
+"""`trainkit evaluate`: figures that are not those of the run to the bit, or a file of the run that changes, are caught.
+
+A killed evaluation that keeps its folder is caught here alone.
+"""
+
 from __future__ import annotations
 
 import hashlib
@@ -20,17 +25,7 @@ from trainkit.verbs.support.call import Call
 from trainkit.verbs.using import evaluate as verb
 
 RUN = ("recipe=null", "steps=24", "callbacks=[]", "logger=[]", "quiet=true")
-STRATEGIES = (
-    "strategy=mirrored strategy.replicas=2",
-    "strategy=fsdp strategy.replicas=2",
-    "strategy=tensor_parallel strategy.degree=2",
-    "strategy=pipeline strategy.stages=2",
-    "strategy=central_storage",
-    "strategy=local_sgd strategy.replicas=2",
-    "strategy=parameter_server",
-    "strategy=device_map",
-)
-LONG = (STRATEGIES[1], STRATEGIES[3], STRATEGIES[6])
+STRATEGIES = ("strategy=fsdp strategy.replicas=2", "strategy=pipeline strategy.stages=2", "strategy=parameter_server")
 """Sharded parameters, stages, and variables on servers: where no rank holds the whole model."""
 
 
@@ -50,8 +45,7 @@ def evaluate(path: Path, *overrides: str, **flags: str) -> int:
 def refused(path: Path, *overrides: str, **flags: str) -> str:
     with pytest.raises(ConfigError) as caught:
         evaluate(path, *overrides, **flags)
-    (problem,) = caught.value.problems
-    return str(problem)
+    return str(caught.value)
 
 
 def metrics(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **flags: str) -> dict[str, Any]:
@@ -87,9 +81,7 @@ def test_figures_are_those_of_the_run_to_the_bit_and_nothing_else_changes(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "strategy", [name if name in LONG else pytest.param(name, marks=pytest.mark.matrix) for name in STRATEGIES]
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_gives_the_same_figures(run: Path, capsys: pytest.CaptureFixture[str], strategy: str) -> None:
     found, own = metrics(run, capsys, *strategy.split())["metrics"], own_metrics(run)
     assert found == pytest.approx({**found, **own}, rel=1e-6)
@@ -114,7 +106,9 @@ def test_tables_agree_with_the_predictions(run: Path, capsys: pytest.CaptureFixt
     assert recall == pytest.approx((confusion.diagonal() / confusion.sum(1)).tolist())
 
 
-def test_calibration_is_the_distance_of_confidence_from_accuracy(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_is_the_distance_of_confidence_from_accuracy(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = metrics(run, capsys)["metrics"]["val/calibration_error"]
     images, labels = Digits(split="val").tensors()
     with torch.no_grad():
@@ -124,17 +118,10 @@ def test_calibration_is_the_distance_of_confidence_from_accuracy(run: Path, caps
     groups = [(sure[bins == one], right[bins == one].double()) for one in range(15) if (bins == one).any()]
     expected = sum(len(a) / len(sure) * abs(float(a.mean() - b.mean())) for a, b in groups)
     assert found == pytest.approx(expected)
-
-
-def test_without_torchmetrics_a_note_names_the_line_that_installs_it(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     content = metrics(run, capsys)
     assert "val/calibration_error" not in content["metrics"]
-    assert content["notes"] == [
-        'calibration is not measured: it needs the package torchmetrics. Install it: pip install "torchmetrics>=1.4"'
-    ]
+    assert 'pip install "torchmetrics>=' in content["notes"][0]
 
 
 def test_other_data_and_another_split_are_scored(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,13 +179,8 @@ def test_a_written_model_is_scored_like_its_run(run: Path, capsys: pytest.Captur
 def test_a_written_model_without_its_run_needs_data(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.yaml", "model.safetensors"):
-        (folder / name).write_bytes((run / "model" / name).read_bytes())
-    assert refused(folder) == (
-        f"data: the run of {folder} is not known. Give its data and objective: data=... objective=..., or recipe=NAME."
-    )
+    folder = shutil.copytree(run / "model", tmp_path / "model", ignore=shutil.ignore_patterns(".*"))
+    assert "data: the run of" in refused(folder)
     found = metrics(folder, capsys, "data=digits", "objective=classification")["metrics"]["val/loss"]
     assert found == pytest.approx(own_metrics(run)["val/loss"], rel=1e-6)
 
@@ -213,8 +195,7 @@ def test_a_quantized_model_is_scored_on_one_device_and_refused_on_two(
     quantize.run(Call(verb="quantize", arguments=(str(run),), flags={"to": "int8_weight"}))
     folder = run / "quantized" / "int8_weight"
     assert metrics(folder, capsys)["metrics"]["val/loss"] == pytest.approx(own_metrics(run)["val/loss"], rel=0.01)
-    said = refused(folder, "strategy=mirrored", "strategy.replicas=2")
-    assert said.endswith("Mirrored: a quantized model runs on one device. Leave it out.")
+    assert "runs on one device" in refused(folder, "strategy=mirrored", "strategy.replicas=2")
 
 
 @pytest.mark.slow
@@ -233,19 +214,14 @@ def test_a_language_model_reports_bits_a_byte_and_its_worst_windows(
     found = content["metrics"]
     assert {name: found[name] for name in own_metrics(run)} == own_metrics(run)
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / 0.6931471805599453)
-    page = (Path(content["folder"]) / "report.md").read_text()
-    assert "val/worst" in page
-    assert "the cat sat" in page.replace("\n", " ")
+    assert "the cat sat" in (Path(content["folder"]) / "report.md").read_text().replace("\n", " ")
 
 
 def test_a_damaged_checkpoint_ends_with_exit_code_4_and_writes_nothing(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    for folder in (copy / "checkpoints").iterdir():
-        for file in folder.glob("*.safetensors"):
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for file in copy.glob("checkpoints/*/*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     before = hashes(copy)
     with pytest.raises(CheckpointError) as caught:
         evaluate(copy)
@@ -253,14 +229,9 @@ def test_a_damaged_checkpoint_ends_with_exit_code_4_and_writes_nothing(run: Path
     assert hashes(copy) == before
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_samples_that_do_not_fit_the_model_and_a_file_that_is_none_are_refused(run: Path, tmp_path: Path) -> None:
+    said = refused(run, "data=synthetic", "data.shape=[7]")
+    assert "the samples of val do not fit the model and objective" in said
+    assert "(2x7 and 64x128). A sample is (float32 (7,), int)." in said
     (tmp_path / "weights.bin").write_bytes(b"x")
     assert "holds no model: it is neither a run" in refused(tmp_path / "weights.bin")
-
-
-def test_samples_that_do_not_fit_the_model_are_refused_with_their_shape(run: Path) -> None:
-    said = refused(run, "data=synthetic", "data.shape=[7]")
-    assert said.replace("addmm: ", "") == (  # torch 2.15 names its operation first
-        "data=trainkit.data.Synthetic: the samples of val do not fit the model and objective: "
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 64x128). A sample is (float32 (7,), int)."
-    )
