@@ -71,6 +71,11 @@ def test_the_smallest_number_of_workers_wins_whose_steps_are_short(
     assert str(found.num_workers) == reason[0]
 
 
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search({0: (40, 36), 1: (20, 16), 2: (10, 8), 4: (5, 4)}, monkeypatch, ranks=4)  # of 8 cores
+    assert [one.label for one in found.choices] == ["0", "1", "2"]
+
+
 def test_the_verdict_stands_below_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = list(data_lines(search({0: (40, 30), 1: (10, 0.1)}, monkeypatch)))
     assert lines[1:3] == [

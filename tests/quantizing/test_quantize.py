@@ -50,7 +50,7 @@ def made(kind: str, seed: int) -> tuple[nn.Module, Inputs]:
     if kind == "convnet":
         return ConvNet(**NET).eval(), {"images": torch.rand(5, 1, 8, 8)}  # type: ignore[arg-type]
     if kind == "gpt":
-        return Gpt(**GPT).eval(), {"tokens": torch.randint(0, 64, (5, 16))}  # type: ignore[arg-type]
+        return Gpt(**GPT).eval(), {"tokens": torch.randint(0, 64, (5, 16))}
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 64, (5, 16))}
@@ -100,6 +100,17 @@ def test_a_graph_that_moves_makes_its_own_tensors_on_the_new_device() -> None:
     graph.to("meta")
     assert "device(type='cpu')" not in graph.graph.code
     assert "device(type='meta')" in graph.graph.code
+
+
+@needs_torchao
+def test_the_ranges_of_activations_are_those_of_all_calibration_batches() -> None:
+    model, samples = nn.Sequential(nn.Linear(4, 2)).eval(), torch.linspace(-1, 1, 8).reshape(2, 4)
+    batches = [{"input": samples}, {"input": 10 * samples}]
+    first, both = (
+        quantize(copy.deepcopy(model), "int8_static", seen).facts["activations"]["quantize_per_tensor_default"][0]
+        for seen in (batches[:1], batches)
+    )
+    assert both == pytest.approx(10 * first)
 
 
 @needs_torchao

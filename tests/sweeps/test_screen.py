@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
+from trainkit.sweeps.results.metric_stream import MetricRows, Progress, Watch, last_line
 from trainkit.sweeps.screen import JobLine, PlainScreen, State, TableScreen, View, table_of
 
 
@@ -74,6 +74,14 @@ def test_progress_is_read_from_the_newest_rows(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("x" * 10_000 + "\n" + json.dumps({"step": 30, "epoch": 3.0, "seconds": 7.5}) + '\n{"step": 4')
     assert watch.look() == Progress(step=30, done=0.75, metric=0.8, loss=0.5, remaining_s=2.5)
+
+
+def test_rows_that_a_resumed_job_writes_again_are_read_again(tmp_path: Path) -> None:
+    watched(tmp_path, "{}", {"step": 1, "val/loss": 0.5}, {"step": 2, "val/loss": 0.4})
+    rows = MetricRows(tmp_path / "metrics.jsonl", "val/loss")
+    assert rows.new() == [(1, 0.5), (2, 0.4)]
+    watched(tmp_path, "{}", {"step": 1, "val/loss": 0.6})
+    assert rows.new() == [(1, 0.6)]
 
 
 def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path: Path) -> None:
