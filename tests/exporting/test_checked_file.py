@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.zoo import Points
 from trainkit import cli
 from trainkit.exporting import checked_file, whole_file
 from trainkit.exporting.checked_file import refuse_other_outputs
+from trainkit.exporting.checking import NotBuiltError, run_fresh
 from trainkit.exporting.trained import NotExportableError
 from trainkit.trainer.checkpoint.tensor_file import write_stream
 
@@ -55,6 +57,12 @@ def test_weights_of_another_model_are_refused_with_the_first_layer_that_differs(
     samples = {"input": Points(split="val").inputs[:8].float()}
     with pytest.raises(NotExportableError, match=r"for 8 real samples its outputs differ.* that differs is 3 \("):
         refuse_other_outputs({"_target_": target}, model, samples, tmp_path)
+
+
+def test_the_process_that_checks_cannot_import_trainkit(tmp_path: Path) -> None:
+    request = {"node": {"_target_": "trainkit.models.mlp.Mlp"}, "path": sys.path, "batches": []}
+    with pytest.raises(NotBuiltError, match="import of trainkit halted"):
+        run_fresh("safetensors", request, tmp_path, tmp_path)
 
 
 @pytest.mark.long

@@ -8,8 +8,6 @@ import errno
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.contract.running import CONF
 from tests.support.zoo import Noisy
 from trainkit import cli
 from trainkit.errors import ConfigError, MissingExtraError
-from trainkit.exporting import fresh_process, hub_folder, onnx_file, torch_program
+from trainkit.exporting import hub_folder, onnx_file, torch_program
 from trainkit.exporting.checking import Check, refuse_difference, refuse_draws
 from trainkit.exporting.fresh_process import tensors_of
 from trainkit.exporting.inputs import Inputs, model_inputs
@@ -196,24 +194,6 @@ def test_the_number_of_tokens_is_free_where_the_model_allows_it_and_a_note_says_
             )
 
 
-@pytest.mark.long
-def test_a_planted_wrong_export_ends_the_command_with_exit_code_4_and_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = torch_program.export
-
-    def planted(model: nn.Module, example: Inputs, **_: object) -> Any:
-        wrong = copy.deepcopy(model)
-        nn.init.zeros_(wrong.get_submodule("layers.2").weight)  # type: ignore[arg-type]
-        return right(wrong, example)
-
-    folder = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("exports"))
-    monkeypatch.setattr(torch_program, "export", planted)
-    assert cli.main(["export", str(folder), "--to", "torch_export"]) == 4
-    assert "The first layer that differs is layers.2" in capsys.readouterr().err
-    assert [*(folder / "exports").iterdir()] == []
-
-
 def test_a_disk_that_is_full_ends_the_command_with_exit_code_4_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,21 +253,6 @@ def test_an_objective_says_which_tensors_are_inputs_and_one_that_reads_more_is_r
     assert [*model_inputs(ModelComputesLoss(), Net(), batch)] == ["input_ids", "attention_mask"]
     with pytest.raises(ConfigError, match="objective=Reads: does not call the model with tensors only"):
         model_inputs(Reads(), nn.Linear(2, 2), batch)
-
-
-def test_the_process_that_checks_cannot_import_trainkit(tmp_path: Path) -> None:
-    code = f"""
-import runpy, sys
-sys.argv = ["fresh_process.py", "absent.json"]
-try:
-    runpy.run_path({str(fresh_process.__file__)!r}, run_name="__main__")
-except FileNotFoundError:
-    pass
-assert not [name for name in sys.modules if name.startswith("trainkit.")]
-import trainkit
-"""
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "import of trainkit halted" in done.stderr
 
 
 class Rounds(nn.Module):

@@ -36,29 +36,16 @@ from trainkit.verbs.running.train import exit_code
 TARGET = "model={_target_: tests.exporting.plain.%s}"
 PLAIN = (TARGET % "Plain", "data=points", "optimizer.lr=0.05", "batch.global_size=16", "batch.micro_size=8", "steps=6")
 PLACES = {
-    "one_device": (),
-    "mirrored": ("strategy=mirrored", "strategy.replicas=2"),
-    "multi_worker_mirrored": ("strategy=multi_worker_mirrored", "strategy.replicas=2"),
     "fsdp": ("strategy=fsdp", "strategy.replicas=2"),
     "pipeline": ("strategy=pipeline", "strategy.stages=2", "strategy.replicas=1"),
     "parameter_server": ("strategy=parameter_server", "strategy.workers=2", "strategy.servers=2"),
-    "central_storage": ("strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"),
-    "device_map": ("strategy=device_map", "strategy.map={0-2:cpu,rest:cpu}"),
-    "local_sgd": ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=3"),
     "tensor_parallel": (
         "strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1",
         "strategy.plan={0:colwise,2:rowwise}", TARGET % "Unnormed",
     ),
 }  # fmt: skip
-"""Strategy -> how it runs here."""
-LONG = ("fsdp", "pipeline", "parameter_server", "tensor_parallel")
-"""Strategies that hold the model in parts."""
-
-
-CASES = [
-    pytest.param(name, marks=() if name == "one_device" else pytest.mark.long if name in LONG else pytest.mark.matrix)
-    for name in PLACES
-]
+"""Strategies that hold the model in parts -> how each runs here."""
+CASES = ["one_device", *(pytest.param(name, marks=pytest.mark.long) for name in PLACES)]
 
 
 @pytest.mark.parametrize("place", CASES)
@@ -66,7 +53,7 @@ CASES = [
 def test_a_model_of_any_strategy_computes_the_same_bits_in_a_program_without_trainkit(
     place: str, tmp_path: Path
 ) -> None:
-    result = run(tmp_path / "run", *PLAIN, *PLACES[place])
+    result = run(tmp_path / "run", *PLAIN, *PLACES.get(place, ()))
     split = Points(split="val")
     inputs, targets = split.inputs.double(), split.targets
     torch.save(inputs, tmp_path / "inputs")

@@ -33,15 +33,6 @@ class Rows:
         return torch.sin(places).float()
 
 
-class Named(Rows):
-    """Rows with ids of their own."""
-
-    @property
-    def ids(self) -> list[str]:
-        """The name of each row."""
-        return [f"row-{place}é" for place in range(len(self))]
-
-
 class Ragged(Rows):
     """Rows of several lengths."""
 

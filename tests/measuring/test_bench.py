@@ -13,7 +13,7 @@ from tests.measuring.trainings import candidate, config, here
 from trainkit.cli import main
 from trainkit.config.schema import RunConfig
 from trainkit.measuring.bench import bench
-from trainkit.measuring.figures import Choice, Spread, parts_of
+from trainkit.measuring.figures import Spread, parts_of
 from trainkit.measuring.showing import table_lines
 from trainkit.measuring.turns import Target, Turn, measured_config
 from trainkit.run.runner import train
@@ -116,15 +116,6 @@ def test_bench_measures_in_processes_and_keeps_its_folder_alone(cwd: Path, capsy
     assert json.loads((cwd / "found" / "bench.json").read_text()) == content
     assert [path.name for path in cwd.iterdir()] == ["found"]
     assert {path.name for path in (cwd / "found").iterdir()} == {"bench.json", "bench.png"}
-
-
-def test_a_measurement_that_is_stopped_leaves_nothing(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object, **__: object) -> list[Choice]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("trainkit.measuring.bench.bench", stop)
-    assert main(["bench", "recipe=null", "optimizer.lr=1,2", "--out", "found"]) == 130
-    assert list(cwd.iterdir()) == []
 
 
 @pytest.mark.parametrize(

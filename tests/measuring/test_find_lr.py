@@ -145,12 +145,10 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["lr", "--rounds", "2"], ["--rounds: has no effect"]),
         (["lr", "--steps", "3"], ["--steps=3: must be 10 or more"]),
         (["lr", "--min-lr", "x", "--max-lr", "-1"], ["--min-lr=x: ", "--max-lr=-1: "]),
         (["lr", "--min-lr", "20"], ["would go from 20 to 10"]),
         (["rate"], ["finds one of lr, micro_size"]),
-        ([], ["finds one of lr, micro_size"]),
         (["lr", "resume=auto"], ["resume=auto: has no effect"]),
         (["lr", "optimizer.lr=0.0"], ["optimizer.lr=0.0: must be above 0"]),
         (["lr", "batch.global_size=5000"], ["Use 1437 or less"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.errors import HangupError, TerminatedError
+from trainkit.errors import TerminatedError
 from trainkit.measuring.bench import scratch_folder
 
 LONG = (
@@ -70,25 +70,6 @@ def test_a_stopped_bench_leaves_no_process_and_no_folder(cwd: Path, number: int,
         for pid in processes_with(variable):
             os.kill(pid, signal.SIGKILL)
         process.communicate()
-
-
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, TerminatedError), (signal.SIGHUP, HangupError)])
-def test_the_folder_of_the_turns_is_removed_before_the_error_of_the_signal_leaves(
-    number: int, error: type[Exception]
-) -> None:
-    before = signal.getsignal(number)
-    folders = list[Path]()
-
-    def measure() -> None:
-        with scratch_folder() as folder:
-            folders.append(folder)
-            (folder / "file").touch()
-            os.kill(os.getpid(), number)
-
-    with pytest.raises(error):
-        measure()
-    assert not folders[0].exists()
-    assert signal.getsignal(number) is before
 
 
 def test_a_signal_that_interrupts_the_removal_does_not_prevent_it(monkeypatch: pytest.MonkeyPatch) -> None:

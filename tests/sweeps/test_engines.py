@@ -6,7 +6,6 @@ import contextlib
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import import_module
@@ -18,6 +17,7 @@ import pytest
 
 import hydra_plugins.trainkit_engines as plugin
 import trainkit
+from tests.sweeps.support import POLITE, waiting_for
 from trainkit.config.compose import Composer
 from trainkit.config.compose.jobs import ComposedConfigLoader
 from trainkit.errors import ConfigError
@@ -28,12 +28,6 @@ from trainkit.sweeps.backends.launching import ENGINES, Remote
 from trainkit.sweeps.loop.processes import JobCommand
 
 WAITS = "import time; time.sleep(60)"
-POLITE = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-pathlib.Path(sys.argv[1]).touch(); time.sleep(60)
-"""
 
 
 def engine_class(launcher: str) -> type[JobBackend]:
@@ -125,9 +119,8 @@ def test_the_end_of_a_job_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_a_job_can_be_interrupted_and_killed(tmp_path: Path) -> None:
-    with started(tmp_path, POLITE, tmp_path / "runs") as (job, ended):
-        while not (tmp_path / "runs").exists():
-            time.sleep(0.01)
+    with started(tmp_path, POLITE, tmp_path) as (job, ended):
+        waiting_for(tmp_path / "here")
         job.signal(signal.SIGINT)
         assert ended().code == 130
     with started(tmp_path, WAITS) as (job, ended):

@@ -68,7 +68,7 @@ def test_a_point_drawn_again_runs_once_and_is_reported_and_a_refused_one_is_not_
     assert (tmp_path / "1/runs").read_text() == "x"
 
 
-def test_a_page_that_cannot_be_written_ends_no_sweep_and_report_page_leaves_it_out(
+def test_a_page_that_cannot_be_written_ends_no_sweep_and_one_that_nobody_wants_is_not(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sweep = sweep_in(tmp_path)
@@ -78,11 +78,10 @@ def test_a_page_that_cannot_be_written_ends_no_sweep_and_report_page_leaves_it_o
     assert "report.html cannot be written: ZeroDivisionError" in caplog.text
     assert "  leaderboard  " in capfd.readouterr().out
     caplog.clear()
-    resolved = tmp_path / "0/resolved.yaml"
-    resolved.write_text(resolved.read_text() + "report_page: false\n")
+    with (tmp_path / "0/resolved.yaml").open("a") as file:
+        file.write("\nreport_page: false\n")
     sweep.finish()
     assert caplog.text == ""
-    assert "  page  " not in capfd.readouterr().out
 
 
 def test_a_failed_job_stops_the_others_where_that_is_asked_for(
@@ -108,13 +107,6 @@ def test_a_job_that_dies_is_tried_again_from_its_checkpoint_as_often_as_is_said(
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     run(sweep_in(tmp_path, retries=3), *(job(tmp_path, code, f"raise SystemExit({code})") for code in (2, 3)))
     assert [(row["exit_code"], row["tries"]) for row in rows(tmp_path).values()] == [(2, 1), (3, 1)]
-
-
-def test_the_state_is_right_after_every_job(tmp_path: Path) -> None:
-    reads = "import pathlib, sys; print(pathlib.Path(sys.argv[2]).read_text(), file=open(sys.argv[2] + '.seen', 'w'))"
-    run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, reads, tmp_path / "sweep.json"))
-    seen = json.loads((tmp_path / "sweep.json.seen").read_text())["jobs"]
-    assert [(item["job"], item["exit_code"]) for item in seen] == [("0", 0), ("1", None)]
 
 
 @pytest.mark.parametrize(

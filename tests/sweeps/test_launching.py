@@ -94,16 +94,6 @@ def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_
     assert not children()
 
 
-@pytest.mark.long
-def test_a_sweep_can_be_extended(cwd: Path) -> None:
-    swept("seed=1,2", "steps=2")
-    began = (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns
-    again = swept("seed=3,1", "steps=2", "sweep.slots=1")
-    assert "job 0 (seed=1): already has a result, in outputs/sweeps/mine/0\n" in again.stdout
-    assert (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns == began
-    assert [row["job"] for row in rows(cwd / "outputs/sweeps/mine")] == ["0", "1", "0-2"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -19,7 +19,7 @@ from trainkit.config.resume import compose_anew
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError
-from trainkit.sweeps.results.job_results import read_entry, varied_overrides
+from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
 from trainkit.verbs.looking import top
 from trainkit.verbs.support.call import Call
@@ -98,10 +98,6 @@ def test_the_exit_code_of_a_process_says_what_its_result_does_not(tmp_path: Path
     assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
 
 
-def test_the_overrides_are_those_that_not_every_job_has() -> None:
-    assert varied_overrides([["a=1", "b=1"], ["a=1", "b=2"], ["a=1"]]) == [("b=1",), ("b=2",), ()]
-
-
 def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path: Path) -> None:
     made(tmp_path, "digits/a", accuracy=0.5)
     made(tmp_path, "digits/b", accuracy=0.75)
@@ -109,12 +105,6 @@ def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path: Path) -> 
     assert (str(board.goal), [entry.job for entry in board.entries]) == (
         "val/accuracy (max)", ["digits/b", "digits/a"],
     )  # fmt: skip
-
-
-def test_an_empty_folder_has_an_empty_leaderboard(tmp_path: Path) -> None:
-    write(collect(tmp_path), tmp_path)
-    assert (tmp_path / "leaderboard.csv").read_text() == "rank,job,status,val/loss,steps,seconds,folder\n"
-    assert not (tmp_path / "leaderboard.png").exists()
 
 
 def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from trainkit.sweeps.results.metric_stream import MetricRows, Progress, Watch, last_line
-from trainkit.sweeps.screen import JobLine, PlainScreen, State, TableScreen, View, table_of
+from trainkit.sweeps.screen import JobLine, State, View, table_of
 
 
 def shown(view: View, height: int = 20) -> list[str]:
@@ -42,21 +41,6 @@ def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown() -
     head, _, *rows = shown(view, height=9)
     assert head == "3 done, 1 running, 1 failed, 1 of 1 slots in use, 2 not shown"
     assert [row.split()[:2] for row in rows] == [["1", "failed"], ["3", "running"], ["4", "done"]]
-
-
-def test_a_pipe_prints_every_change_and_a_terminal_only_messages_beside_the_table(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    PlainScreen().report("job 0 starts", transient=True)
-    assert capsys.readouterr().out == "job 0 starts\n"
-    file = io.StringIO()
-    console = Console(file=file, width=80, force_terminal=True, highlight=False)
-    table = TableScreen(console)
-    table.report("job 0 starts", transient=True)
-    table.report("job 1 failed [sic]")
-    table.close()
-    assert "job 1 failed [sic]" in file.getvalue()
-    assert "starts" not in file.getvalue()
 
 
 def watched(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:

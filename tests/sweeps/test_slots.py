@@ -100,14 +100,6 @@ def test_never_more_than_the_slots_are_in_use(tmp_path: Path) -> None:
     assert time.time() > max(end for _, end in spans)
 
 
-def test_jobs_beside_each_other_see_other_gpus(tmp_path: Path) -> None:
-    code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(0.5)"
-    jobs = [job(tmp_path, number, code, slots=slots) for number, slots in enumerate([1, 1, 2])]
-    run(sweep_in(tmp_path, slots=Slots(gpus=["4", "7"], count=2)), *jobs)
-    seen = [(one.folder / "output.log").read_text().strip() for one in jobs]
-    assert (sorted(seen[:2]), seen[2]) == (["4", "7"], "4,7")
-
-
 def test_a_job_takes_the_devices_of_its_strategy() -> None:
     from trainkit.config.targets.build import build
     from trainkit.strategies.memory_capabilities import num_slots

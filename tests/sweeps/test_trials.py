@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.present import present
-from tests.sweeps.support import sweep_in, trained
+from tests.sweeps.support import trained
 
 optuna = pytest.importorskip("optuna")
 
@@ -22,7 +21,6 @@ from trainkit.config.schema import MonitoredMetric  # noqa: E402
 from trainkit.config.sections import SweepConfig as Settings  # noqa: E402
 from trainkit.errors import ConfigError  # noqa: E402
 from trainkit.sweeps.job_sources import SweepJob  # noqa: E402
-from trainkit.sweeps.results.job_results import read_entries  # noqa: E402
 from trainkit.sweeps.spaces.trials import Trials, distributions, open_study  # noqa: E402
 
 LOSS = MonitoredMetric(metric="val/loss", mode="min")
@@ -201,47 +199,6 @@ def test_a_point_that_is_refused_counts_as_failed_and_the_next_is_proposed(tmp_p
     again = Bench(tmp_path, composer, trials=2)
     again.ended(present(again.source.next()), 0.4)
     assert again.states == [TrialState.FAIL, TrialState.COMPLETE]
-
-
-TRAIN = """
-import json, pathlib, signal, sys, time
-folder, good = pathlib.Path(sys.argv[1]), sys.argv[2] == "good"
-stopped = []
-signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-folder.mkdir(exist_ok=True)
-(folder / "resolved.yaml").write_text("eval: {metric: val/accuracy}")
-with open(folder / "metrics.jsonl", "w") as rows:
-    rows.write(json.dumps({"step": 1, "val/accuracy": 0.9 if good else 0.1}) + "\\n")
-while not good and not stopped: time.sleep(0.01)
-status = "stopped" if stopped else "finished"
-metrics = {"val/accuracy": 0.95 if good else 0.1}
-result = {"status": status, "metrics": metrics, "steps": 1 if stopped else 2, "seconds": 1}
-(folder / "result.json").write_text(json.dumps(result))
-sys.exit(130 if stopped else 0)
-"""
-"""A job that is good and finishes, or is bad and trains until it is stopped."""
-
-
-@pytest.mark.slow
-def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def job(overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
-        word = "good" if number < 3 else "bad"
-        folder = tmp_path / str(number)
-        command = (sys.executable, "-c", TRAIN, str(folder), word)
-        return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=command)
-
-    accuracy = MonitoredMetric(metric="val/accuracy", mode="max")
-    study = open_study(tmp_path, settings=Settings(trials=5), goal=accuracy, num_steps=9)
-    space = Composer().space(["optimizer.lr=interval(0,1)"])
-    sweep = sweep_in(tmp_path)
-    sweep.run(Trials(study=study, space=space, trials=5, goal=accuracy, job=job))
-    sweep.finish()
-    assert [entry.status for entry in read_entries(tmp_path)] == ["finished"] * 3 + ["pruned"] * 2
-    assert "5 jobs, 2 pruned, by val/accuracy (max)" in capfd.readouterr().out
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3 + ["PRUNED"] * 2
 
 
 @pytest.mark.long

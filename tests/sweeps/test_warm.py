@@ -111,11 +111,3 @@ def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path: Path) ->
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         job.kill()
         assert news.get().code == -signal.SIGKILL
-
-
-def test_a_job_that_is_no_training_starts_afresh(tmp_path: Path) -> None:
-    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with WarmStarter({}) as start:
-        job = start(order(tmp_path, news, "-c", "print(3)"))
-        assert (news.get().code, (tmp_path / LOG).read_text()) == (0, "3\n")
-        job.kill()
