@@ -60,7 +60,7 @@ def test_weights_of_another_model_are_refused_with_the_first_layer_that_differs(
 
 
 def test_the_process_that_checks_cannot_import_trainkit(tmp_path: Path) -> None:
-    request = {"node": {"_target_": "trainkit.models.mlp.Mlp"}, "path": sys.path, "batches": []}
+    request = {"node": {"_target_": "trainkit.models.Mlp"}, "path": sys.path, "batches": []}
     with pytest.raises(NotBuiltError, match="import of trainkit halted"):
         run_fresh("safetensors", request, tmp_path, tmp_path)
 

@@ -105,8 +105,7 @@ def test_a_job_takes_the_devices_of_its_strategy() -> None:
     from trainkit.strategies.memory_capabilities import num_slots
 
     expected = {
-        "one_device.OneDevice": (1, 1), "mirrored.Mirrored": (2, 8), "central.CentralStorage": (2, 8),
-        "device_map.DeviceMap": (1, 8),
+        "OneDevice": (1, 1), "Mirrored": (2, 8), "CentralStorage": (2, 8), "DeviceMap": (1, 8),
     }  # fmt: skip
     for name, counts in expected.items():
         strategy = build({"_target_": f"trainkit.strategies.{name}"})
