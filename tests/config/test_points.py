@@ -31,16 +31,11 @@ def test_every_countable_sweep_of_hydra_counts() -> None:
 
 
 def test_a_key_of_a_group_applies_to_the_choices_that_have_it() -> None:
-    one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2")
+    one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2", "strategy.device=cpu")
+    assert (one_device.values["strategy"]["device"], "device" in mirrored.values["strategy"]) == ("cpu", False)
     assert "replicas" not in one_device.values["strategy"]
     assert one_device.notes[-1] == "strategy.replicas: left out, one_device has no such key"
     assert mirrored.values["strategy"]["replicas"] == 2
-
-
-def test_the_keys_of_two_choices_each_go_to_their_own() -> None:
-    one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2", "strategy.device=cpu")
-    assert one_device.values["strategy"]["device"] == "cpu"
-    assert "device" not in mirrored.values["strategy"]
 
 
 @pytest.mark.parametrize("prefix", ["", "+"])
