@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.attribution import HANGS, KINDS, MLP, STEP, launch, mirrored, outcome, train
+from tests.support.descendants import descendants
 from tests.support.verdicts import plain
 
 STRATEGIES = {
@@ -94,32 +95,13 @@ def test_a_supervisor_that_was_stopped_for_a_while_blames_no_rank(cwd: Path) -> 
     assert "Restarting" not in found.screen
 
 
-def _pid_of(name: str, below: int) -> int:
-    """The process of a task, by the name that its rank gives itself."""
-    while True:
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if (entry / "comm").read_text().strip() == name and _is_below(int(entry.name), below):
-                        return int(entry.name)
-                except OSError:
-                    continue
-        time.sleep(0.05)
-
-
-def _is_below(pid: int, ancestor: int) -> bool:
-    while pid > 1 and pid != ancestor:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid == ancestor
-
-
 @pytest.mark.long
 def test_a_server_of_parameters_that_is_stopped_is_named(cwd: Path) -> None:
     servers = ("model=net", "strategy=parameter_server", "strategy.servers=1", "strategy.workers=2")
     settings = (*servers, "strategy.timeout_s=8", "checkpoint.every_steps=20", "steps=100000")
     process = launch(cwd, "none:0:0", *settings, quickly=False)
     _wait_for(cwd / "run/checkpoints/step_00000020", process)
-    server = _pid_of("ps:0", process.pid)
+    server = next(pid for pid, name in descendants(process.pid).items() if name == "ps:0")
     os.kill(server, signal.SIGSTOP)
     found = outcome(cwd, process)
     first = found.reason.splitlines()[0]

@@ -21,30 +21,25 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
+def test_a_name_that_cannot_be_a_package_is_refused_and_nothing_is_written(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cwd / "full").mkdir()
+    (cwd / "full" / "mine.txt").write_text("mine")
+    (cwd / "file").write_text("mine")
+    for name, answer in (
         ("my-net", "ASCII letters, digits and _, 100 at most. For example my_net."),
         ("class", "must be the name of a Python package"),
         ("../garden", "For example garden."),
         ("größe", "ASCII letters"),
         ("torch", "is an existing module, which this package would hide. Choose another, such as my_torch."),
-        ("trainkit", "is an existing module"),
-        ("timm", "is an existing module"),
-        ("queue", "is an existing module"),
-        ("conf", "is the name of a folder next to the package (conf, tests, outputs). Choose another."),
-        ("full", "this folder exists and is not empty. Choose another name, or start in another folder."),
-        ("file", "a file of this name exists here. Choose another name, or move the file."),
-    ],
-)
-def test_a_name_that_cannot_be_a_package_is_refused_and_nothing_is_written(
-    cwd: Path, capsys: pytest.CaptureFixture[str], name: str, answer: str
-) -> None:
-    (cwd / "full").mkdir()
-    (cwd / "full" / "mine.txt").write_text("mine")
-    (cwd / "file").write_text("mine")
-    assert main(["init", name]) == 2
-    assert answer in capsys.readouterr().err
+        ("timm", "is an existing module"),  # of the six packages that a config may name, though it is not installed
+        ("conf", "is the name of a folder next to the package"),
+        ("full", "this folder exists and is not empty."),
+        ("file", "a file of this name exists here."),
+    ):
+        assert main(["init", name]) == 2
+        assert answer in capsys.readouterr().err
     assert sorted(path.name for path in cwd.rglob("*")) == ["file", "full", "mine.txt"]
 
 
