@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.launchers.launches import launch_of
 from trainkit.models.gpt import Gpt
@@ -25,6 +25,7 @@ from trainkit.strategies.device_map.strategy import DeviceMap
 from trainkit.strategies.memory_capabilities import num_slots, replica_parts
 from trainkit.strategies.partition.activations import activation_bytes, activations_in
 from trainkit.strategies.partition.blocks import blocks_of
+from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
 from trainkit.strategies.partition.syntax import assign
 from trainkit.strategies.pipeline.strategy import Pipeline
@@ -148,6 +149,37 @@ def test_bytes_are_those_of_what_is_trained_and_tied_weights_count_once() -> Non
     assert unit_bytes(blocks_of(model), model_bytes(Precision())) == [9 * 8, 2 * 4 + 8, 0]
     model[0].weight.requires_grad = False
     assert unit_bytes(blocks_of(model), model_bytes(Precision(value="fp64")))[0] == 9 * 8
+
+
+class Nested(nn.Module):
+    """Takes and gives tensors inside tuples and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, pair: tuple[Tensor, int], *, more: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        return {"both": (pair[0] * self.weight + more["x"], pair[1])}
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Nested(), Nested()
+
+    def forward(self, x: Tensor) -> dict[str, tuple[Tensor, int]]:
+        out: dict[str, tuple[Tensor, int]] = self.second(self.first((x, 7), more={"x": x})["both"], more={"x": x})
+        return out
+
+
+def test_activations_are_brought_to_each_block_however_deep_they_lie() -> None:
+    model = Caller()
+    model.second.to("meta")
+    layout = DeviceLayout(units=blocks_of(model), group=("cpu", "meta"), places=(0, 1), routed=True)
+    layout.move(model)
+    assert [param.device.type for param in model.parameters()] == ["cpu", "meta"]
+    tensor, number = model(torch.ones(2))["both"]
+    assert (tensor.device.type, number, layout.device.type) == ("meta", 7, "meta")
 
 
 def test_activations_are_those_that_each_block_keeps_for_backward() -> None:
