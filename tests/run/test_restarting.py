@@ -118,6 +118,17 @@ def test_a_group_started_again_from_outside_is_refused_if_its_error_comes_again(
     assert record_relaunch(folder, None, None, before=before).refusal is None, "the processes left no report"
 
 
+def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.path.mkdir()
+    monkeypatch.setattr("trainkit.run.folder.restart_record._LISTED", 2)
+    for step in range(5):
+        record_restart(folder.path, Restart(kind="all", cause="", step=step))
+    found = restarts_of(folder.path)
+    assert ([one["step"] for one in found["restarts"]], found["restarts_not_listed"]) == ([0, 1], 3)
+
+
 def test_an_exception_that_comes_again_ends_the_run(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
     with pytest.raises(CrashLoopError) as caught:

@@ -19,6 +19,7 @@ from trainkit import cli
 from trainkit.data.reading.files import fetch
 from trainkit.errors import StorageError
 from trainkit.files import write_json_atomically
+from trainkit.report.events import EventFile
 from trainkit.run.begin import refuse_small_disk
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import write_error_report
@@ -155,6 +156,21 @@ def test_a_report_that_is_refused_is_printed(tmp_path: Path, capsys: pytest.Capt
 def test_a_run_without_a_result_has_not_finished(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"all ranks ended with exit code 0, and .*result.json is missing"):
         _result(RunFolder(tmp_path), None)
+
+
+class Full(io.RawIOBase):
+    def write(self, content: Any) -> int:
+        raise failure(errno.ENOSPC)
+
+
+def test_events_that_are_refused_are_refused_once(tmp_path: Path) -> None:
+    events = EventFile(tmp_path)
+    events.scalars({"train/loss": 0.5}, step=1, wall_time=0.0)
+    events._file.close()
+    events._file = Full()  # type: ignore[assignment]
+    with pytest.raises(StorageError, match=r"events.out.tfevents.* cannot be written: No space left on device"):
+        events.close()
+    events.close()
 
 
 def test_a_download_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
