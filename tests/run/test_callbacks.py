@@ -36,6 +36,12 @@ def test_an_error_outside_of_ranks_is_sent(
     assert [(one.status, one.reason, one.steps) for one in endings] == [(status, str(error).splitlines()[0], None)]
 
 
+def test_a_result_reaches_the_ended_hook_with_its_steps(tmp_path: Path, endings: list[Ending]) -> None:
+    with ended_hooks(CFG, tmp_path, RunFolder(tmp_path).read_result):
+        (tmp_path / "result.json").write_text('{"status": "finished", "reason": "all steps done", "steps": 7}')
+    assert [(one.name, one.status, one.steps) for one in endings] == [("digits", "finished", 7)]
+
+
 def test_an_error_of_the_hook_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
