@@ -16,7 +16,7 @@ from trainkit.config.secrets import literal_secrets, redacted
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import masked_output, remember
+from trainkit.redaction import mask, masked_output, remember
 from trainkit.run.begin import git_state, packages, write_environment, write_resolved
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
@@ -82,13 +82,16 @@ def test_a_secret_is_no_part_of_a_fingerprint_or_of_what_makes_another_training(
     assert other_training(difference(one, other), run=Path("a")) == []
 
 
-def test_a_variable_of_a_secret_is_looked_up_where_the_object_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_KEY", "k7")
+def test_a_variable_of_a_secret_is_looked_up_where_the_object_is_built_and_masked_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_KEY", "canary-words")
     monkeypatch.setenv("ALL", "{A: k8}")
     node = {"_target_": f"{Vault.__module__}.Vault", "api_key": "${oc.env:A_KEY}", "project": "${oc.env:A_KEY}"}
     vault = build({**node, "headers": "${oc.decode:${oc.env:ALL}}", "mark": "Bearer ${oc.env:A_KEY}"})
-    assert (vault.api_key, vault.project, vault.headers) == ("k7", "${oc.env:A_KEY}", {"A": "k8"})
-    assert vault.mark == "Bearer k7"
+    assert (vault.api_key, vault.project, vault.headers) == ("canary-words", "${oc.env:A_KEY}", {"A": "k8"})
+    assert vault.mark == "Bearer canary-words"
+    assert mask("as canary-words says") == "as (redacted) says"
 
 
 def test_a_file_of_the_users_is_listed_without_its_secrets(tmp_path: Path) -> None:
