@@ -42,13 +42,14 @@ def truncate(path: Path) -> None:
 
 
 CHANGED = "has changed since it was written (SHA-256 differs)"
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (flipped(10_000), CHANGED),
     "the last bit": (flipped(-1), CHANGED),
     "a flipped bit in the header": (flipped(20), CHANGED),
     "a flipped bit in the length": (flipped(3), CHANGED),
     "a zeroed page": (zeroed(8192, 12288), CHANGED),
     "half the file": (truncate, "has 8248 bytes instead of 16496"),
+    "a byte more": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has 16497 bytes instead of 16496"),
     "no file": (Path.unlink, "is absent"),
 }
 

@@ -48,10 +48,9 @@ class Named(Squares):
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_named_tuple_keeps_its_names_from_the_sample_to_the_shards(cache: bool) -> None:
     batch: Any = make_loader(Named(8), cache=cache).fetch(Ticket(0, (0, 1)))[1]
-    assert type(batch) is Sample
     assert batch.label.tolist() == [int(value) ** 2 for value in batch.image.flatten()]
     images, labels = split_batch(batch)  # by their names, not by their order
-    assert (images is batch.image, labels is batch.label) == (True, True)
+    assert (type(batch), images is batch.image, labels is batch.label) == (Sample, True, True)
 
 
 @dataclass(frozen=True)

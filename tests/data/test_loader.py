@@ -41,20 +41,6 @@ def test_every_path_gives_the_samples_of_the_order_from_any_step(
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_each_shard_is_its_own_batch_of_inputs_and_targets_also_if_it_is_retried(
-    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
-) -> None:
-    loader = make_loader(dataset(9), shuffle=False, **settings)
-    found = [loader.fetch(Ticket(step, (0, 1))) for step in (0, 1, 1)]
-    loader.close()
-    for first, second in found[1:]:
-        assert first[0].tolist() == [[4.0], [5.0]]
-        assert first[1].tolist() == [16, 25]
-        assert second[0].tolist() == [[6.0], [7.0]]
-        assert second[1].dtype == torch.int64
-
-
-@pytest.mark.parametrize(("dataset", "settings"), PATHS)
 def test_ranks_share_an_epoch_without_overlap(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
@@ -64,14 +50,18 @@ def test_ranks_share_an_epoch_without_overlap(
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(
+def test_each_shard_is_a_batch_of_its_own_also_retried_out_of_plan_and_out_of_turn(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
     loader = make_loader(dataset(9), shuffle=False, **settings)
-    tickets = (Ticket(0, (0, 1)), Ticket(1, (1,)), Ticket(1, (0, 1)), Ticket(0, (1, 0)), Ticket(2, ()))
-    found = [[batch[1].tolist() for batch in loader.fetch(ticket)] for ticket in tickets]
+    steps = ((0, (0, 1)), (1, (1,)), (1, (0, 1)), (1, (0, 1)), (0, (1, 0)), (2, ()))
+    batches = [loader.fetch(Ticket(step, shards)) for step, shards in steps]
     loader.close()
-    assert found == [[[0, 1], [4, 9]], [[36, 49]], [[16, 25], [36, 49]], [[4, 9], [0, 1]], []]
+    found = [[targets.tolist() for _, targets in step] for step in batches]
+    assert found == [[[0, 1], [4, 9]], [[36, 49]], *[[[16, 25], [36, 49]]] * 2, [[4, 9], [0, 1]], []]
+    for inputs, targets in (batch for step in batches for batch in step):
+        assert targets.dtype == torch.int64
+        assert (inputs.flatten() ** 2).tolist() == targets.tolist()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

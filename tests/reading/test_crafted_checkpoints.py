@@ -114,6 +114,7 @@ CRAFTED: Final[list[tuple[str, Callable[[Any], Any] | bytes, str]]] = [
     ("index.json", weight(shape=["4", "2"]), "whole numbers"),
     ("index.json", weight(shape=[2**40, 2**40]), "larger than any tensor"),
     ("index.json", weight(pieces=[{**PIECE, "offset": [-1, 0]}]), "whole numbers from 0 on"),
+    ("index.json", weight(pieces=[{**PIECE, "offset": [1, 0]}]), "a piece reaches beyond it"),
     ("index.json", weight(dtype="F7"), "'F7'"),
     ("index.json", weight(dtype="F64"), "a piece of param/w is"),
     ("index.json", weight(pieces=[]), "hold 0 of 8 numbers"),
