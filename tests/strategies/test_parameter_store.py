@@ -94,6 +94,23 @@ def test_updates_on_servers_are_those_of_one_optimizer_bit_for_bit(optimizer: st
     equal(found, {**state_of(model), **optimizer_state(stepper.optimizer, named)})
 
 
+def updated(farm: Farm, model: nn.Module, version: int) -> dict[str, Tensor]:
+    """The state after one more update."""
+    farm.chief.push("a", gradients(model, version))
+    farm.chief.apply(version=version, lr_factor=1.0, keys=["a"])
+    return farm.chief.state()
+
+
+def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
+    model = Net()
+    with serving(model, optimizer_of("adamw")) as farm:
+        early, late = updated(farm, model, 1), updated(farm, model, 2)
+    with serving(model, optimizer_of("adamw"), servers=3, loads=False) as farm:
+        farm.chief.load_state(early, version=1, unsaved={"buffer/table": model.table})
+        equal(updated(farm, model, 2), late)
+    assert late["optimizer/step/head.bias"] == 2
+
+
 @pytest.mark.parametrize("servers", COUNTS)
 @pytest.mark.parametrize("shards", [5, 12])
 def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers: int) -> None:

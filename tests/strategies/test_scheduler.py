@@ -142,6 +142,17 @@ def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
     assert merge.items == (first, second)
 
 
+def test_an_overflowed_step_is_scheduled_again() -> None:
+    scheduler = synchronous(4)
+    for index in range(4):
+        scheduler.report(taken(scheduler, f"w{index}").number, 0)
+    merge = scheduler.next_ready_update()
+    assert merge is not None
+    scheduler.requeue_after_overflow(merge)
+    assert [taken(scheduler, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.items]
+    assert scheduler.version == 0
+
+
 class Trial:
     """Workers at random speeds, some dying, some slow; what every update was made of."""
 
