@@ -138,11 +138,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without looking for garbage: there is little, and much that would be looked at."""
+    """Collect without looking for garbage, and never look at what was collected: little of it is, and it is much."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
