@@ -43,7 +43,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         borrowed = [place for place in sys.path if place.endswith("site-packages")]
         (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in borrowed))
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--no-index", str(wheel)], check=True)
+        subprocess.run([*pip, "--ignore-installed", "--no-index", str(wheel)], check=True)  # not the borrowed one
 
     return _once(tmp_path_factory, "installed", install) / "venv" / "bin"
 
