@@ -25,8 +25,10 @@ _ANYWHERE: Final = re.compile(
     r"(.*_)?(secret|passw(or)?d|passphrase|pwd|api_?key|access_key|secret_key|private_key|credentials?|auth"
     rf"|authorization|webhook_url)|token|(.*_)?({_SERVICES})_token|pat|(github|gitlab|azure|devops|personal)_pat"
 )
-_IN_OBSERVERS: Final = re.compile(r".*_key|.*_token|tokens|(.*_)?headers")
+_HEADERS: Final = re.compile(r"(.*_)?headers")
 """Further names of secrets in the nodes of `logger` and `callbacks`, which connect to services."""
+_KEYS: Final = re.compile(r".*_key|.*_token|tokens")
+"""Further names of secrets in the nodes of `logger`; a callback may have tokens of a language model."""
 _NEVER: Final = frozenset({"image_key", "special_tokens"})
 _OBSERVERS: Final = frozenset({"logger", "callbacks"})
 _WORD_BOUNDARY: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -47,19 +49,20 @@ _known: set[str] = set()
 
 
 @lru_cache(maxsize=4096)  # a composition asks about each of its keys several times
-def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
-    """Return whether a key of this name, without the keys above it, holds a secret; more names do in a logger.
+def is_secret_name(name: str, group: str = "") -> bool:
+    """Return whether a key of this name, without the keys above it, holds a secret; more names do in a `logger`.
 
     Example:
         >>> [is_secret_name(name) for name in ("api_key", "wandb_token", "image_key", "special_tokens", "tokens")]
         [True, True, False, False, False]
-        >>> is_secret_name("tokens", in_observer=True), is_secret_name("image_key", in_observer=True)
-        (True, False)
+        >>> [is_secret_name(name, "logger") for name in ("tokens", "image_key")], is_secret_name("tokens", "callbacks")
+        ([True, False], False)
     """
     plain = _WORD_BOUNDARY.sub("_", name).lower().replace("-", "_")
     if plain in _NEVER:
         return False
-    return bool(_ANYWHERE.fullmatch(plain)) or (in_observer and bool(_IN_OBSERVERS.fullmatch(plain)))
+    own = [_HEADERS] if group in _OBSERVERS else []
+    return any(names.fullmatch(plain) for names in (_ANYWHERE, *own, *([_KEYS] if group == "logger" else [])))
 
 
 def is_secret(path: Sequence[str]) -> bool:
@@ -69,10 +72,10 @@ def is_secret(path: Sequence[str]) -> bool:
         >>> is_secret(("logger", "w", "headers", "X-Team")), is_secret(("data", "headers")), is_secret(("data", "auth"))
         (True, False, True)
     """
-    in_observer = path[0] in _OBSERVERS if path else False
+    group = path[0] if path else ""
     # in logger.NAME, NAME is chosen by the user and is not a key
-    names = path[2:] if in_observer and len(path) > 2 else path
-    return any(is_secret_name(name, in_observer=in_observer) for name in names)
+    names = path[2:] if group in _OBSERVERS and len(path) > 2 else path
+    return any(is_secret_name(name, group) for name in names)
 
 
 def secrets_in(values: Any, path: tuple[str, ...] = (), *, marks: Marks | None = None) -> Iterator[Found]:
@@ -124,10 +127,11 @@ def _below(
 
 
 def _is_named(path: tuple[str, ...], value: Any) -> bool:
-    in_observer = path[0] in _OBSERVERS
-    if in_observer and len(path) <= 2 and isinstance(value, Mapping):  # logger.NAME is the user's name for a node
+    if (
+        path[0] in _OBSERVERS and len(path) <= 2 and isinstance(value, Mapping)
+    ):  # logger.NAME is the user's name for a node
         return False
-    return is_secret_name(path[-1], in_observer=in_observer)
+    return is_secret_name(path[-1], path[0])
 
 
 def _is_given(value: Any) -> bool:
@@ -232,7 +236,7 @@ def _holds_secret_keys(path: Sequence[str], value: str) -> bool:
     if value[:1] not in "{[":
         return False
     names = re.findall(r"""([\w-]+)['"]?\s*:""", value)
-    return any(is_secret_name(name, in_observer=path[0] in _OBSERVERS) for name in names)
+    return any(is_secret_name(name, path[0]) for name in names)
 
 
 class _MaskedStream:

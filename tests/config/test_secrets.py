@@ -40,8 +40,10 @@ def test_a_secret_is_known_by_its_key() -> None:
             {"data": {key: "(redacted)"}}, [f"data.{key}"]
         )  # fmt: skip
     for key in ("signing_key", "bos_token", "tokens", "headers", "x_headers", "X-Api-Key"):
-        for group in ("logger", "callbacks"):
-            assert keys({group: {"w": {key: "s3"}}}) == [f"{group}.w.{key}"]
+        assert keys({"logger": {"w": {key: "s3"}}}) == [f"logger.w.{key}"]
+    assert keys({"callbacks": {"w": {"pad_token": "x", "tokens": [5], "headers": {"A": "s3"}}}}) == [
+        "callbacks.w.headers"
+    ]
     for key in NOWHERE.split():
         values = {"data": {key: "s3"}, "logger": {"auth": {"image_key": "x", "special_tokens": ["y"]}}}
         assert (redacted(values), keys(values)) == (values, [])

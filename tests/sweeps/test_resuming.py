@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.sections import EvalConfig
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.launching import identity
+from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh
 from trainkit.sweeps.loop.slots import Slots
 
 SLOW = "import time; time.sleep(0.2)\n" + RUN
@@ -41,6 +43,18 @@ def test_what_is_shown_sets_no_job_apart_and_where_it_runs_does() -> None:
     assert identity(plain) == identity(RunConfig(name="other", eval=EvalConfig(every_epochs=2)))
     assert identity(plain) != identity(RunConfig(stop_at_step=3))
     assert identity(plain) != identity(RunConfig(steps=3))
+
+
+def test_a_job_is_noted_before_it_starts(tmp_path: Path) -> None:
+    """A sweep that is killed right after the start must find the job's result, and not train it again."""
+    tries = list[int]()
+
+    def start(command: JobCommand) -> JobProcess:
+        tries.extend(row["tries"] for row in json.loads((tmp_path / "sweep.json").read_text())["jobs"])
+        return start_fresh(command)
+
+    run(sweep_in(tmp_path, start=start), job(tmp_path, 0, RUN, 0.5, config="a"))
+    assert tries == [1]
 
 
 def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

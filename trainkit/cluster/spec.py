@@ -48,7 +48,7 @@ class Spec(Cluster):
         return {role: texts for role, texts in listed.items() if texts}
 
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """Return the launch of this cluster for this process; None for a cluster of one task.
+        """Return the launch of this cluster for this process; None for a cluster of one task that is not named.
 
         Raises:
             ConfigError: the task of this process is missing or contradicts TF_CONFIG, or a launcher is selected.

@@ -196,7 +196,7 @@ def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: t
     filled = {}
     for name, value in node.items():
         inner = (*path, str(name))
-        if is_secret_name(inner[-1], in_observer=True) or inner in marked:
+        if is_secret_name(inner[-1], "logger") or inner in marked:
             filled[name] = dereferenced(value, key=".".join(inner))
         else:
             filled[name] = _filled(value, marked, inner) if isinstance(value, Mapping) else value

@@ -171,6 +171,7 @@ class SweepLoop:
         tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
         found = read_status(RunFolder(job.folder))
         command, goes_on = self._prepare(job)
+        self._sweep.record.write()  # before the job starts: a sweep that is killed then must not train it again
         self._number += 1
         try:
             process = self._sweep.start(
@@ -194,7 +195,6 @@ class SweepLoop:
         before = "" if found.state == "unknown" else f": the run {found.summary()}"
         what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
         self._screen.report(f"{_named(job)} {what}", transient=True)
-        self._sweep.record.write()
 
     def _prepare(self, job: SweepJob) -> tuple[tuple[str, ...], bool]:
         """Prepare the folder of a job; return its command, and whether it resumes a run."""

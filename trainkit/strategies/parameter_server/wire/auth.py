@@ -92,13 +92,15 @@ class AuthenticatedListener:
             if thread is not current_thread():
                 thread.join()
 
-    def _start(self, run: Callable[..., None], *args: object) -> None:
+    def _start(self, run: Callable[..., None], *args: object) -> bool:
+        """Run a function on a thread of its own; return whether it runs: not after `close`."""
         thread = Thread(target=self._run, args=(run, *args), name=f"{self.name} {run.__name__}", daemon=True)
         with self._lock:
             if self._is_closed:
-                return
+                return False
             self._threads.add(thread)
             thread.start()
+        return True
 
     def _run(self, run: Callable[..., None], *args: object) -> None:
         try:
@@ -116,10 +118,11 @@ class AuthenticatedListener:
             except OSError:  # closed; or no more files can be opened, which is temporary
                 time.sleep(_RETRY_S)
                 continue
-            if self._unauthenticated.acquire(blocking=False):
-                self._start(self._serve_connection, connection, f"{where[0]}:{where[1]}", handle)
-            else:
+            if not self._unauthenticated.acquire(blocking=False):
                 self.rejected += 1
+                connection.close()
+            elif not self._start(self._serve_connection, connection, f"{where[0]}:{where[1]}", handle):
+                self._unauthenticated.release()
                 connection.close()
 
     def _serve_connection(self, connection: socket.socket, where: str, handle: Callable[[Connection], None]) -> None:
