@@ -44,6 +44,12 @@ def added(total: Tensor | float, weight: Tensor | float) -> Tensor | float:
     return total + weight if isinstance(total, Tensor) or total else weight
 
 
+def _total(weights: Sequence[Tensor | float]) -> Tensor | float:
+    """Add the weights of shards: many counts by two kernels, other weights in their order."""
+    counts = [weight for weight in weights if isinstance(weight, Tensor) and not weight.is_floating_point()]
+    return torch.stack(counts).sum() if len(counts) == len(weights) > 2 else reduce(added, weights)
+
+
 def weight_on(weight: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (1,) a weight on a device; a number is written by a kernel, without synchronisation.
 
@@ -140,9 +146,7 @@ class ShardStep:
 
     def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
         weights = [self._shard(shard, batch) for shard, batch in shards]
-        # two kernels for the counts of many shards; other weights keep their order of addition
-        counts = [one for one in weights if isinstance(one, Tensor) and not one.is_floating_point()]
-        weight = torch.stack(counts).sum() if len(counts) == len(weights) > 2 else reduce(added, weights)
+        weight = weights[0] if len(weights) == 1 else _total(weights)
         self.weight = added(self.weight, weight)
         if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")
