@@ -139,6 +139,7 @@ class Contender:
             interrupted=lambda: None,
             on_phase=ignore_phase,
             expect_unchanged=lambda: None,
+            on_acted=lambda: None,
         ).train()
         self.taken.append((process_time() - begun) / steps)
 

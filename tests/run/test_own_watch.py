@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch._dynamo
 
 from tests.end_to_end.hanging import loops_for_ever
 from tests.support.present import present
+from trainkit.cli import main
 from trainkit.errors import HangError, TerminatedError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection import TimeLimits
@@ -33,10 +35,22 @@ def test_a_sleep_and_a_loop_without_an_end_are_interrupted(folder: RunFolder) ->
     beats = beating(7, "data")
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError) as caught:
         time.sleep(60)
-    assert str(caught.value) == f"rank 0 has made no progress for 0 s in step 7 (data). {GIVEN}"
+    assert str(caught.value) == f"rank 0 has made no progress for 0 s in step 7. {GIVEN}"
     beats = beating(7, "data")
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
         loops_for_ever()
+
+
+@pytest.mark.slow
+def test_a_pass_that_hangs_right_after_a_row_has_the_limit_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The callbacks of the row have the limit of an evaluation, 10 minutes by default."""
+    own = ("--allow-package", "tests", "model={_target_: tests.end_to_end.hanging.Looping}")
+    short = ("supervisor.hang_timeout_s=0.5", "log_every_steps=10", "logger=[]", "callbacks=[]")
+    assert main(["recipe=digits", "steps=20", *own, *short, f"hydra.run.dir={tmp_path}/run"]) == 5
+    assert "rank 0 has made no progress for" in (said := capsys.readouterr().err)
+    assert " in step 10. The limit is supervisor.hang_timeout_s=0.5" in said
 
 
 @pytest.mark.slow
@@ -68,6 +82,7 @@ def test_a_step_that_is_counted_hides_neither_an_evaluation_nor_a_compilation() 
     assert (beats.phase, beats.step) == ("data", 7)
     beats.follow(lambda: 8)
     assert (beats.count().phase, beats.count().step) == ("data", 8)
+    assert beats.count().place == "step 8"  # it may be in any phase of the step
 
 
 @pytest.mark.slow
@@ -105,5 +120,5 @@ def test_a_wait_for_data_ends_when_asked_to_stop(folder: RunFolder, monkeypatch:
     beats = BeatCounter()
     beats("data", 0)
     watch = SelfWatch(TimeLimits(), folder, read=lambda _: beats.count(), requested=lambda: "preempted")
-    with watch, pytest.raises(TerminatedError, match=r"in step 0 \(data\)\. It was asked to stop\.$"):
+    with watch, pytest.raises(TerminatedError, match=r"in step 0\. It was asked to stop\.$"):
         time.sleep(60)

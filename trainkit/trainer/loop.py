@@ -126,6 +126,8 @@ class TrainingLoop:
     on_phase: PhaseListener
     expect_unchanged: Callable[[], None]
     """Called before a step if no action has run since the previous one."""
+    on_acted: Callable[[], None]
+    """Called after actions: the steps go on, and a hang from now on is that of a step."""
     is_over: bool = False
     """Whether all steps are done, or the run was asked to stop."""
     has_acted: bool = True
@@ -169,6 +171,7 @@ class TrainingLoop:
             self.executor.local.refuse_changed_params(state.step, flags=state.step < self.run.num_steps)
             self.timeline.act(state.step)
             self.has_acted = True
+            self.on_acted()
         reason = self.interrupted()
         if reason is not None:
             run.request_stop(reason)

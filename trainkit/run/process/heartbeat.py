@@ -78,6 +78,13 @@ class HeartbeatReading:
     """The longest recent pause between two heartbeats of a step, in seconds; 0.0 if there was none."""
     is_first: bool = False
     """Whether the current step is the first since the start, or the first that follows an evaluation."""
+    is_counted: bool = False
+    """Whether the steps were only counted: the phase within the step is not known, and `phase` is its first."""
+
+    @property
+    def place(self) -> str:
+        """The step and the phase, for a message."""
+        return f"step {self.step}" if self.is_counted else f"step {self.step} ({self.phase})"
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -233,6 +233,7 @@ class TaskSession:
             interrupted=self._links.stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
             on_phase=self._step_phase,
             expect_unchanged=unchanged_listener(self.executor, checks_always=checks_always),
+            on_acted=lambda: self.enter("data"),
         )
 
     def roll_back(self, step: int) -> None:

@@ -246,7 +246,7 @@ def _waited_for(
 
 
 def _when(heartbeat: HeartbeatReading | None) -> str:
-    return f" in step {heartbeat.step} ({heartbeat.phase})" if heartbeat else " while starting"
+    return f" in {heartbeat.place}" if heartbeat else " while starting"
 
 
 def _signal_name(number: int) -> str:

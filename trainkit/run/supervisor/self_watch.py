@@ -85,7 +85,12 @@ class BeatCounter:
         moment, pauses = time.monotonic(), self._pauses
         pauses.note(phase, step, moment=moment)
         self.heartbeat = HeartbeatReading(
-            moment=moment, step=step, phase=phase, longest_s=pauses.longest_s, is_first=pauses.is_first
+            moment=moment,
+            step=step,
+            phase=phase,
+            longest_s=pauses.longest_s,
+            is_first=pauses.is_first,
+            is_counted=phase == "data" and not self.within_steps,
         )
 
 
