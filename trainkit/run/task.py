@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -41,6 +42,9 @@ from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 from trainkit.trainer.ownership import uncontested
+
+_RESERVE: Final = 64 * 2**20
+"""Bytes of unused address space that are freed for the report of an error, in case of a memory limit."""
 
 
 def limit_memory(task: Task, tasks: Sequence[Task], share: float) -> None:
@@ -294,13 +298,25 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
         OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
         TrainingError: a kernel needs more on-chip memory than the device has.
     """
+    reserve = _reserved()
     try:
         yield
     except Exception as error:
+        reserve.close()
         found = explained(error, plan, task, step=step())
         if found is None:
             raise
         raise found from error
+    finally:
+        reserve.close()
+
+
+def _reserved() -> ExitStack:
+    """Reserve address space, freed by closing the stack; if a limit refuses it, do without."""
+    stack = ExitStack()
+    with contextlib.suppress(OSError):
+        stack.enter_context(mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return stack
 
 
 @contextlib.contextmanager
