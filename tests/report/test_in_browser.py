@@ -62,7 +62,7 @@ def comparison_at(path: Path, settings: list[dict[str, str]], *, is_sweep: bool,
         )  # fmt: skip
     keys = [DifferingKey(key=key, tag="maths", values=[one[key] for one in settings]) for key in settings[0]]
     goal = MonitoredMetric(metric="val/loss", mode="min")
-    page = Comparison(title=name, goal=goal, runs=runs, differences=keys, is_sweep=is_sweep, notes=[name])
+    page = Comparison(title=name or "runs", goal=goal, runs=runs, differences=keys, is_sweep=is_sweep, notes=[name])
     write_page(path, comparison_page(page))
     return path
 
