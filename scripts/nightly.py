@@ -1,6 +1,6 @@
 """Run what takes hours and needs no GPU, and write what it found: `python scripts/nightly.py [PART ...]`.
 
-    python scripts/nightly.py                    every part, in about ten hours on two cores
+    python scripts/nightly.py                    every part, in some hours
     python scripts/nightly.py layouts kills      the named parts
     python scripts/nightly.py layouts --draws 20 --seed 3
 

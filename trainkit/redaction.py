@@ -61,8 +61,8 @@ def is_secret_name(name: str, group: str = "") -> bool:
     plain = _WORD_BOUNDARY.sub("_", name).lower().replace("-", "_")
     if plain in _NEVER:
         return False
-    own = [_HEADERS] if group in _OBSERVERS else []
-    return any(names.fullmatch(plain) for names in (_ANYWHERE, *own, *([_KEYS] if group == "logger" else [])))
+    is_header, is_key = group in _OBSERVERS and _HEADERS.fullmatch(plain), group == "logger" and _KEYS.fullmatch(plain)
+    return bool(_ANYWHERE.fullmatch(plain) or is_header or is_key)
 
 
 def is_secret(path: Sequence[str]) -> bool:
@@ -127,9 +127,8 @@ def _below(
 
 
 def _is_named(path: tuple[str, ...], value: Any) -> bool:
-    if (
-        path[0] in _OBSERVERS and len(path) <= 2 and isinstance(value, Mapping)
-    ):  # logger.NAME is the user's name for a node
+    # logger.NAME is the name that the user gives to a node
+    if path[0] in _OBSERVERS and len(path) <= 2 and isinstance(value, Mapping):
         return False
     return is_secret_name(path[-1], path[0])
 

@@ -92,9 +92,18 @@ def test_a_literal_secret_is_refused_and_not_shown(
     assert [*cwd.iterdir()] == []
 
 
-def test_a_literal_secret_of_hydras_own_node_is_refused(clean: Callable[..., str]) -> None:
-    line = f"+hydra.job.env_set.WANDB_API_KEY={CANARY}"
-    assert "hydra.job.env_set.WANDB_API_KEY=(redacted): is a secret" in clean(*SMALL, line, code=2)
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (f"+hydra.job.env_set.WANDB_API_KEY={CANARY}", "hydra.job.env_set.WANDB_API_KEY"),
+        (f"+hydra.job.env_set={{WANDB_API_KEY: {CANARY}}}", "hydra.job.env_set"),
+        (f"logger.w.api_key={CANARY} (", "logger.w.api_key"),  # cannot be parsed
+    ],
+)
+def test_a_literal_secret_is_refused_also_where_trainkit_reads_no_value(
+    clean: Callable[..., str], line: str, key: str
+) -> None:
+    assert f"{key}=(redacted): is a secret" in clean(*SMALL, line, code=2)
 
 
 def test_a_refusal_names_the_variable_to_write(clean: Callable[..., str]) -> None:

@@ -122,10 +122,7 @@ def unreadable(argument: str) -> Problem:
         rule = 'has a list or mapping that cannot be read. Quote its texts: key=\'["a b","c"]\'.'
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
     if redacted_argument(argument) != argument or value == REDACTED:
-        if value.strip("'\"") == REDACTED:
-            rule = f"stands for a secret that is not stored. Give it again: {key}=... or {reference(key)}."
-        else:
-            rule = f"has a character that needs quotes. Write '{key}=\"...\"', or {reference(key)}."
+        rule = f"is a secret, which a config takes by reference alone. Write {reference(key)}."
         return Problem(key=key, value=REDACTED, rule=rule, origin=COMMAND_LINE)
     rule = f"has a character that needs quotes. Write {quoted_form(argument)}"
     return Problem(key=argument, rule=rule, origin=COMMAND_LINE)

@@ -50,16 +50,19 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
 def literal_secrets(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each secret that is given as text, and for each URL with a password."""
     found = remember_secrets(values)
-    for path in found:
-        key = ".".join(path)
-        rule = f"is a secret, and files and process lists would show it. Set a variable, and write {reference(key)}."
-        yield Problem(key=key, value=REDACTED, rule=rule)
+    yield from (literal_secret(".".join(path)) for path in found)
     for path, text in texts_in(values):
         if path not in found and not is_below(path, found) and has_password(text):
             rule = (
                 "has a password, which files would show. Give it by a variable that its library reads, or a secret key."
             )
             yield Problem(key=".".join(path), value=mask(text), rule=rule)
+
+
+def literal_secret(key: str) -> Problem:
+    """Return the problem of a secret that is given as text."""
+    rule = f"is a secret, and files and process lists would show it. Set a variable, and write {reference(key)}."
+    return Problem(key=key, value=REDACTED, rule=rule)
 
 
 def remember_secrets(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

@@ -17,9 +17,9 @@ from trainkit.config.check.rules import broken_rules, section_of, sections_of, w
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, leaves, lookup, path_of
 from trainkit.config.door import own_folder
-from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
-from trainkit.config.secrets import literal_secrets
+from trainkit.config.secrets import literal_secret, literal_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build, resolve_target
 from trainkit.config.targets.checks import OtherChoices, absent_files, target_problems, unchecked_keys
@@ -27,6 +27,7 @@ from trainkit.config.values import closest, expanded, misfit, path_rule, plain
 from trainkit.config.yaml_files import hint_for_word
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import limits_in
+from trainkit.redaction import redacted_argument
 from trainkit.storage import file_in_the_way
 
 __all__ = [
@@ -100,12 +101,8 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     problems += _hydra_problems(composition)
     given = {**composition.values, "hydra": composition.hydra}
     problems += [replace(one, origin=composition.origin(one.key).where) for one in literal_secrets(given)]
-    for line in composition.hydra_overrides:
-        key, _, text = line.lstrip("+").partition("=")
-        node: Any = text
-        for name in reversed(key.split(".")):
-            node = {name: node}
-        problems += [replace(one, origin=COMMAND_LINE) for one in literal_secrets(node)]
+    hidden = [line for line in composition.hydra_overrides if redacted_argument(line) != line]
+    problems += [replace(literal_secret(key_of(line)), origin=COMMAND_LINE) for line in hidden]
     problems += broken_rules(composition, problems, multirun=multirun)
     # A problem found while composing a key is the cause of a problem with its value.
     reported = {(problem.key, problem.origin) for problem in composition.problems}
