@@ -38,7 +38,7 @@ PARTS: Final = {
     "mutants": [sys.executable, "scripts/mutants.py"],
     "floors": [sys.executable, "scripts/floors.py"],
 }
-"""Part -> its command. layouts: random layouts proven; the others are told by their own files."""
+"""Part -> its command. `layouts` proves random layouts; the scripts and the marks of pytest describe the others."""
 LIMIT_S: Final = 60.0
 """Longest time of a proof of one layout."""
 LAYOUTS: Final[tuple[tuple[str, dict[str, tuple[object, ...]]], ...]] = (
