@@ -19,7 +19,7 @@ from tests.contract.stepping import CONF, Case, train
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
-from trainkit.numerics.precision import LossScale, Precision, Scaling, Value, converted_floats
+from trainkit.numerics.precision import LossScale, Precision, Value, converted_floats
 from trainkit.strategies.core.buffers import StepBuffers
 
 BASE = Case(global_size=16, micro_size=4, max_norm=0.2)
@@ -97,7 +97,7 @@ def test_an_overflowed_step_is_tried_again_with_the_same_samples(replicas: int, 
 
 
 def test_a_loss_scale_has_a_floor_a_memory_and_an_end() -> None:
-    scaling = Scaling(growth_interval=2, min_scale=4.0, max_overflows=5)
+    scaling = Precision(value="fp16_mixed", growth_interval=2, min_scale=4.0, max_overflows=5)
     scale = LossScale(scale=8.0, scaling=scaling).after(overflow=True).after(overflow=True)
     assert (scale.scale, scale.overflows) == (4.0, 2)
     again = LossScale(scale=65536.0, scaling=scaling).restored(scale.after(overflow=False).state())

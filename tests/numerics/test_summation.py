@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainkit.numerics import from_host
-from trainkit.numerics.from_host import constant_on
+from trainkit.numerics import copies
+from trainkit.numerics.copies import constant_on
 from trainkit.numerics.summation import LaneNode, combine_pairwise
 
 
@@ -37,8 +37,8 @@ def test_the_sums_of_a_step_are_freed_without_a_garbage_collection() -> None:
 
 
 def test_a_gpu_gets_a_constant_once_and_a_tensor_without_data_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_host, "_CONSTANTS", {})
-    monkeypatch.setattr(from_host, "tensor_on", lambda numbers, dtype, _: torch.tensor(numbers, dtype=dtype))
+    monkeypatch.setattr(copies, "_CONSTANTS", {})
+    monkeypatch.setattr(copies, "sent_to", lambda _device, tensor: tensor)
     wanted = [1.0, 2.0], torch.float64, torch.device("cuda", 0)
     with FakeTensorMode():
         constant_on(*wanted)

@@ -8,7 +8,7 @@ import pytest
 from trainkit.config.sections import NumericsConfig
 from trainkit.errors import CheckpointError, NonFiniteError
 from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.precision import LossScale, Scaling
+from trainkit.numerics.precision import LossScale, Precision
 from trainkit.run.folder.rollbacks import FILE, record_rollback, rollbacks_of, suspect_checkpoint_of
 from trainkit.strategies.base import LeftOut
 from trainkit.trainer.left_out import LeftOutSteps, RollbackNeeded, Suspect
@@ -70,7 +70,7 @@ def test_a_damaged_record_of_rollbacks_is_named(tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_goes_back_to_that_before_the_overflows_of_a_step_left_out() -> None:
-    scale = LossScale(scale=8.0, scaling=Scaling(growth_interval=9, min_scale=1.0, max_overflows=3), good_steps=4)
+    scale = LossScale(scale=8.0, scaling=Precision(growth_interval=9, max_overflows=3), good_steps=4)
     lower = scale.after(overflow=True).after(overflow=True)
     assert (lower.scale, lower.may_retry) == (2.0, False)
     assert lower.after_skip() == scale

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from trainkit.errors import DataError
 from trainkit.fields import above, at_least, within
-from trainkit.numerics.from_host import sent_to
+from trainkit.numerics.copies import sent_to
 from trainkit.objectives.fields import Field, chosen_fields, named_fields, with_fields
 
 

@@ -21,7 +21,7 @@ from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import MoveBatch, collate, shape_text, to_device
 from trainkit.data.reading.pinned_ring import CudaCopies, PinnedRing
 from trainkit.errors import DataError
-from trainkit.numerics.from_host import constant_on
+from trainkit.numerics.copies import constant_on
 from trainkit.numerics.generators import Untouched
 
 _READS: Final = ("__getitem__", "__getitems__", "gather", "tensors")

@@ -21,7 +21,7 @@ AT_EQUAL_CUT: Final = "only at an equal batch.micro_size"
 CUT_UNKNOWN: Final = "coupling: not probed"
 """Part of the note of a run for which this is unknown. The page of a run searches for these notes."""
 _ROUNDS: Final = 6
-"""Separates draws by weight from the permutation of an epoch."""
+"""Rounds of the Feistel network of an epoch's permutation; even, so that both halves end with their own widths."""
 
 
 class Order(Protocol):
@@ -68,9 +68,7 @@ class SampleOrder:
             return np.arange(start, stop, dtype=np.int64)
         bits = (self.num_samples - 1).bit_length()
         keys = [hash64(self.seed, epoch, number) for number in range(_ROUNDS)]
-        is_tabulated = 1 << (bits - bits // 2) <= stop - start
-        rounds = _tabulated(keys, bits) if is_tabulated else [_Round(key, bits, n) for n, key in enumerate(keys)]
-        encrypt: _Half = partial(_encrypt, rounds=rounds, bits=bits)
+        encrypt: Callable[[NDArray[np.int64]], NDArray[np.int64]] = partial(_encrypt, keys=keys, bits=bits)
         if 1 << bits <= 2 * (stop - start):
             encrypt = encrypt(np.arange(1 << bits, dtype=np.int64)).take  # the permutation itself, for repeated use
         values = encrypt(np.arange(start, stop, dtype=np.int64))
@@ -82,40 +80,13 @@ class SampleOrder:
         return values
 
 
-_Half = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""The round function applied to one half of the bits. The two halves swap widths every round."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    key: int
-    bits: int
-    number: int
-
-    def __call__(self, part: NDArray[np.int64]) -> NDArray[np.int64]:
-        mixed = mix64_array(np.uint64(self.key) ^ part.astype(np.uint64))
-        return (mixed & _changed(self.bits, self.number)).astype(np.int64)
-
-
-def _changed(bits: int, number: int) -> np.uint64:
-    """Return the mask of the half that a round changes: the high bits in the first round."""
-    return np.uint64((1 << (bits // 2 if number % 2 == 0 else bits - bits // 2)) - 1)
-
-
-def _tabulated(keys: Sequence[int], bits: int) -> list[_Half]:
-    """Return all rounds as tables: a third of the time if more positions are needed than a half has values."""
-    halves = np.arange(1 << (bits - bits // 2), dtype=np.uint64)
-    mixed = mix64_array(np.array(keys, dtype=np.uint64)[:, None] ^ halves)
-    masks = np.array([_changed(bits, number) for number in range(len(keys))])
-    return [table.take for table in (mixed & masks[:, None]).astype(np.int64)]
-
-
-def _encrypt(values: NDArray[np.int64], rounds: Sequence[_Half], bits: int) -> NDArray[np.int64]:
-    """Permute [0, 2**bits). After an even number of rounds the halves have their own widths again."""
-    low = bits - bits // 2
+def _encrypt(values: NDArray[np.int64], keys: Sequence[int], bits: int) -> NDArray[np.int64]:
+    """Permute [0, 2**bits): a round changes the high bits, then the low bits, which have one more if `bits` is odd."""
+    high, low = bits // 2, bits - bits // 2
     left, right = values >> low, values & ((1 << low) - 1)
-    for each in rounds:
-        left, right = right, left ^ each(right)
+    for number, key in enumerate(keys):
+        mixed = mix64_array(np.uint64(key) ^ right.astype(np.uint64)).astype(np.int64)
+        left, right = right, left ^ (mixed & ((1 << (low if number % 2 else high)) - 1))
     return (left << low) | right
 
 
@@ -275,37 +246,27 @@ def resolve_batch(
             rule = "needs a size. Give batch.global_size, or both batch.micro_size and batch.accumulation."
             return [Problem(key="batch", rule=rule)]
         return BatchSizes(global_size=micro_size * accumulation * num_replicas, micro_size=micro_size)
+    key, value = ("batch.global_size", global_size) if micro_size is None else ("batch.micro_size", micro_size)
     if micro_size is None:
         # Without either, the fewest shards that keep a replica busy are the fastest. A reproducible run has one shard
         # per lane, so that the shards, and with them the bits, are the same on any number of replicas.
         wanted = lanes or num_replicas * shards_a_replica
         shards = num_replicas * accumulation if accumulation else max(num_replicas, min(wanted, global_size))
         if shards > global_size:
-            return [_too_few(global_size, shards, num_replicas)]
+            rule = f"fewer samples than the {shards} shards of a step on {num_replicas} replicas. Use {shards} or more."
+            return [Problem(key=key, value=value, rule=rule)]
         micro_size = -(-global_size // shards)
-        key, value = "batch.global_size", global_size
-    else:
-        key, value = "batch.micro_size", micro_size
     if micro_size > global_size:
         rule = f"larger than batch.global_size={global_size}. Use {global_size} or less."
-        return [Problem(key="batch.micro_size", value=micro_size, rule=rule)]
+        return [Problem(key=key, value=value, rule=rule)]
     num_shards = -(-global_size // micro_size)
     if num_shards < num_replicas:
         even = _even_micro(global_size, num_replicas)
-        remedy = (
-            f"Use batch.micro_size={even}, which occupies all."
-            if even
-            else f"Use batch.global_size={num_replicas} or more."
-        )
+        remedy = f"micro_size={even}, which occupies all." if even else f"global_size={num_replicas} or more."
         cut = f"{num_shards} shard{'' if num_shards == 1 else 's'}"
-        rule = f"cuts a step of {global_size} samples into {cut}, fewer than the {num_replicas} replicas. {remedy}"
-        return [Problem(key=key, value=value, rule=rule)]
+        rule = f"cuts a step of {global_size} samples into {cut}, fewer than the {num_replicas} replicas. "
+        return [Problem(key=key, value=value, rule=f"{rule}Use batch.{remedy}")]
     return BatchSizes(global_size=global_size, micro_size=micro_size)
-
-
-def _too_few(global_size: int, shards: int, num_replicas: int) -> Problem:
-    rule = f"fewer samples than the {shards} shards of a step on {num_replicas} replicas. Use {shards} or more."
-    return Problem(key="batch.global_size", value=global_size, rule=rule)
 
 
 def _even_micro(global_size: int, num_replicas: int) -> int:
@@ -323,7 +284,7 @@ Request = tuple[int, list[int], list[int], list[int] | None]
 """An epoch, samples of it, the sizes of the shards that they form, and their positions if samples repeat."""
 
 _BLOCK: Final = 1 << 16
-"""Number of positions of the order computed at a time: 6 ms and half a megabyte."""
+"""Number of positions of the order computed at a time: half a megabyte."""
 
 
 class Positions:
@@ -351,7 +312,10 @@ class Positions:
         plan = self.plan
         epoch, batch_start, batch_stop = plan.batch_range(ticket.step)
         if epoch != self._epoch or batch_start < self._start or batch_stop > self._start + len(self.block):
-            self._compute(epoch, batch_start, batch_stop)
+            last = min(plan.num_samples, max(batch_stop, batch_start + _BLOCK))
+            self.block = self.order.indices(epoch, batch_start, last)
+            self._epoch, self._start = epoch, batch_start
+            self.version += 1
         offset = self._start
         if ticket.shards == tuple(range(-(-(batch_stop - batch_start) // plan.micro_size))):  # all, in their order
             return [(batch_start - offset, batch_stop - offset)]
@@ -371,27 +335,14 @@ class Positions:
             return self.block[slice(*spans[0])]
         return np.concatenate([self.block[start:stop] for start, stop in spans])
 
-    def _places(self, ticket: Ticket) -> list[int]:
-        """Return the position of each sample in its epoch."""
-        ranges = [self.plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
-        return [place for start, stop in ranges for place in range(start, stop)]
-
     def sizes(self, ticket: Ticket) -> list[int]:
         """Return the number of samples of each of the ticket's shards."""
         return [self.plan.shard_size(ticket.step, shard) for shard in ticket.shards]
 
     def request(self, ticket: Ticket) -> Request:
         """Return the request to a reader for a ticket."""
-        indices = self.indices(ticket).tolist()
-        repeats = not isinstance(self.order, SampleOrder)
-        return self.epoch(ticket), indices, self.sizes(ticket), self._places(ticket) if repeats else None
-
-    def epoch(self, ticket: Ticket) -> int:
-        """Return the epoch of a ticket."""
-        return self.plan.epoch(ticket.step)
-
-    def _compute(self, epoch: int, start: int, stop: int) -> None:
-        last = min(self.plan.num_samples, max(stop, start + _BLOCK))
-        self.block = self.order.indices(epoch, start, last)
-        self._epoch, self._start = epoch, start
-        self.version += 1
+        places = None
+        if not isinstance(self.order, SampleOrder):
+            ranges = [self.plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
+            places = [place for start, stop in ranges for place in range(start, stop)]
+        return self.plan.epoch(ticket.step), self.indices(ticket).tolist(), self.sizes(ticket), places

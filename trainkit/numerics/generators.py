@@ -14,7 +14,6 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
 from typing import Any, Final
@@ -95,43 +94,13 @@ def seed_host(key: int) -> None:
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the generator that a user's own code may use
 
 
-@dataclass(frozen=True, slots=True)
-class HostStates:
-    """States of the generators of `random` and NumPy; copying and restoring them takes about 75 microseconds."""
-
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls) -> HostStates:
-        """Copy the current states."""
-        return cls(random.getstate(), np.random.get_state())  # noqa: NPY002
-
-    def moved(self) -> bool:
-        """Return whether any number was drawn since."""
-        now = HostStates.now()
-        # The last two of NumPy's are the normal number that it keeps of a pair: the next call draws nothing else.
-        rest = any(here != there for here, there in zip(now.numpy[2:], self.numpy[2:], strict=True))
-        return bool(now.python != self.python or rest or (now.numpy[1] != self.numpy[1]).any())
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Set these states inside of a `with` block."""
-        now = HostStates.now()
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
-
-
 class GeneratorStates:
-    """The states of the generators from which a step may draw: torch's of some devices, `random` and NumPy.
+    """The states of the generators from which a step may draw: `random`, NumPy, and torch's of some devices.
+
+    Copying and restoring those of `random` and NumPy takes about 75 microseconds.
+
+    Args:
+        devices: devices of torch's generators, the CPU always; None: no generator of torch.
 
     Example:
         >>> before = GeneratorStates([])
@@ -140,21 +109,41 @@ class GeneratorStates:
         (True, False)
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._generators = generators_of(devices)
-        self._states = [generator.get_state() for generator in self._generators]
-        self._host = HostStates.now()
+    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
+        self._torch = [(one, one.get_state()) for one in ([] if devices is None else generators_of(devices))]
+        self._python, self._numpy = random.getstate(), _numpy_state()
 
     def moved(self) -> bool:
         """Return whether any number was drawn since."""
-        now = (generator.get_state() for generator in self._generators)
-        return not all(map(torch.equal, self._states, now)) or self._host.moved()
+        numpy = _numpy_state()
+        # The last two of NumPy's are the normal number that it keeps of a pair: the next call draws nothing else.
+        host = random.getstate() != self._python or numpy[2:] != self._numpy[2:]
+        return (
+            host
+            or bool((numpy[1] != self._numpy[1]).any())
+            or not all(torch.equal(state, one.get_state()) for one, state in self._torch)
+        )
 
     def restore(self) -> None:
         """Set these states again."""
-        for generator, state in zip(self._generators, self._states, strict=True):
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - the generator that a user's own code may use
+        for generator, state in self._torch:
             generator.set_state(state)
-        self._host.restore()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set the states of `random` and NumPy inside of a `with` block."""
+        now = GeneratorStates()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()  # noqa: NPY002 - the generator that a user's own code may use
 
 
 class Untouched:

@@ -132,10 +132,7 @@ class Precision:
         """Return the loss scale of a new run; constant 1 if nothing can overflow."""
         if self.value != SCALED:
             return LossScale(scale=1.0)
-        scaling = Scaling(
-            growth_interval=self.growth_interval, min_scale=self.min_scale, max_overflows=self.max_overflows
-        )
-        return LossScale(scale=self.initial_scale, scaling=scaling)
+        return LossScale(scale=self.initial_scale, scaling=self)
 
 
 def converted_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -215,31 +212,21 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scaling:
-    """Parameters of a dynamic loss scale."""
-
-    growth_interval: int
-    min_scale: float
-    max_overflows: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
     """The factor on the loss before backward, with its history.
 
     It is a value: `after(overflow)` returns the next one. A step that overflowed is retried at half the scale.
 
     Example:
-        >>> scaling = Scaling(growth_interval=2, min_scale=1.0, max_overflows=9)
-        >>> scale = LossScale(scale=8.0, scaling=scaling)
+        >>> scale = Precision(value="fp16_mixed", initial_scale=8.0, growth_interval=2).loss_scale()
         >>> scale.after(overflow=True).scale, scale.after(overflow=False).after(overflow=False).scale
         (4.0, 16.0)
     """
 
     scale: float
     """The factor on the loss."""
-    scaling: Scaling | None = None
-    """The parameters of its changes; None: constant."""
+    scaling: Precision | None = None
+    """The precision with the parameters of its changes; None: constant."""
     good_steps: int = 0
     """Steps since the last change."""
     overflows: int = 0
@@ -291,10 +278,5 @@ class LossScale:
         """Return the scale with the state of a checkpoint; a constant scale ignores it."""
         if self.scaling is None:
             return self
-        return replace(
-            self,
-            scale=float(state["scale"]),
-            good_steps=int(state["good_steps"]),
-            overflows=int(state["overflows"]),
-            before=None,
-        )
+        steps, overflows = int(state["good_steps"]), int(state["overflows"])
+        return replace(self, scale=float(state["scale"]), good_steps=steps, overflows=overflows, before=None)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary, ref
 
@@ -83,9 +84,9 @@ class BlockKeys:
             if isinstance(block, torch.jit.ScriptModule):
                 continue  # takes no hooks: it draws with the key of the code that calls it
             if name in self.drawing.keyed:
-                block.register_forward_pre_hook(adapted(_hook(self, self._key_setter(name_id(name)))))
+                block.register_forward_pre_hook(adapted(_hook(self, partial(self._set_key, name_id(name)))))
             if name in self.drawing.returned:
-                block.register_forward_hook(adapted(_hook(self, self._key_setter(name_id(f"{name}()")))))
+                block.register_forward_hook(adapted(_hook(self, partial(self._set_key, name_id(f"{name}()")))))
 
     def retire(self) -> None:
         """Remove the hooks if the model draws nothing, because compiled code checks each hook in each call."""
@@ -167,9 +168,6 @@ class BlockKeys:
 
         if (model := self._model()) is not None:
             model.register_forward_hook(_hook(self, set_key))
-
-    def _key_setter(self, part: int) -> Callable[[], None]:
-        return lambda: self._set_key(part)
 
     def _set_key(self, part: int) -> None:
         count = self._counts.get(part, 0)
@@ -345,29 +343,25 @@ def _own_draws(module: nn.Module) -> Draws:
     return Draws.torch if draws_at_random(module) else draws_of(type(module))
 
 
-def draws_of(kind: type) -> Draws:
-    """Return the generators from which the code of a class may draw; a parent's `draws_nothing` does not cover
-    overridden code.
-    """
-    found = _FOUND.get(kind)
-    if found is None:
-        found = _FOUND[kind] = _draws_of(kind)
-    return found
-
-
 _QUIET: Final = ("torch.nn.", "torchao.float8.")
 """Packages whose layers draw nothing, except for the random ones of torch."""
 
 
-def _draws_of(kind: type) -> Draws:
-    if kind is type(None) or kind.__module__.startswith(_QUIET) or kind.__dict__.get("draws_nothing", False):
-        return Draws.nothing
-    own = kind.__module__.startswith("trainkit.") and not kind.__dict__.get("runs_user_code", False)
-    return Draws.torch if own else Draws.anything
-
-
 _FOUND: Final[dict[type, Draws]] = {}
-"""Cache by class, because every step uses it."""
+"""Results of `draws_of`, which every step uses."""
+
+
+def draws_of(kind: type) -> Draws:
+    """Return the generators from which the code of a class may draw; a parent's `draws_nothing` does not cover
+    overridden code.
+    """
+    if kind not in _FOUND:
+        _FOUND[kind] = Draws.anything
+        if kind is type(None) or kind.__module__.startswith(_QUIET) or kind.__dict__.get("draws_nothing", False):
+            _FOUND[kind] = Draws.nothing
+        elif kind.__module__.startswith("trainkit.") and not kind.__dict__.get("runs_user_code", False):
+            _FOUND[kind] = Draws.torch
+    return _FOUND[kind]
 
 
 def draws_at_random(module: nn.Module) -> bool:

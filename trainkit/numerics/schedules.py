@@ -8,12 +8,17 @@ resuming does not change the curve.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import at_least, maths, within
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class Schedule(Protocol):
@@ -205,6 +210,69 @@ class WarmupStableDecay:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchSchedule:
+    """The rates that a scheduler of torch gives to an optimizer with one group, by a run of it without a training.
+
+    Its `step` is called once after every update, and its settings (`T_max`, `step_size`, `milestones`, `total_steps`)
+    count updates after the warmup. Its rates (`eta_min`, `max_lr`) are those of `optimizer.lr`; the scaling of the
+    learning rate and groups with a rate of their own multiply them.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> schedule = TorchSchedule(name="StepLR", make=partial(StepLR, step_size=2))
+        >>> factor = schedule.placed(base=0.5, warmup_steps=0, num_steps=4, steps_per_epoch=4)
+        >>> [round(factor(step, 4), 12) for step in range(4)]
+        [1.0, 1.0, 0.1, 0.1]
+    """
+
+    name: str
+    """The class, for messages."""
+    make: Callable[[Optimizer], LRScheduler]
+    """Returns the scheduler of an optimizer."""
+
+    def placed(self, *, base: float, warmup_steps: int, num_steps: int, steps_per_epoch: int) -> Schedule:  # noqa: ARG002 - the signature of every placed schedule
+        """Return the factor of every step after the warmup; costs some microseconds a step.
+
+        Raises:
+            ConfigError: the scheduler refuses its settings or the number of steps, or changes more than the rate.
+        """
+        rates = [self._rates(base, max(num_steps - warmup_steps, 1))]
+        rates.append(self._rates(base, min(len(rates[0]), 100)))
+        if rates[0][: len(rates[1])] != rates[1]:
+            raise self._problem("is not a function of the step: two runs of it give other rates.")
+        return lambda step, num_steps: rates[0][min(step, len(rates[0]) - 1)] / base  # noqa: ARG005 - the same
+
+    def __call__(self, step: int, num_steps: int) -> float:
+        """Return the factor of a step without warmup, for a peak of 1."""
+        return self.placed(base=1.0, warmup_steps=0, num_steps=num_steps, steps_per_epoch=1)(step, num_steps)
+
+    def _rates(self, base: float, count: int) -> list[float]:
+        import torch  # noqa: PLC0415 - the other schedules need no torch
+
+        optimizer = torch.optim.SGD([torch.zeros(())], lr=base, momentum=0.0625)  # no scheduler gives this momentum
+        (group,) = optimizer.param_groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # schedulers of schedulers call what torch itself warns about
+            try:
+                scheduler = self.make(optimizer)
+                rates = [float(group["lr"])]
+                optimizer.step()
+                while len(rates) < count:
+                    scheduler.step()
+                    rates.append(float(group["lr"]))
+            except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, IndexError) as error:
+                raise self._problem(f"cannot give the rates of {count:,} steps after the warmup: {error}") from error
+        if group["momentum"] != 0.0625:
+            rule = "also changes the momentum, and a schedule changes the rate only. Add schedule.cycle_momentum=false."
+            raise self._problem(rule)
+        return rates
+
+    def _problem(self, rule: str) -> ConfigError:
+        return ConfigError([Problem(key="schedule._target_", value=self.name, rule=rule)])
+
+
+@dataclass(frozen=True, kw_only=True)
 class RateRange:
     """Grow by the same ratio each step: first^(1 - x) last^x, x the completed share of the steps.
 
@@ -247,9 +315,6 @@ def scale_lr(base_lr: float, *, global_size: int, reference_size: int | None, ru
     Returns:
         The peak learning rate of this run.
 
-    Raises:
-        ConfigError: a size is not positive.
-
     Example:
         >>> scale_lr(0.1, global_size=1024, reference_size=256, rule="linear")
         0.4
@@ -258,11 +323,6 @@ def scale_lr(base_lr: float, *, global_size: int, reference_size: int | None, ru
     """
     if reference_size is None or rule == "none":
         return base_lr
-    if global_size <= 0 or reference_size <= 0:
-        key, size = ("lr_scaling.reference_batch", reference_size)
-        if global_size <= 0:
-            key, size = ("batch.global_size", global_size)
-        raise ConfigError([Problem(key=key, value=size, rule="must be positive.")])
     ratio = global_size / reference_size
     return base_lr * (math.sqrt(ratio) if rule == "sqrt" else ratio)
 

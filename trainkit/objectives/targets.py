@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from trainkit.errors import DataError, TrainingError
 from trainkit.fields import maths
-from trainkit.numerics.from_host import constant_on
+from trainkit.numerics.copies import constant_on
 from trainkit.objectives.fields import split_batch
 from trainkit.objectives.metrics import ScoredFields
 

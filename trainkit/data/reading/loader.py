@@ -22,7 +22,7 @@ from trainkit.data.splits import size_of
 from trainkit.data.stored import Stored, batch_mover, refuse_other_samples, stored_of, widening
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Positions, Ticket
-from trainkit.numerics.from_host import sent_to
+from trainkit.numerics.copies import sent_to
 from trainkit.numerics.generators import Untouched
 from trainkit.objectives.fields import tuple_like
 

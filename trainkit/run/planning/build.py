@@ -29,8 +29,7 @@ from trainkit.files import read_map
 from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision, converted_floats
-from trainkit.numerics.schedules import Schedule
-from trainkit.numerics.torch_schedules import TorchSchedule
+from trainkit.numerics.schedules import Schedule, TorchSchedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
 from trainkit.run.planning.adapters import converted

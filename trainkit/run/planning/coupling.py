@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.reading.collate import CollateFunction, collate
-from trainkit.numerics.generators import HostStates, seed_host
+from trainkit.numerics.generators import GeneratorStates, seed_host
 from trainkit.objectives.base import Objective
 from trainkit.objectives.from_hidden.output_layer import scores_kept
 
@@ -255,7 +255,7 @@ class _CallRecorder:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.drew: set[str] = set()
-        self._state = _comparable_state()
+        self._state = GeneratorStates([])
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -298,27 +298,19 @@ class _CallRecorder:
                 yield tensor, dims[0]
 
     def _note(self, who: str) -> None:
-        state = _comparable_state()
-        if state != self._state:
+        if self._state.moved():
             self.drew.add(who)
-        self._state = state
+        self._state = GeneratorStates([])
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Restore the generators of torch (CPU), `random` and NumPy when the block ends."""
-    torch_state, host = torch.default_generator.get_state(), HostStates.now()
+    states = GeneratorStates([])
     try:
         yield
     finally:
-        torch.default_generator.set_state(torch_state)
-        host.restore()
-
-
-def _comparable_state() -> tuple[Any, ...]:
-    host = HostStates.now()
-    _, keys, *rest = host.numpy
-    return torch.default_generator.get_state().numpy().tobytes(), host.python, keys.tobytes(), tuple(rest)
+        states.restore()
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

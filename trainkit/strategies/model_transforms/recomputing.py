@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.numerics.generators import HostStates
+from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.randomness import Drawing, Draws, keys_of
 from trainkit.strategies.model_transforms.selective import selective_contexts
 from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
@@ -75,7 +75,7 @@ class Recomputed:
         if keys is not None:
             around.append(partial(keys.at, keys.moment))
         if self._draws is Draws.anything:
-            around.append(HostStates.now().again)
+            around.append(GeneratorStates().again)
         keeping: AbstractContextManager[object] = nullcontext()
         if self.selective:
             keeping, returning = selective_contexts()

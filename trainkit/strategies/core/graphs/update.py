@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.numerics.from_host import tensor_on
+from trainkit.numerics.copies import sent_to
 from trainkit.strategies.base import UpdateParams
 from trainkit.strategies.core.graphs.formulas import Formula, formula_of
 from trainkit.strategies.core.optimizer import OptimizerStepper, joined_counts
@@ -108,7 +108,7 @@ class Updates:
         for one in self._classes:
             numbers += one.formula.values(one.base_lr * update.lr_factor, one.count + 1)
         replica = self._replica
-        return tensor_on(numbers, replica.precision.master_dtype, replica.device)
+        return sent_to(replica.device, torch.tensor(numbers, dtype=replica.precision.master_dtype))
 
     def apply(
         self, grads: Sequence[Tensor | None], values: Tensor, tensors: OptimizerTensors, *, clips: bool

@@ -1,9 +1,9 @@
 """Compile loss and gradients of a shard as one graph, if a step draws no random numbers.
 
 Keys of randomness are functions of Python around blocks, which no graph can hold: a model with keys is compiled block
-by block, and its loss is eager. Without random numbers no keys are needed. This is checked in three ways: the code is
-inspected, a first pass shows whether a generator advances, and the first run of each graph checks it again; if a
-generator advances there, the run ends.
+by block, and its loss is eager. Without random numbers no keys are needed. This is checked in three ways: no module is
+a random one of torch, a first pass shows whether a generator advances, and the first run of each graph checks it again;
+if a generator advances there, the run ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import GeneratorStates
-from trainkit.numerics.random_calls import random_call
+from trainkit.numerics.randomness import draws_at_random
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, GraphSettings, SetupRequest, StepContext
 from trainkit.strategies.core.graphs.refusals import compiles_gradients
@@ -70,8 +70,10 @@ def _may_be_whole(request: SetupRequest) -> bool:
     training = request.training
     if request.optimizers or request.numerics.reproducible or type(training) is not StepContext:
         return False
-    tables = (module for module in request.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return not any(table.sparse for table in tables) and random_call(request.model, training.objective) is None
+    return not any(
+        draws_at_random(one) or (isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse)
+        for one in request.model.modules()
+    )
 
 
 class ShardGraph:

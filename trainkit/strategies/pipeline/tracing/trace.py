@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.errors import Problem
 from trainkit.frames import named_first_line
-from trainkit.numerics.generators import HostStates
+from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.randomness import noting_keys
 from trainkit.objectives.base import Supervised
 from trainkit.objectives.fields import split_batch
@@ -108,7 +108,7 @@ def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torc
         stack.enter_context(noting_keys(recorder.note_key))
         stack.enter_context(whole_functions(recorder))
         stack.enter_context(recorder)
-        host = HostStates.now()
+        host = GeneratorStates()
         try:
             outputs = functional_call(model, own, (shaped,))
         except CannotCut:
@@ -128,7 +128,7 @@ def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     generators.
     """
     attributes = ObjectSnapshot(model.named_modules())
-    host = HostStates.now()
+    host = GeneratorStates()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
