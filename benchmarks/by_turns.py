@@ -33,10 +33,10 @@ from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
 from trainkit.fields import placement
 from trainkit.strategies.base import Batch, SetupRequest, StepContext, StepOutcome, Ticket
+from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, Mirrored
-from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.reducers import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")

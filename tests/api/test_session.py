@@ -27,8 +27,6 @@ from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import LoopCall, PlanContext
-from trainkit.strategies.capabilities import next_sync_step
-from trainkit.strategies.loop_capabilities import refused_calls
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "a-loop-of-your-own.md"
 RUN = (
@@ -289,8 +287,8 @@ def test_the_table_of_the_page_is_what_the_strategies_declare() -> None:
 
 def served_by(name: str) -> list[str]:
     strategy = build(trainkit.compose([f"strategy={name}"]).cfg.strategy, "strategy")
-    refused = refused_calls(strategy, PlanContext(num_gpus=2))
-    whole = all(next_sync_step(strategy, step) == step for step in range(20))
+    refused = strategy.facts_in(PlanContext(num_gpus=2)).refused_calls
+    whole = all(strategy.next_sync_step(step) == step for step in range(20))
     calls = (LoopCall.session, LoopCall.own_loss, LoopCall.apart)
     steps = ["refused" if {LoopCall.session, call} & refused.keys() else "yes" for call in calls]
     between = "refused" if LoopCall.session in refused else "yes" if whole else "after an average"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.support.pool import Place
 from trainkit.errors import CheckpointError
-from trainkit.strategies.groups.process_group import GroupCollective
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
+from trainkit.strategies.collectives import GroupCollective
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import Retention, SavePolicy, ShardedSaver, sha256_of_pieces
 from trainkit.trainer.checkpoint import disk_space as space

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 
 from trainkit.errors import CheckpointError
+from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
-from trainkit.strategies.tensors.sharded import TensorShard
 from trainkit.trainer.checkpoint import begin, commit, list_complete, load, save, weights_sha256, write_part
 from trainkit.trainer.checkpoint.tensor_file import DTYPES
 

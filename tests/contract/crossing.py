@@ -8,7 +8,6 @@ from pathlib import Path
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
 from trainkit.strategies.base import Executor, PlanContext, Strategy
-from trainkit.strategies.capabilities import sharded_state_dict, tune
 from trainkit.trainer.checkpoint import ShardedSaver, load, save, sha256_of_pieces, weights_sha256
 
 
@@ -42,7 +41,7 @@ def cross_rank(place: Place | None, case: Case, source: Path | None, target: Pat
             loaded = load(source)
             rank.at.step = loaded.checkpoint.step
             executor.load_state_dict(loaded.tensors)
-        tune(executor)
+        executor.tune()
         rank.steps(executor, saves_at)
         sha256 = _save(rank.strategy, executor, target, saves_at)
         rank.steps(executor, case.num_steps)
@@ -54,8 +53,8 @@ def cross_rank(place: Place | None, case: Case, source: Path | None, target: Pat
 def _save(strategy: Strategy, executor: Executor, target: Path, step: int) -> str | None:
     """As the engine does: by all ranks where they hold pieces, else by the owner."""
     all_ranks = executor.local.all_ranks
-    if strategy.traits.is_sharded and all_ranks.num_ranks > 1:
-        saver, pieces = ShardedSaver(target, all_ranks), sharded_state_dict(executor)
+    if strategy.facts.is_sharded and all_ranks.num_ranks > 1:
+        saver, pieces = ShardedSaver(target, all_ranks), executor.sharded_state_dict()
         saver.save(step=step, pieces=pieces, meta={})
         saver.close()
         return sha256_of_pieces(pieces, all_ranks)

@@ -43,15 +43,6 @@ from trainkit.strategies.base import (
     UpdateParams,
     ignore_phase,
 )
-from trainkit.strategies.capabilities import (
-    load_state_extra,
-    run_auxiliary,
-    runs_loop,
-    state_dict_extra,
-    traits_here,
-    tune,
-    unchanged_listener,
-)
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -246,7 +237,7 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     if len(tasks) == 1:
         return [run_rank(None, case)]
     trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks))
-    found = [rank for rank, task in zip(trained, tasks, strict=True) if runs_loop(strategy, task)]
+    found = [rank for rank, task in zip(trained, tasks, strict=True) if strategy.runs_loop(task)]
     if len(found) < len(tasks):
         _share_samples(found, trained)
     return found
@@ -265,7 +256,7 @@ def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
     places = [Place(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
     with ThreadPoolExecutor(len(tasks)) as threads:
         trained = list(threads.map(lambda place: run_rank(place, case), places))
-    return [rank for rank, task in zip(trained, tasks, strict=True) if runs_loop(strategy, task)]
+    return [rank for rank, task in zip(trained, tasks, strict=True) if strategy.runs_loop(task)]
 
 
 def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
@@ -294,7 +285,7 @@ def oracle(case: Case) -> reference.Trained:
 def run_rank(place: Place | None, case: Case) -> Trained:
     """One rank, from a new process group to its end."""
     rank = _Rank(place, case)
-    return rank.train() if runs_loop(rank.strategy, rank.task) else rank.assist()
+    return rank.train() if rank.strategy.runs_loop(rank.task) else rank.assist()
 
 
 def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
@@ -303,7 +294,7 @@ def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
     rank.on_phase = trace.listen
     with counting_graphs(trace) if case.shaping.graph_settings else nullcontext():
         executor = rank.setup(0)
-        tune(executor)
+        executor.tune()
         rank.steps(executor, case.num_steps - 1)
         ticket = next(iter(executor.tickets(rank.at, case.num_steps)))
         batches = rank.fetch(ticket)
@@ -366,7 +357,7 @@ class _Rank:
                 requested=lambda: None,
                 on_phase=lambda _phase, _step: None,
             )
-            run_auxiliary(self.strategy, context)
+            self.strategy.run_auxiliary(context)
         return Trained(state={}, losses=[], samples=[], norms=[], scale=0.0, computed=self.computed)
 
     def train(self) -> Trained:
@@ -378,12 +369,12 @@ class _Rank:
             if state:
                 executor.load_state_dict(state)
             if part:
-                load_state_extra(executor, remembered)
-            tune(executor)
+                executor.load_state_extra(remembered)
+            executor.tune()
             self.steps(executor, end)
             tensors = executor.state_dict().items()  # contiguous, as a checkpoint gives them back
             state = {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in tensors}
-            remembered = dict(state_dict_extra(executor))
+            remembered = dict(executor.state_dict_extra())
             losses, scale = self.losses(executor), executor.local.loss_scale.scale
             executor.close()
         return Trained(
@@ -410,7 +401,9 @@ class _Rank:
         )
 
     def _model(self) -> nn.Module:
-        return apply_transforms(self.case.make_model(), self.case.shaping, compiles=traits_here(self.strategy).compiles)
+        return apply_transforms(
+            self.case.make_model(), self.case.shaping, compiles=self.strategy.facts_in(PlanContext()).compiles
+        )
 
     def _identity(self, part: int) -> Identity:
         return Identity(
@@ -428,7 +421,8 @@ class _Rank:
             if self.at.step >= end:
                 return
             indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
-            unchanged_listener(executor, checks_always=self.case.checks_always)()
+            if not self.case.checks_always:
+                executor.expect_unchanged()
             batches = [to_device(self._batch(shard), local.device) for shard in indices]
             outcome = executor.step(ticket, batches)
             if outcome.status is Status.retry:

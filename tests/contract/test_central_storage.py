@@ -234,10 +234,10 @@ def test_asynchronous_updates_refuse_what_they_cannot_keep(tmp_path: Path, overr
 
 
 def test_the_plan_says_that_asynchronous_updates_are_another_training() -> None:
-    (note,) = CentralStorage(mode="async", compute_devices=("cpu", "cpu")).notes(nn.Identity())
+    (note,) = CentralStorage(mode="async", compute_devices=("cpu", "cpu")).notes(nn.Identity(), PlanContext())
     said = "central_storage: 2 threads apply gradients as they arrive"
     assert note == f"{said}: a different training from that of one device, and another every time."
-    assert CentralStorage(mode="async", compute_devices=("cpu",)).notes(nn.Identity()) == ()
+    assert CentralStorage(mode="async", compute_devices=("cpu",)).notes(nn.Identity(), PlanContext()) == ()
 
 
 def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:

@@ -18,7 +18,6 @@ from tests.contract.stepping import Case, train
 from tests.support.pool import Place, Pool
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
-from trainkit.strategies.capabilities import load_state_extra, state_dict_extra
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.reducers.compression import Compressor
@@ -125,13 +124,13 @@ def resumed(place: Place) -> list[int]:
     rank = _Rank(place, compressed(BASE, compression="powersgd", powersgd_after=4))
     executor = rank.setup(0)
     rank.steps(executor, 3)
-    kept = state_dict_extra(executor)
+    kept = executor.state_dict_extra()
     assert isinstance(executor.local, Replica)
     reducer = executor.local.reducer
     assert isinstance(reducer, BackendReducer)
     assert reducer.compressor is not None
     reducer.compressor.set_steps(0)
-    load_state_extra(executor, kept)
+    executor.load_state_extra(kept)
     found = [reducer.compressor.steps]
     executor.close()
     return found

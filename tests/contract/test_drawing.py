@@ -14,7 +14,6 @@ from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.pipeline.strategy import Pipeline
 
@@ -100,6 +99,6 @@ def test_a_pipeline_refuses_an_objective_with_a_loss_of_its_own() -> None:
         def loss(self, model: Model, batch: Any) -> Loss:
             return super().loss(model, batch)
 
-    (problem,) = access_problems(Pipeline(), PlanContext(objective=Own()))
+    (problem,) = Pipeline().access_problems(PlanContext(objective=Own()))
     assert problem.key == "objective"
     assert "Use a Supervised objective that keeps the default `loss`." in str(problem)

@@ -228,7 +228,7 @@ def test_a_launch_of_another_number_of_processes_is_refused() -> None:
 
 def test_the_plan_says_that_it_is_another_training() -> None:
     strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=OuterOptimizer(lr=0.7))
-    (line,) = strategy.notes(torch.nn.Identity())
+    (line,) = strategy.notes(torch.nn.Identity(), PlanContext())
     assert line == (
         "local_sgd: 4 replicas step independently and average every 50 steps, after 100 steps as in mirrored, then an "
         "outer "

@@ -87,5 +87,5 @@ def test_cudnn_times_its_kernels_unless_bits_are_promised(reproducible: bool, mo
 
 def test_a_strategy_that_shards_parameters_refuses_channels_last() -> None:
     with pytest.raises(ConfigError, match="memory_format=channels_last: has no effect on sharded parameters"):
-        format_for("channels_last", Precision(), "cpu", is_kept=Fsdp.traits.keeps_memory_format)
+        format_for("channels_last", Precision(), "cpu", is_kept=Fsdp.facts.keeps_memory_format)
     assert format_for("auto", Precision(value="bf16_mixed"), "cuda:0", is_kept=False) == "contiguous"

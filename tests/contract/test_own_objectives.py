@@ -17,7 +17,6 @@ from tests.contract.stepping import TASKS, Case, oracle, train
 from tests.support.pool import Pool
 from trainkit.objectives.base import needs_of
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.parameter_server.strategy import ParameterServer
 
 PLACES: Final[dict[str, dict[str, Any]]] = {
@@ -36,7 +35,7 @@ OBJECTIVES: Final = ("two_terms", "taught", "gradient_penalty", "weight_penalty"
 
 def refusals(case: Case) -> list[str]:
     context = PlanContext(objective=TASKS[case.task].objective())
-    return [str(problem) for problem in access_problems(case.make_strategy(), context)]
+    return [str(problem) for problem in case.make_strategy().access_problems(context)]
 
 
 def check(case: Case, pool: Pool) -> None:

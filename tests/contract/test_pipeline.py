@@ -21,7 +21,6 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
-from trainkit.strategies.capabilities import check_replicas, sharded_state_dict
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.pipeline import stage_sums
 
@@ -291,12 +290,12 @@ def drifts(place: Place, case: Case) -> str | None:
     rank = _Rank(place, case)
     executor = rank.setup(0)
     try:
-        assert check_replicas(executor) is None
+        assert executor.check_replicas() is None
         assert isinstance(executor.local, Replica)
         if place.rank == 3:
             with torch.no_grad():
                 next(iter(executor.local.params.values())).add_(1.0)
-        return check_replicas(executor)
+        return executor.check_replicas()
     finally:
         executor.close()
 
@@ -313,7 +312,7 @@ def held(place: Place, case: Case) -> tuple[list[str], list[str]]:
     executor = rank.setup(0)
     try:
         here = [name for name, param in executor.local.model.named_parameters() if not param.is_meta]
-        return here, list(sharded_state_dict(executor))
+        return here, list(executor.sharded_state_dict())
     finally:
         executor.close()
 

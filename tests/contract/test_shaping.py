@@ -290,7 +290,7 @@ def test_transforms_that_a_model_or_strategy_does_not_support_are_problems_befor
 
 def test_nothing_is_compiled_for_a_strategy_that_compiles_nothing() -> None:
     assert not is_compiled(apply_transforms(gpt(), COMPILED, compiles="nothing"))
-    assert is_compiled(apply_transforms(gpt(), COMPILED, compiles=TensorParallel.traits.compiles))
+    assert is_compiled(apply_transforms(gpt(), COMPILED, compiles=TensorParallel.facts.compiles))
 
 
 def test_a_backend_that_is_none_is_named() -> None:

@@ -15,8 +15,8 @@ from tests.contract.stepping import OPTIMIZERS, Case, _Rank, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from tests.support.present import present
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.strategies.core.sparse import gather_sparse, sparse_figures, with_values
-from trainkit.strategies.groups.process_group import LocalCollective
 
 pytestmark = pytest.mark.pairwise
 

@@ -21,7 +21,7 @@ from trainkit.errors import HangError, TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Value
 from trainkit.objectives.base import Objective
-from trainkit.strategies.base import Numerics, PlanContext, Traits
+from trainkit.strategies.base import Facts, Numerics, PlanContext
 from trainkit.strategies.core.graphs.formulas import formula_of
 from trainkit.strategies.core.graphs.refusals import step_problems
 from trainkit.strategies.model_transforms import ModelTransforms, shaping_problems
@@ -181,7 +181,7 @@ DRAWING = (
     "Use compile.mode=default."
 )
 ADAM = PlanContext(optimizer=torch.optim.Adam)
-CAN = Traits(compiles="model", compiles_step=True)
+CAN = Facts(compiles="model", compiles_step=True)
 
 
 class Penalty(own_objectives.GradientPenalty):
@@ -201,17 +201,17 @@ def objective() -> Objective:
 
 
 @pytest.mark.parametrize(
-    ("make", "traits", "context", "rule"),
+    ("make", "facts", "context", "rule"),
     [
         (
             net,
-            Traits(compiles="nothing"),
+            Facts(compiles="nothing"),
             ADAM,
             "mine does not run steps as graphs. Leave it out, or use strategy=mirrored.",
         ),
         (
             net,
-            Traits(compiles="blocks"),
+            Facts(compiles="blocks"),
             ADAM,
             "mine does not run steps as graphs. Use compile.mode=default, or use strategy=mirrored.",
         ),
@@ -251,18 +251,18 @@ def objective() -> Objective:
     ids=["nothing", "blocks", "lanes", "optimizer", "optimizers", "derivatives", "dropout", "sparse"],
 )
 def test_what_no_graph_can_hold_is_refused_before_anything_starts(
-    make: Any, traits: Traits, context: PlanContext, rule: str
+    make: Any, facts: Facts, context: PlanContext, rule: str
 ) -> None:
-    found = step_problems(make(), GRAPHS, context, traits=traits, strategy="mine")
+    found = step_problems(make(), GRAPHS, context, facts=facts, strategy="mine")
     assert [str(problem) for problem in found] == [f"compile.mode=step: {rule}"]
-    assert step_problems(make(), ModelTransforms(), context, traits=traits, strategy="mine") == []
+    assert step_problems(make(), ModelTransforms(), context, facts=facts, strategy="mine") == []
 
 
 def test_captures_are_refused_without_a_gpu_or_compiled_steps() -> None:
     captured = replace(GRAPHS, cuda_graphs=True)
-    (problem,) = step_problems(net(), captured, ADAM, traits=CAN, strategy="mine")
+    (problem,) = step_problems(net(), captured, ADAM, facts=CAN, strategy="mine")
     assert str(problem) == "compile.cuda_graphs=true: is for CUDA devices, and this run is on cpu. Leave it out."
-    assert step_problems(net(), captured, ADAM, traits=CAN, strategy="mine", device="cuda:0") == []
+    assert step_problems(net(), captured, ADAM, facts=CAN, strategy="mine", device="cuda:0") == []
     (problem,) = shaping_problems(net(), replace(captured, compile_mode="off"), compiles="model", strategy="mine")
     assert str(problem) == (
         "compile.cuda_graphs=true: replays compiled steps, and compile.mode=off compiles none. Use compile.mode=step."

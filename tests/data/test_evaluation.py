@@ -15,7 +15,7 @@ from trainkit.data.hooks import Reading
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.regression import Regression
 from trainkit.strategies.base import LocalModel
-from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.evaluate import evaluate
 
 

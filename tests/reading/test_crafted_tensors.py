@@ -16,7 +16,7 @@ from tests.support.crafted import within
 from trainkit.bounded import whole_numbers
 from trainkit.errors import CheckpointError
 from trainkit.strategies.core.replica import refuse_mismatch
-from trainkit.strategies.tensors.sharded import coverage_error
+from trainkit.strategies.tensor_shards import coverage_error
 from trainkit.trainer.checkpoint.tensor_file import _Scan, header_of
 from trainkit.trainer.manifest import FileRecord
 

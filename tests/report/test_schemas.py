@@ -14,7 +14,7 @@ import torch
 from trainkit.api import prediction
 from trainkit.cli import main
 from trainkit.report.schemas import DOCUMENTS
-from trainkit.strategies.tensors.sharded import TensorShard
+from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
 from trainkit.tracking.state import TrackingState, begun_state

@@ -199,6 +199,6 @@ def test_a_launcher_that_restarts_and_a_strategy_that_needs_all_are_refused(monk
     launch = replace(launch_of(2), kind="torchrun")
     with pytest.raises(ConfigError, match="has no effect under torchrun, which restarts processes itself"):
         plan("recipe=null", "strategy=multi_worker_mirrored", "elastic.min_replicas=1", launch=launch)
-    monkeypatch.setattr(Mirrored, "traits", replace(Mirrored.traits, elastic=False))
+    monkeypatch.setattr(Mirrored, "facts", replace(Mirrored.facts, elastic=False))
     with pytest.raises(ConfigError, match="has no effect: this strategy needs all its processes"):
         plan(*MIRRORED, "elastic.min_replicas=1")

@@ -20,7 +20,7 @@ from trainkit.run.signals import (
     stop_signals,
     worker_signals,
 )
-from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.sweeps.loop.processes import signals_to
 from trainkit.trainer.loop import StopSaveConsensus, StopSaveDecision
 from trainkit.trainer.manifest import list_complete

@@ -19,10 +19,8 @@ from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.capabilities import proof_problems, traits_here
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.device_map.strategy import DeviceMap
-from trainkit.strategies.memory_capabilities import num_slots, replica_parts
 from trainkit.strategies.partition.activations import activation_bytes, activations_in
 from trainkit.strategies.partition.blocks import blocks_of
 from trainkit.strategies.partition.device_layout import DeviceLayout
@@ -295,7 +293,7 @@ def test_tied_weights_in_two_places_are_refused_and_auto_keeps_them_together() -
 
 def test_the_plan_counts_a_part_for_each_device_of_a_replica() -> None:
     model, strategy = gpt(), Mirrored(map={"embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 0})
-    first, second = replica_parts(strategy, model, FACTS, num_shards=1)
+    first, second = strategy.replica_parts(model, FACTS, num_shards=1)
     names = {name for name, _ in model.named_parameters() if name.startswith(("blocks.2", "blocks.3"))}
     assert set(second.memory.resident) == names
     assert first.memory.resident.keys().isdisjoint(second.memory.resident)
@@ -309,8 +307,8 @@ def test_the_plan_counts_a_part_for_each_device_of_a_replica() -> None:
 
 def test_a_job_takes_all_devices_its_groups_blocks_are_compiled_and_one_replica_is_worth_a_proof() -> None:
     mapped = Mirrored(map=SPLIT)
-    assert (num_slots(mapped, 4), num_slots(mapped, 0), num_slots(Mirrored(replicas=3), 4)) == (4, 2, 3)
-    assert (traits_here(mapped).compiles, traits_here(mapped).compiles_step) == ("blocks", False)
-    assert traits_here(Mirrored()) == Mirrored.traits
-    assert proof_problems(Mirrored(map={"rest": 0}, replicas=1), NONE) == []
-    assert len(proof_problems(Mirrored(replicas=1), NONE)) == 1
+    assert (mapped.num_slots(4), mapped.num_slots(0), Mirrored(replicas=3).num_slots(4)) == (4, 2, 3)
+    assert (mapped.facts_in(NONE).compiles, mapped.facts_in(NONE).compiles_step) == ("blocks", False)
+    assert Mirrored().facts_in(NONE) == Mirrored.facts
+    assert Mirrored(map={"rest": 0}, replicas=1).proof_problems(NONE) == []
+    assert len(Mirrored(replicas=1).proof_problems(NONE)) == 1

@@ -101,8 +101,9 @@ def test_workers_of_several_devices_take_the_gpus_in_turn() -> None:
 
 
 def test_a_note_of_the_parameter_server_names_a_different_training() -> None:
-    assert ParameterServer().notes(nn.Identity()) == ParameterServer(mode="async", workers=1).notes(nn.Identity()) == ()
-    (note,) = ParameterServer(mode="async", transfer="bf16").notes(nn.Identity())
+    for same in (ParameterServer(), ParameterServer(mode="async", workers=1)):
+        assert same.notes(nn.Identity(), PlanContext()) == ()
+    (note,) = ParameterServer(mode="async", transfer="bf16").notes(nn.Identity(), PlanContext())
     assert all(words in note for words in ("applied as they arrive", "bfloat16", "a different training"))
 
 

@@ -17,7 +17,6 @@ from trainkit.errors import TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.capabilities import access_problems
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, most_in_flight, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
 from trainkit.strategies.pipeline.strategy import Pipeline
@@ -34,7 +33,7 @@ def gpt() -> nn.Module:
 
 def refusals(strategy: Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
     known = PlanContext(sample=sample, **facts)
-    found = [*strategy.validate(known), *access_problems(strategy, known)]
+    found = [*strategy.validate(known), *strategy.access_problems(known)]
     return [str(problem) for problem in found or strategy.validate_model(model, known)]
 
 

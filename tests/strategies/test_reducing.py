@@ -27,8 +27,8 @@ from trainkit.cluster.host import ProcessId
 from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
 from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirrored
-from trainkit.strategies.groups.process_group import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, BackendReducer, LocalReducer, shared_memory
 from trainkit.strategies.reducers.flat import HierarchicalReducer
 from trainkit.strategies.reducers.options import ReductionOptions

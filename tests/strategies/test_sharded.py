@@ -118,11 +118,11 @@ def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_sha
 
 
 def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:
-    layers, draws = TensorParallel(degree=2).notes(gpt(dropout=0.1))
+    layers, draws = TensorParallel(degree=2).notes(gpt(dropout=0.1), CPU)
     assert "embed.tokens rowwise, queries_keys_values colwise, project rowwise" in layers
     assert layers.endswith("Each rank has 72 of 1,704 parameters whole.")
     assert "draws random numbers" in draws
-    (alone,) = TensorParallel().notes(gpt())
+    (alone,) = TensorParallel().notes(gpt(), CPU)
     assert "shards no layer" in alone
 
 

@@ -102,14 +102,13 @@ def test_never_more_than_the_slots_are_in_use(tmp_path: Path) -> None:
 
 def test_a_job_takes_the_devices_of_its_strategy() -> None:
     from trainkit.config.targets.build import build
-    from trainkit.strategies.memory_capabilities import num_slots
 
     expected = {
         "OneDevice": (1, 1), "Mirrored": (2, 8), "CentralStorage": (2, 8), "DeviceMap": (1, 8),
     }  # fmt: skip
     for name, counts in expected.items():
         strategy = build({"_target_": f"trainkit.strategies.{name}"})
-        assert (num_slots(strategy, 0), num_slots(strategy, 8)) == counts, name
+        assert (strategy.num_slots(0), strategy.num_slots(8)) == counts, name
 
 
 def test_a_process_takes_its_part_of_the_share_of_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
 from trainkit.run.session.own_loop import OwnLoop
 from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.base import LoopCall, PlanContext, Strategy
-from trainkit.strategies.loop_capabilities import refused_calls
 
 _OPEN: Final[list[Session]] = []
 """The session of this process that is open."""
@@ -246,7 +245,7 @@ class Session:
             rule = "does not run the loop of the script. Leave it out: the session evaluates."
             raise ConfigError([Problem(key="cluster.evaluator", rule=rule)])
         strategy: Strategy = build(composition.cfg.strategy, "strategy")
-        if reason := refused_calls(strategy, PlanContext(launch=launch)).get(LoopCall.session):
+        if reason := strategy.facts_in(PlanContext(launch=launch)).refused_calls.get(LoopCall.session):
             raise ConfigError(
                 [Problem(key="strategy", value=self._strategy, rule=f"refuses {LoopCall.session.value}: {reason}")]
             )

@@ -19,7 +19,7 @@ from trainkit.quantizing.transposed import is_linear
 from trainkit.report.numbers import figure
 from trainkit.storage import num_bytes
 from trainkit.strategies.base import LocalModel
-from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensor_file import header_of, kinds_of
 from trainkit.trainer.evaluate import evaluate

@@ -11,7 +11,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
-from trainkit.strategies.base import WHOLE_REPLICAS, PlanContext, SetupRequest, Strategy, Traits
+from trainkit.strategies.base import WHOLE_REPLICAS, Facts, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.core.graphs.whole_shards import makers_of
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
@@ -22,7 +22,7 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.memory import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class OneDevice(Strategy):
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
-    traits: ClassVar[Traits] = replace(WHOLE_REPLICAS, place=0)
+    facts: ClassVar[Facts] = replace(WHOLE_REPLICAS, place=0)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 

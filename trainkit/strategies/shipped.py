@@ -36,14 +36,14 @@ def shipped_strategies() -> Iterator[Shipped]:
     files = sorted((shipped_conf() / "strategy").glob("*.yaml"))
     targets = [(file.stem, str(read_document(file).values[TARGET])) for file in files]
     found = [Shipped(name, target, resolve_target(target)) for name, target in targets]
-    yield from sorted(found, key=lambda one: one.kind.traits.place)
+    yield from sorted(found, key=lambda one: one.kind.facts.place)
 
 
 def names_of(has: Callable[[type[Strategy]], bool]) -> str:
     """Return the choices of `strategy` that have a property, as a text.
 
     Example:
-        >>> names_of(lambda kind: kind.traits.converts)
+        >>> names_of(lambda kind: kind.facts.converts)
         'one_device, mirrored, multi_worker_mirrored or fsdp'
     """
     return either(one.name for one in shipped_strategies() if has(one.kind))

@@ -230,7 +230,7 @@ class StepContext:
     draw_key: int = 0
     """Number that keys the random numbers of this pass, in addition to step and shard; 0 if a step has one pass."""
     on_gradients: GradientListener = field(default_factory=NoGradientListener)
-    """Listener that receives gradients before they are used (`Traits.shows_gradients`)."""
+    """Listener that receives gradients before they are used (`Facts.shows_gradients`)."""
 
     def loss(self, model: Model, batch: Batch, step: int, shard: int) -> Loss:  # noqa: ARG002 - for other contexts
         """Run the model on a shard of a step, and return the loss of this phase."""

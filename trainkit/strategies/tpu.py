@@ -20,12 +20,12 @@ from trainkit.frames import first_line
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import key32
 from trainkit.objectives.base import Loss
-from trainkit.strategies.base import Batch, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy, Traits
+from trainkit.strategies.base import Batch, Facts, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
-from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.tensors.layouts import SingleDevicePlacement
 
 _VERSION: Final = "2.9.0"
@@ -43,7 +43,7 @@ class Tpu(Strategy):
         (Task(role='worker', index=0, rank=0, device='xla:0'),)
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="nothing")
+    facts: ClassVar[Facts] = Facts(compiles="nothing")
 
     spmd: Annotated[bool, placement] = True
     """Spread the samples of every shard over all devices; false: one device."""
@@ -59,7 +59,7 @@ class Tpu(Strategy):
             found.append(Problem(key="precision", value="fp16_mixed", rule=rule))
         return found
 
-    def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about random numbers."""
         return ("XLA has its own random generator: dropout equals that of other devices only in distribution.",)
 

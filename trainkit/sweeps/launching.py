@@ -204,10 +204,10 @@ class Launching:
 
     def _slots_of(self, cfg: RunConfig) -> int:
         from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
-        from trainkit.strategies.memory_capabilities import num_slots  # noqa: PLC0415 - imports torch
 
         slots = self.sweep.slots
-        return num_slots(build(cfg.strategy, "strategy"), slots.count if slots.on_gpus else 0)
+        num_slots: int = build(cfg.strategy, "strategy").num_slots(slots.count if slots.on_gpus else 0)
+        return num_slots
 
     def _numbering_problems(self, cfg: RunConfig, wanted: int) -> list[Problem]:
         if not self.sweep.slots.on_gpus:

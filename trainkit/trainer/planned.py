@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.config.schema import RunConfig
 from trainkit.objectives.base import Objective
-from trainkit.strategies.base import Traits
+from trainkit.strategies.base import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +24,5 @@ class Planned:
     """Split -> dataset."""
     sample: Any
     """A sample of the training data, not collated; None if it cannot be indexed."""
-    traits: Traits
+    strategy_facts: Facts
     """The properties of the strategy."""

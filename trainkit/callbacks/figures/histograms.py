@@ -201,10 +201,10 @@ class Histograms(Callback):
         """Return problems: gradients that no listener receives, or nothing to show."""
         strategy, compiled = planned.cfg.strategy["_target_"].rpartition(".")[2], planned.cfg.compile.mode
         found = []
-        if not planned.traits.shows_gradients:
+        if not planned.strategy_facts.shows_gradients:
             rule = f"records gradients under one_device, device_map, mirrored and fsdp, not under {strategy}. "
             found.append(Problem(key=planned.key, rule=f"{rule}Leave it out."))
-        elif compiled != "off" and planned.traits.compiles_step:
+        elif compiled != "off" and planned.strategy_facts.compiles_step:
             rule = f"records no gradient with compile.mode={compiled}. Leave it out, or use compile.mode=off."
             found.append(Problem(key=planned.key, rule=rule))
         elif compiled != "off" and set(self.kinds) == {"activations"}:

@@ -10,7 +10,6 @@ from trainkit.config.identity import Difference, difference
 from trainkit.run.equivalence.comparing import Comparison, Verdict, worst
 from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.capabilities import changes_maths_here
 
 _CUT: Final = ("batch.micro_size", "batch.accumulation")
 """Keys that cut a step into shards."""
@@ -64,7 +63,7 @@ def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
     if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
         differing = [one for one in differing if not one.key.startswith("strategy.")]
         yield _ANOTHER
-    elif changes_maths_here(candidate.components.strategy) and not differing:
+    elif candidate.components.strategy.facts_in(candidate.facts).changes_maths and not differing:
         yield _ANOTHER
     if candidate.cfg.convert:
         yield _ROUNDED

@@ -34,7 +34,6 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import reporting
-from trainkit.strategies.capabilities import proof_problems
 
 _ONE_DEVICE: Final = "trainkit.strategies.OneDevice"
 _TEMPORARY: Final = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
@@ -170,7 +169,7 @@ def _judged(
             plan = make_plan(bare(cfg, steps))
         except ConfigError as error:
             raise located(number, error) from error
-        found = proof_problems(plan.components.strategy, plan.facts)
+        found = plan.components.strategy.proof_problems(plan.facts)
         problems += located(number, ConfigError(found)).problems if found else []
         plans.append(plan)
     if problems:

@@ -17,7 +17,6 @@ from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_prob
 from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.runner import train
-from trainkit.strategies.capabilities import changes_maths_here
 from trainkit.trainer.checkpoint import list_complete, load
 
 Weights = Mapping[int, Mapping[str, Tensor]]
@@ -128,7 +127,7 @@ def diagnose(case: Case, examiner: Examiner | None, folder: Path) -> Diagnosis:
     Raises:
         TrainkitError: the probe failed.
     """
-    if changes_maths_here(case.plan.components.strategy):
+    if case.plan.components.strategy.facts_in(case.plan.facts).changes_maths:
         return Diagnosis()
     if examiner is None:
         differs = worst(case.comparisons) == "different"

@@ -26,7 +26,7 @@ from trainkit.numerics.generators import Untouched
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
 from trainkit.objectives.base import Loss, Model
 from trainkit.run.estimates.workspace import workspace_of
-from trainkit.strategies.memory_capabilities import RankPass
+from trainkit.strategies.memory import RankPass
 from trainkit.strategies.model_transforms import selective_contexts
 
 Moment = Literal["forward", "backward", "exchange", "optimizer step", "evaluation"]

@@ -19,7 +19,7 @@ from trainkit.run.estimates.passes import EvaluatedBatch, Line, NoSampleError, S
 from trainkit.run.planning.memory import Memory, memory_of, stepped_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory_capabilities import ReplicaPart, replica_parts
+from trainkit.strategies.memory import ReplicaPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +140,7 @@ def part_memories(
         evaluates: whether evaluations count; otherwise the steps alone.
     """
     shards = -(-plan.batch.num_shards(0) // plan.num_replicas)  # of the replica with the most
-    parts = replica_parts(plan.components.strategy, model, plan.facts, num_shards=shards)
+    parts = plan.components.strategy.replica_parts(model, plan.facts, num_shards=shards)
     workspaces = _workspace_bytes(plan)
     try:
         found = Shard(plan=plan, model=model, parts=parts, shards=shards, beside=counter or nullcontext()).lines()

@@ -16,7 +16,6 @@ from trainkit.run.estimates.work import Work, WorkCounter, update_work
 from trainkit.run.planning.memory import checkpoint_bytes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import num_bytes
-from trainkit.strategies.memory_capabilities import replica_parts
 from trainkit.strategies.traffic import StepCut, work_share
 
 
@@ -156,7 +155,7 @@ def rank_work(plan: RunPlan, model: nn.Module, shard: Work, *, slots_bytes: int 
     strategy, batch = plan.components.strategy, plan.batch
     shards = batch.num_shards(0)
     cut = StepCut(num_shards=shards, num_replicas=plan.num_replicas)
-    parts = replica_parts(strategy, model, plan.facts, num_shards=cut.shards_a_replica)
+    parts = strategy.replica_parts(model, plan.facts, num_shards=cut.shards_a_replica)
     names = {name for name, param in model.named_parameters() if param.requires_grad}
     trained = max(sum(size for name, size in part.memory.resident.items() if name in names) for part in parts)
     width = plan.components.precision.master_dtype.itemsize

@@ -19,7 +19,7 @@ from trainkit.run.estimates.activations import Timeline, TracedPass
 from trainkit.run.planning.build import frozen_models, model_transforms_of
 from trainkit.run.planning.optimizers import assigned_parameters
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.memory_capabilities import PlannedShard, ReplicaPart, rank_passes
+from trainkit.strategies.memory import PlannedShard, ReplicaPart
 from trainkit.strategies.model_transforms import recomputed_modules
 
 
@@ -109,9 +109,8 @@ class Shard:
         found: list[list[Line]] = [[] for _ in self.parts]
         strategy = self.plan.components.strategy
         for share, whole in phases:
-            passes = rank_passes(
-                strategy, self.model, self.plan.facts, PlannedShard(batch=whole.batch, count=self.shards)
-            )
+            shard = PlannedShard(batch=whole.batch, count=self.shards)
+            passes = strategy.rank_passes(self.model, self.plan.facts, shard)
             if any(one.cuts_operations for one in passes):
                 whole.run()  # counts the operations of a whole replica
             beside = nullcontext() if any(one.cuts_operations for one in passes) else self.beside
@@ -151,7 +150,7 @@ class EvaluatedBatch:
         )
         gradients = Access.derivatives in objective.needs
         shard = PlannedShard(batch=whole.batch, count=1)
-        passes = rank_passes(plan.components.strategy, self.model, plan.facts, shard)
+        passes = plan.components.strategy.rank_passes(self.model, plan.facts, shard)
         found = [replace(whole, rank=one, places={}).run_evaluation(gradients=gradients) for one in passes]
         if found:
             return [Line(timeline=timeline, of_rank=True) for timeline in found]

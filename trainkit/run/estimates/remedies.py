@@ -24,7 +24,6 @@ from trainkit.run.estimates.verdict import HostMemory, verdict_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.memory_capabilities import ShardsModel
 from trainkit.strategies.shipped import shipped_strategies
 
 MOST: Final = 3
@@ -268,12 +267,12 @@ def sharding_choices(plan: RunPlan, count: int) -> Iterator[tuple[str, RunConfig
         plan: a run; if its model is sharded already, there are none.
         count: number of devices.
     """
-    if count < 2 or plan.components.strategy.traits.is_sharded:
+    if count < 2 or plan.components.strategy.facts.is_sharded:
         return
     for name, target, kind in shipped_strategies():
-        if not issubclass(kind, ShardsModel):
-            continue
         keys = kind.sharded_over(count)
+        if not keys:
+            continue
         cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
         given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
         yield f"strategy={name} {given}{more}", cfg

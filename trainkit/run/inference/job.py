@@ -49,15 +49,7 @@ from trainkit.strategies.base import (
     Ticket,
     UpdateParams,
 )
-from trainkit.strategies.capabilities import (
-    access_problems,
-    refresh_model,
-    refused_access,
-    resolve,
-    traits_here,
-    validate_model,
-)
-from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.strategies.model_transforms import apply_transforms
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import load
@@ -140,11 +132,11 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
     outputs = Outputs.parse(cfg.predict.outputs)
     problems = list(parts.strategy.validate(facts))
     if request.verb == "evaluate":
-        problems += access_problems(parts.strategy, facts)
+        problems += parts.strategy.access_problems(facts)
     if problems:
         raise ConfigError(problems)
     model = _model_of_source(cfg, request.source)
-    problems += validate_model(parts.strategy, model, facts)
+    problems += parts.strategy.validate_model(model, facts)
     if request.verb == "predict":
         problems += [*outputs.problems(parts.objective, model), *_withheld(parts, outputs, facts)]
     if problems:
@@ -163,7 +155,7 @@ def prepare(cfg: RunConfig, request: JobRequest) -> Job:
         dataset=dataset,
         facts=facts,
         tasks=tasks,
-        strategy=resolve(parts.strategy, lambda: model, facts),
+        strategy=parts.strategy.resolve(lambda: model, facts),
         outputs=outputs,
         model=model,
     )
@@ -213,7 +205,7 @@ def _misfit(job: Job, sample: Any, error: Exception) -> ConfigError:
 def _withheld(parts: Components, outputs: Outputs, facts: PlanContext) -> list[Problem]:
     """Return the problem of a strategy that cannot provide the access to the model that a prediction needs."""
     needs = set(needs_of(parts.objective)) | ({Access.methods} if outputs.layer else set())
-    refused = refused_access(parts.strategy, facts, needs)
+    refused = parts.strategy.facts_in(facts).refused_access(needs)
     if refused is None:
         return []
     key, value = ("objective", type(parts.objective).__name__)
@@ -261,7 +253,7 @@ def place_model(job: Job, identity: Identity, *, on_phase: PhaseListener) -> Pla
         on_phase("load", 0)
         if job.request.source.checkpoint is not None:
             executor.load_state_dict(model_weights(load(Path(job.request.source.checkpoint)).tensors))
-        refresh_model(executor)
+        executor.refresh_model()
     except BaseException:
         executor.close(failed=True)
         raise
@@ -282,10 +274,10 @@ def model_of(job: Job) -> nn.Module:
     """Return the model for the executor, once: initialised for a checkpoint to be loaded, or with the weights of a
     file.
     """
-    cfg, traits = job.cfg, job.strategy.traits
+    cfg, facts = job.cfg, job.strategy.facts
     written = job.request.source.checkpoint is None
-    model = job.model if written else build_model(cfg, deferred=traits.supports_meta_init)
-    apply_transforms(model, model_transforms_of(cfg), compiles=traits_here(job.strategy).compiles)
+    model = job.model if written else build_model(cfg, deferred=facts.supports_meta_init)
+    apply_transforms(model, model_transforms_of(cfg), compiles=job.strategy.facts_in(PlanContext()).compiles)
     return model
 
 

@@ -17,7 +17,6 @@ from trainkit.run.inference.task import JobTask
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.signals import StopFlag
 from trainkit.strategies.base import ignore_phase
-from trainkit.strategies.capabilities import restarts_alone, runs_loop
 
 _ENTRY: Final = (sys.executable, "-m", "trainkit.run.inference.worker_main")
 _KEPT: Final = "The finished rows are kept: the same command continues."
@@ -61,8 +60,8 @@ def run_job(job: Job, folder: Path, *, log: Callable[[str], None]) -> dict[str, 
         max_restarts=0,
         note_without_checkpoint=_KEPT if job.request.verb == "predict" else "",
         limits=TimeLimits.of(job.cfg.supervisor),
-        auxiliary_ranks=[task.rank for task in job.tasks if not runs_loop(job.strategy, task)],
-        replaceable=[task.rank for task in job.tasks if restarts_alone(job.strategy, task)],
+        auxiliary_ranks=[task.rank for task in job.tasks if not job.strategy.runs_loop(task)],
+        replaceable=[task.rank for task in job.tasks if job.strategy.restarts_alone(task)],
     )
     try:
         return supervise(place.resolved, job.tasks, settings, folder=place, command=[*_ENTRY, str(place.resolved)])

@@ -21,7 +21,6 @@ from trainkit.run.inference.job import Job, model_of, place_model, setup_request
 from trainkit.run.signals import REASONS, Reason, stop_error
 from trainkit.run.task import reproducible_process
 from trainkit.strategies.base import LocalModel, PhaseListener, TaskContext
-from trainkit.strategies.capabilities import run_auxiliary, runs_loop
 from trainkit.trainer.evaluate import evaluate
 
 _PROGRESS_S: Final = 2.0
@@ -48,7 +47,7 @@ class JobTask:
     def run(self) -> Result | None:
         """Run the task to its end; return the result on rank 0, None on the others."""
         job = self.job
-        if not runs_loop(job.strategy, self.identity.task):
+        if not job.strategy.runs_loop(self.identity.task):
             self._assist()
             return None
         work = {"evaluate": self._evaluate, "predict": self._predict}[job.request.verb]
@@ -69,7 +68,7 @@ class JobTask:
         model = model_of(self.job)
         request = setup_request(self.job, self.identity, model, on_phase=self.on_phase)
         context = TaskContext(**vars(request), num_steps=1, requested=self.requested)
-        run_auxiliary(self.job.strategy, context)
+        self.job.strategy.run_auxiliary(context)
 
     def _evaluate(self, local: LocalModel) -> Result:
         job = self.job
@@ -80,7 +79,7 @@ class JobTask:
             batch_size=job.eval_batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            together=job.strategy.traits.forward_is_collective,
+            together=job.strategy.facts.forward_is_collective,
         )
         details = objective.details(dataset, batch_size=job.eval_batch_size)
         own = objective.metrics()
@@ -122,7 +121,7 @@ class JobTask:
             parts=parts,
             settings=job.cfg.loader,
             hooks=job.parts.hooks,
-            together=job.strategy.traits.forward_is_collective,
+            together=job.strategy.facts.forward_is_collective,
             is_asked_to_stop=lambda: self.requested() is not None,
             batch_done=batch_done,
         ).run(job.request.todo)

@@ -40,7 +40,7 @@ def conversion_problems(
         converts: whether the strategy supports converted layers.
     """
     if not converts:
-        others = names_of(lambda kind: kind.traits.converts)
+        others = names_of(lambda kind: kind.facts.converts)
         rule = f"strategy={strategy} does not support converted layers. Use convert=none, or {others}."
         return [Problem(key="convert", value="float8", rule=rule)]
     return conversion.problems(model, output=output_name(model), devices=devices, precision=precision)

@@ -33,8 +33,7 @@ from trainkit.numerics.schedules import Schedule, TorchSchedule
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.frozen import FrozenModel
 from trainkit.run.planning.adapters import converted
-from trainkit.strategies.base import LossWeighting, Numerics, Strategy
-from trainkit.strategies.capabilities import traits_here
+from trainkit.strategies.base import LossWeighting, Numerics, PlanContext, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
 from trainkit.strategies.model_transforms.trainable import why_untrainable
@@ -91,7 +90,7 @@ class Components:
             objective=self.objective,
             datasets=self.datasets,
             sample=self.sample,
-            traits=traits_here(self.strategy),
+            strategy_facts=self.strategy.facts_in(PlanContext()),
         )
 
     def refuse_unknown_fields(self) -> None:
@@ -245,12 +244,12 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
 
 def transformed_model(cfg: RunConfig, strategy: Strategy, device: str) -> nn.Module:
     """Return the model for the executor on a device, with converted layers, recomputed or compiled."""
-    traits = strategy.traits
-    model = build_model(cfg, deferred=traits.supports_meta_init)
+    facts = strategy.facts
+    model = build_model(cfg, deferred=facts.supports_meta_init)
     if (conversion := conversion_of(cfg)) is not None:
         model = converted(model, conversion)
-    if (transforms := model_transforms_of(cfg, device, keeps_format=traits.keeps_memory_format)) != NO_TRANSFORMS:
-        apply_transforms(model, transforms, compiles=traits_here(strategy).compiles)
+    if (transforms := model_transforms_of(cfg, device, keeps_format=facts.keeps_memory_format)) != NO_TRANSFORMS:
+        apply_transforms(model, transforms, compiles=strategy.facts_in(PlanContext()).compiles)
     return model
 
 

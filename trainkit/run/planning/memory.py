@@ -19,7 +19,7 @@ from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan
 from trainkit.storage import bytes_needed
 from trainkit.strategies.core.optimizer import NamedSteppers
-from trainkit.strategies.memory_capabilities import ModelMemory, estimate_memory
+from trainkit.strategies.memory import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ def memory_of(plan: RunPlan, model: nn.Module, estimate: ModelMemory | None = No
     """
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
-    estimate = estimate or estimate_memory(plan.components.strategy, model, plan.facts)
+    estimate = estimate or plan.components.strategy.estimate_memory(model, plan.facts)
     held = estimate.resident
     trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
     count = sum(held.values())

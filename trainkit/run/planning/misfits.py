@@ -35,7 +35,6 @@ from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.per_sample import per_sample_problems
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.capabilities import is_asynchronous
 from trainkit.strategies.core.buffers import sample_dims_of, sum_problem
 from trainkit.strategies.core.graphs.refusals import shard_problems
 from trainkit.strategies.core.optimizer import OptimizerStepper
@@ -111,7 +110,7 @@ def _wrong_kinds(plan: RunPlan) -> Iterator[Problem]:
 def _state_problems(plan: RunPlan, model: nn.Module) -> Iterator[Problem]:
     """Yield the problem of state per sample whose steps are computed at the same time."""
     declared = [name for name, dim in sample_dims_of(model).items() if dim is not None]
-    if declared and is_asynchronous(plan.components.strategy):
+    if declared and plan.components.strategy.facts_in(plan.facts).is_asynchronous:
         rule = (
             f"the model keeps state per sample ({declared[0]}), and a step must read that of the step before it. Use "
             "strategy.mode=sync."

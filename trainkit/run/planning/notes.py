@@ -40,7 +40,6 @@ from trainkit.run.planning.convolutions import convolution_problems
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.optimizers import assignment_problems, optimizer_notes
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.capabilities import changes_maths_here, notes_of, traits_here, validate_model
 from trainkit.strategies.core.graphs.refusals import step_problems
 from trainkit.strategies.core.refusals import copies_problems, hook_problems
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, shaping_notes, shaping_problems
@@ -65,12 +64,12 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
             single sample, or a key that the user set has no effect.
     """
     strategy, device = plan.components.strategy, plan.tasks[0].device
-    shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.traits.keeps_memory_format)
-    problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
+    shaping = model_transforms_of(plan.cfg, device, keeps_format=strategy.facts.keeps_memory_format)
+    problems = [*layout_problems(model), *strategy.validate_model(model, plan.facts)]
     problems += copies_problems(model) if max(len(plan.tasks), plan.num_replicas) > 1 else []
-    problems += [] if strategy.traits.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
+    problems += [] if strategy.facts.runs_hooks and plan.cfg.compile.mode == "off" else hook_problems(model)
     problems += assignment_problems(model, plan.optimizers) if plan.optimizers else []
-    named, traits = plan.cfg.strategy["_target_"].rpartition(".")[2], traits_here(strategy)
+    named, facts = plan.cfg.strategy["_target_"].rpartition(".")[2], strategy.facts_in(plan.facts)
     if (conversion := conversion_of(plan.cfg)) is not None:
         problems += conversion_problems(
             conversion,
@@ -78,12 +77,12 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
             devices=[task.device for task in plan.tasks],
             precision=plan.components.precision.value,
             strategy=named,
-            converts=traits.converts,
+            converts=facts.converts,
         )
     if shaping != NO_TRANSFORMS:
-        named += "" if traits == strategy.traits else ", as its keys are set,"
-        problems += shaping_problems(model, shaping, compiles=traits.compiles, strategy=named)
-        problems += step_problems(model, shaping, plan.facts, traits=traits, strategy=named, device=device)
+        named += "" if facts.compiles == strategy.facts.compiles else ", as its keys are set,"
+        problems += shaping_problems(model, shaping, compiles=facts.compiles, strategy=named)
+        problems += step_problems(model, shaping, plan.facts, facts=facts, strategy=named, device=device)
     problems += objective_problems(plan, model)
     if plan.components.precision.compute_dtype is torch.bfloat16:
         problems += convolution_problems(plan, model)
@@ -102,7 +101,7 @@ def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]
         *plan.components.objective.notes(model, plan.components.sample),
     ]
     of_shaping = () if shaping == NO_TRANSFORMS else shaping_notes(model, shaping)
-    return [*updated, *of_keys, *of_data, *notes_of(strategy, model), *of_shaping]
+    return [*updated, *of_keys, *of_data, *strategy.notes(model, plan.facts), *of_shaping]
 
 
 def _single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> Iterator[Problem]:
@@ -139,7 +138,7 @@ _LOOKED_AT: Final = 32
 
 def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
     """Return notes for the user about other numbers of replicas; none if the cut does not depend on the replicas."""
-    if not plan.micro_size_depends_on_replicas or changes_maths_here(plan.components.strategy):
+    if not plan.micro_size_depends_on_replicas or plan.components.strategy.facts_in(plan.facts).changes_maths:
         return []
     found = coupling()
     if found.depends_on_cut:

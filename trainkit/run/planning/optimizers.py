@@ -154,11 +154,11 @@ def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective)
 
 def strategy_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
     """Return the problem of a run with several optimizers under a strategy that supports one."""
-    if strategy.traits.several_optimizers:
+    if strategy.facts.several_optimizers:
         return []
     rule = (
         f"names {', '.join(context.optimizers)}, and {type(strategy).__name__} updates all parameters by one "
-        f"optimizer. Use strategy={names_of(lambda kind: kind.traits.several_optimizers)}."
+        f"optimizer. Use strategy={names_of(lambda kind: kind.facts.several_optimizers)}."
     )
     return [Problem(key="optimizers", rule=rule)]
 

@@ -43,15 +43,6 @@ from trainkit.run.planning.optimizers import (
 from trainkit.run.planning.tasks import task_problems, with_evaluator
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import Phase, PlanContext
-from trainkit.strategies.capabilities import (
-    access_problems,
-    default_shards_per_replica,
-    next_sync_step,
-    resolve,
-    restarts_alone,
-    runs_loop,
-    sum_of_gradients,
-)
 from trainkit.strategies.core.elementwise import MakeOptimizer
 from trainkit.trainer.events import callback_problems
 
@@ -106,7 +97,7 @@ class RunPlan:
     def auxiliary_ranks(self) -> tuple[int, ...]:
         """Ranks that do not run the training loop."""
         strategy = self.components.strategy
-        return tuple(task.rank for task in self.tasks if task.is_evaluator or not runs_loop(strategy, task))
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or not strategy.runs_loop(task))
 
     @property
     def training_tasks(self) -> tuple[Task, ...]:
@@ -132,7 +123,7 @@ class RunPlan:
     def replaceable(self) -> tuple[int, ...]:
         """Ranks that are restarted alone when they die."""
         strategy = self.components.strategy
-        return tuple(task.rank for task in self.tasks if task.is_evaluator or restarts_alone(strategy, task))
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or strategy.restarts_alone(task))
 
     @property
     def eval_batch_size(self) -> int:
@@ -147,11 +138,11 @@ class RunPlan:
 
     def next_sync_step(self, step: int) -> int:
         """Return the first step >= `step` at which the run may be evaluated, saved and stopped."""
-        return next_sync_step(self.components.strategy, step)
+        return self.components.strategy.next_sync_step(step)
 
     def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
         """Return the plan with the choices that its strategy makes for the model."""
-        strategy = resolve(self.components.strategy, build, self.facts)
+        strategy = self.components.strategy.resolve(build, self.facts)
         return replace(self, components=replace(self.components, strategy=strategy))
 
     def with_rate_factor(self, factor: Callable[[int], float]) -> RunPlan:
@@ -190,7 +181,7 @@ class RunPlan:
             "average": average.name if (average := average_of(cfg)) else None,
             "converted": f"float8, {made.recipe}" if (made := conversion_of(cfg)) else None,
             "parameters": f"{num_params:,}",
-            "reduce": sum_of_gradients(self.components.strategy, self.facts) if self.num_replicas > 1 else None,
+            "reduce": self.components.strategy.sum_of_gradients(self.facts) if self.num_replicas > 1 else None,
             "recomputed": model_transforms_of(cfg).recomputed,
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "memory": f"at most {share:.0%} of each GPU, which jobs of a sweep share" if share < 1 else None,
@@ -321,10 +312,10 @@ def _cut(
 ) -> tuple[int, BatchPlan]:
     """Return the number of replicas, and the division of steps into their shards."""
     problems = strategy_problems(parts.strategy, facts) if cfg.optimizers else []
-    problems += [*parts.strategy.validate(facts), *access_problems(parts.strategy, facts)]
+    problems += [*parts.strategy.validate(facts), *parts.strategy.access_problems(facts)]
     _refuse(problems or task_problems(cfg, parts, facts, backend, launch))
     replicas = parts.strategy.num_replicas(facts)
-    return replicas, _batch_plan(cfg, parts, replicas)
+    return replicas, _batch_plan(cfg, parts, replicas, facts)
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -336,14 +327,14 @@ def _num_gpus(backend: ProcessBackend | None) -> int:
     return count_gpus() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
 
 
-def _batch_plan(cfg: RunConfig, parts: Components, replicas: int) -> BatchPlan:
+def _batch_plan(cfg: RunConfig, parts: Components, replicas: int, facts: PlanContext) -> BatchPlan:
     sizes = resolve_batch(
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         accumulation=cfg.batch.accumulation,
         num_replicas=replicas,
         lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
-        shards_a_replica=default_shards_per_replica(parts.strategy),
+        shards_a_replica=parts.strategy.facts_in(facts).shards_per_replica,
     )
     if isinstance(sizes, list):
         raise ConfigError(sizes)

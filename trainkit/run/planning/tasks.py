@@ -16,7 +16,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import Components
 from trainkit.run.process_backend import ProcessBackend
 from trainkit.strategies.base import PlanContext, Strategy
-from trainkit.strategies.memory_capabilities import num_slots
 
 _EVALUATOR: Final = "trainkit.run.session.evaluator_main"
 
@@ -79,7 +78,7 @@ def _elastic_problems(
         rule = f"has no effect under {facts.launch.kind}, which restarts processes itself: set the number there."
     elif backend is not None and not backend.elastic:
         rule = f"has no effect: {backend.name} starts all processes or none."
-    elif not parts.strategy.traits.elastic:
+    elif not parts.strategy.facts.elastic:
         rule = "has no effect: this strategy needs all its processes."
     elif fewest > count:
         rule = f"more than the {count} replicas of this run. Use {count} or fewer."
@@ -95,7 +94,7 @@ def _mig_problems(parts: Components, facts: PlanContext) -> list[Problem]:
         return []
     tasks = parts.strategy.tasks(facts)
     alone = len(tasks) == 1 and tasks[0].device not in ("cpu", "cuda:0")
-    if not alone and num_slots(parts.strategy, facts.num_gpus) <= len(tasks):
+    if not alone and parts.strategy.num_slots(facts.num_gpus) <= len(tasks):
         return []
     rule = f"a process uses one MIG instance, and {VISIBLE} names {len(names)}. Name one, or use one per process."
     return [Problem(key="strategy", rule=rule)]

@@ -36,7 +36,6 @@ from trainkit.run.session.async_evaluator import training_has_ended
 from trainkit.run.signals import Reason, StopFlag, ignore_request, stop_error
 from trainkit.run.task import TaskRun
 from trainkit.strategies.base import PlanContext, Strategy
-from trainkit.strategies.capabilities import restarts_alone
 from trainkit.trainer import failpoints
 
 _KEY: Final = "trainkit/open"
@@ -64,7 +63,7 @@ def late_joining_ranks(cfg: RunConfig, launch: LaunchEnvironment) -> frozenset[i
         ConfigError: the strategy cannot be built.
     """
     strategy: Strategy = build(cfg.strategy, "strategy")
-    alone = [task for task in strategy.tasks(PlanContext(launch=launch.training)) if restarts_alone(strategy, task)]
+    alone = [task for task in strategy.tasks(PlanContext(launch=launch.training)) if strategy.restarts_alone(task)]
     evaluator = [task for task in launch.tasks if task.is_evaluator]
     return frozenset(task.rank for task in (*alone, *evaluator) if launch.by_hand)
 

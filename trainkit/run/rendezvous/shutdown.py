@@ -28,7 +28,7 @@ from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
 from trainkit.run.supervisor.self_watch import ThreadWatch
-from trainkit.strategies.groups.process_group import RankGroup
+from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.rendezvous_store import Pending
 
 _GRACE_S: Final = 0.2

@@ -14,7 +14,6 @@ from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.restore import make_step_context
-from trainkit.strategies import capabilities as capability
 from trainkit.strategies.base import Data, TaskContext
 
 
@@ -49,7 +48,7 @@ def run_auxiliary(
             requested=requested,
             on_phase=on_phase,
         )
-        capability.run_auxiliary(strategy, context)
+        strategy.run_auxiliary(context)
 
 
 def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:

@@ -11,8 +11,8 @@ from trainkit.errors import TrainingError
 from trainkit.names import name_of
 from trainkit.objectives.base import Collective
 from trainkit.strategies import ALL_DEVICES
+from trainkit.strategies.collectives import all_gather_object
 from trainkit.strategies.core.replica_check import bits_hash
-from trainkit.strategies.groups.process_group import all_gather_object
 from trainkit.trainer.events import Callback
 
 PREFIX: Final = "callback/"

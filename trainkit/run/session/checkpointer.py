@@ -18,10 +18,9 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.callback_state import PREFIX, by_kind, copied, joined, refuse_unlike, separated
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import Executor, PhaseListener
-from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
-from trainkit.strategies.groups.process_group import all_gather_object
+from trainkit.strategies.collectives import all_gather_object
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, nonfinite
 from trainkit.strategies.tensors.lazy_state import select
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
 from trainkit.trainer.checkpoint import (
     BackgroundSaver,
     Loaded,
@@ -89,7 +88,7 @@ class Checkpointer:
     def _together(self) -> ShardedSaver | None:
         """Writes the shards of all ranks; None if the state is not sharded."""
         all_ranks = self._executor.local.all_ranks
-        if not self._plan.components.strategy.traits.is_sharded or all_ranks.num_ranks == 1:
+        if not self._plan.components.strategy.facts.is_sharded or all_ranks.num_ranks == 1:
             return None
         return ShardedSaver(
             self._run.folder / "checkpoints",
@@ -132,7 +131,7 @@ class Checkpointer:
         """Return the part of the current state that this rank writes; tensors are not copied and change with the next
         step.
         """
-        return sharded_state_dict(self._executor)
+        return self._executor.sharded_state_dict()
 
     def refuse_nonfinite(self, kept: ShardedState) -> None:
         """Raise if a trained parameter, or a buffer that was finite, is no longer finite; collective.
@@ -177,7 +176,7 @@ class Checkpointer:
             return False
         self._saver.wait()
         step = self._run.state.step
-        if self.has_saved or not step or not recover(self._executor, step):
+        if self.has_saved or not step or not self._executor.recover(step):
             return False
         kept = self.collect()
         if self._found_nonfinite(kept):
@@ -211,7 +210,7 @@ class Checkpointer:
             "loss_scale": self._executor.local.loss_scale.state(),
             "callbacks": plain,
             "data": data,
-            "strategy": state_dict_extra(self._executor),
+            "strategy": self._executor.state_dict_extra(),
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
             **({"evaluation_due": True} if evaluation_due else {}),
         }
@@ -231,7 +230,7 @@ class Checkpointer:
             if name in loaded.meta["callbacks"]:
                 callback.restore(self._joined(loaded, name))
         try:
-            load_state_extra(self._executor, loaded.meta.get("strategy", {}))
+            self._executor.load_state_extra(loaded.meta.get("strategy", {}))
         except (ValueError, TypeError) as error:
             what = f"meta.json does not hold the state of the strategy ({error})"
             raise damaged(loaded.checkpoint.folder, what) from None
@@ -291,7 +290,7 @@ class Checkpointer:
     def weights_sha256(self) -> str | None:
         """Return the hash of all weights on rank 0; None elsewhere. Collective if the state is sharded."""
         if self._together is not None:
-            return sha256_of_pieces(sharded_state_dict(self._executor), self._executor.local.all_ranks)
+            return sha256_of_pieces(self._executor.sharded_state_dict(), self._executor.local.all_ranks)
         return weights_sha256(self._executor.state_dict()) if self._run.is_owner else None
 
 

@@ -23,8 +23,7 @@ from trainkit.run.planning.adapters import averaged_split
 from trainkit.run.planning.build import average_of
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor, LocalModel
-from trainkit.strategies.capabilities import swap_averages
-from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.trainer.batch_statistics import count_statistics, restore_buffers, statistics_of
 from trainkit.trainer.checkpoint import Retention
 from trainkit.trainer.evaluate import Evaluation, evaluate
@@ -168,7 +167,7 @@ class EvalRunner:
             batch_size=self.plan.eval_batch_size,
             rank=self.executor.local.rank,
             num_ranks=self.executor.local.num_ranks,
-            together=self.plan.components.strategy.traits.forward_is_collective,
+            together=self.plan.components.strategy.facts.forward_is_collective,
         )
         return evaluate(
             self.executor.local,
@@ -258,7 +257,7 @@ class Averages:
             return
         model = self._executor.local.model
         kept = {name: buffer.clone() for name, buffer in statistics_of(model).items()} if self._counts else {}
-        here = swap_averages(self._executor)
+        here = self._executor.swap_averages()
         try:
             present = bool(self._executor.local.all_ranks.sum(torch.tensor([float(here)])).item())
             if present and self._counts:
@@ -266,7 +265,7 @@ class Averages:
             yield present
         finally:
             if here:
-                swap_averages(self._executor)
+                self._executor.swap_averages()
             if self._counts:
                 restore_buffers(model, kept)
 
@@ -297,7 +296,7 @@ class Averages:
             batch_size=self._plan.eval_batch_size,
             rank=local.rank,
             num_ranks=local.num_ranks,
-            together=parts.strategy.traits.forward_is_collective,
+            together=parts.strategy.facts.forward_is_collective,
         )
         counted = batches.num_counted
         count_statistics(local, parts.objective, self._with_heartbeats(batches), num_counted=counted)

@@ -15,8 +15,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.run.session.given import FunctionLoss, GivenLoss, LossFunction
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS, stop_error
-from trainkit.strategies.base import Batch, LoopCall, StepOutcome
-from trainkit.strategies.loop_capabilities import UpdatesApart, refused_calls
+from trainkit.strategies.base import Batch, Executor, LoopCall, StepOutcome
 from trainkit.trainer.left_out import RollbackNeeded
 
 
@@ -33,7 +32,7 @@ class OwnLoop:
 
     def __init__(self, task: TaskSession, given: GivenLoss, *, strategy: str) -> None:
         self.task, self._given, self._name = task, given, strategy
-        self._refused = refused_calls(task.parts.strategy, task.plan.facts)
+        self._refused = task.parts.strategy.facts_in(task.plan.facts).refused_calls
         self._compiles_step = task.cfg.compile.mode == "step"
         self._repeats = bool(task.plan.optimizers) or task.parts.precision.loss_scale().moves
         task.begin()
@@ -161,14 +160,12 @@ class OwnLoop:
         if reason := self._refused.get(call):
             raise ConfigError([Problem(key="strategy", value=self._name, rule=f"refuses {call.value}: {reason}")])
 
-    def _executor_apart(self) -> UpdatesApart:
+    def _executor_apart(self) -> Executor:
         self._refuse(LoopCall.apart)
         if self.task.plan.optimizers:
             rule = f"{LoopCall.apart.value} support one optimizer, and here each phase has its own update. Use step()."
             raise ConfigError([Problem(key="optimizers", rule=rule)])
-        executor = self.task.executor
-        assert isinstance(executor, UpdatesApart)
-        return executor
+        return self.task.executor
 
     def _refuse_without_gradients(self, call: str) -> None:
         if self._computed is None:

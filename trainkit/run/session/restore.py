@@ -34,7 +34,6 @@ from trainkit.strategies.base import (
     UpdateParams,
     ignore_phase,
 )
-from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
 from trainkit.trainer.events import Measure, Run, State
@@ -111,9 +110,9 @@ class RestoreTarget(Protocol):
 
 def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...], *, measure: Measure) -> Run:
     """Return the view of a starting run for callbacks; `Run.evaluate` calls `measure`."""
-    local, traits = executor.local, plan.components.strategy.traits
+    local, facts = executor.local, plan.components.strategy.facts
     # if the model is sharded, this rank may hold only a part of it
-    model = meta_model(plan) if traits.is_sharded else local.model
+    model = meta_model(plan) if facts.is_sharded else local.model
     num_params = sum(param.numel() for param in model.parameters())
     return Run(
         folder=folder,
@@ -128,10 +127,10 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
         model=local.model,
         device=local.device,
         collective=local.data_ranks,
-        computes_together=traits.forward_is_collective,
+        computes_together=facts.forward_is_collective,
         datasets=plan.components.datasets,
         notes=notes,
-        findings=lambda: result_extra(executor),
+        findings=executor.result_extra,
         measure=measure,
     )
 

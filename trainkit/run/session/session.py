@@ -32,8 +32,7 @@ from trainkit.run.session.restore import TaskLinks, loader_of, make_run_view, ma
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, SetupRequest, ignore_phase
-from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune, unchanged_listener
-from trainkit.strategies.tensors.sharded import TensorShard
+from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback
 from trainkit.trainer.left_out import RollbackNeeded, Suspect
@@ -81,7 +80,7 @@ class TaskSession:
         self._training = training if given_loss is None else given_loss.context_of(training)
         self.fingerprint, self._given_loss, self.logged = fingerprint(plan.cfg), given_loss, LoggedFigures()
         model = transformed_model(self.cfg, strategy, identity.task.device)
-        if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
+        if strategy.facts.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads values of its own tensors.")
         on_phase("join", 0)
         in_steps = self._account.heard(on_phase if links.within_steps else heard_by(snapshot, ignore_phase))
@@ -180,7 +179,7 @@ class TaskSession:
         self.enter("data")
         self._open_loader()
         self._cleanup.callback(self._close_loader)
-        for line in tune(self.executor):
+        for line in self.executor.tune():
             self.warn(line)
         self.run.begin_steps()
         self.callbacks.call("run_start", self.run)
@@ -232,7 +231,7 @@ class TaskSession:
             next_sync_step=self.plan.next_sync_step,
             interrupted=self._links.stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
             on_phase=self._step_phase,
-            expect_unchanged=unchanged_listener(self.executor, checks_always=checks_always),
+            expect_unchanged=(lambda: None) if checks_always else self.executor.expect_unchanged,
             on_acted=lambda: self.enter("data"),
         )
 
@@ -308,7 +307,7 @@ class TaskSession:
         paused = self._journal.is_paused
         self.enter("evaluate")
         self._journal.pause()
-        refresh_model(self.executor)
+        self.executor.refresh_model()
         found = self._scorer.measure(split, dataset)
         if not paused:
             self._journal.proceed()
@@ -328,7 +327,7 @@ class TaskSession:
     def _score(self, splits: Sequence[str]) -> None:
         self.enter("evaluate")
         self._journal.pause()
-        refresh_model(self.executor)
+        self.executor.refresh_model()
         self._scorer.score(splits)
         self._journal.proceed()
 
@@ -355,7 +354,7 @@ class TaskSession:
 
     def _check_replicas(self) -> None:
         self.enter("evaluate")
-        drifted = check_replicas(self.executor)
+        drifted = self.executor.check_replicas()
         if drifted is not None:
             raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
 
@@ -374,9 +373,9 @@ class TaskSession:
         """
         state = self.run.state
         self.flush(is_last=True)
-        for one in sync(self.executor):
+        for one in self.executor.sync():
             state.left_out.take(one)
-        refresh_model(self.executor)
+        self.executor.refresh_model()
         asked = self.run.stop_reason in REASONS
         self._data_state = self._loader.state()  # statistics of averages may read the training data again
         if not asked and self._scorer.averages is not None and self._scorer.averages.end_early():
@@ -395,7 +394,7 @@ class TaskSession:
         self._journal.pause()
         # Rank 0 still writes to disk when the others have finished; all leave the process group together.
         self.executor.local.all_ranks.sum(torch.zeros(1))
-        result = {**status_of(self.run), **self.progress(), **result_extra(self.executor)}
+        result = {**status_of(self.run), **self.progress(), **self.executor.result_extra()}
         result["weights_sha256"] = self._keeper.weights_sha256()
         self.callbacks.call("train_end", self.run, result)
         return result

@@ -19,6 +19,7 @@ from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
 from trainkit.strategies.base import (
     Batch,
     Executor,
+    JsonMap,
     LeftOut,
     LocalModel,
     StateDict,
@@ -27,7 +28,6 @@ from trainkit.strategies.base import (
     StepCounter,
     StepOutcome,
 )
-from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, sum_of, total_of
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import replica_state, restore_replica

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -13,12 +13,12 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.strategies.base import (
+    Facts,
     LocalModel,
     LoopCall,
     PlanContext,
     SetupRequest,
     Strategy,
-    Traits,
     ignore_phase,
 )
 from trainkit.strategies.central_storage.executor import AsyncCentralExecutor, CentralExecutor
@@ -28,7 +28,7 @@ from trainkit.strategies.core.refusals import async_problems, launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
-from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms import uncompiled
 
 _CPU_THREADS = 2
@@ -54,7 +54,7 @@ class CentralStorage(Strategy):
     arXiv:1605.08695, section 4.4.
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="model")
+    facts: ClassVar[Facts] = Facts(compiles="model")
 
     parameter_device: Annotated[int | str, placement] = "auto"
     """Device of the parameters and the optimizer; `auto`: the CPU, or the only compute device."""
@@ -81,31 +81,28 @@ class CentralStorage(Strategy):
             problems.append(Problem(key=key, value=self.num_replicas(context), rule=rule))
         return problems
 
-    def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
-        """Return the calls that are refused: its threads end a step together, and in `async` there is no such end."""
-        if self.mode == "async":
-            return {LoopCall.session: "strategy.mode=async has no step that ends before the next one. Use mode=sync."}
-        return {LoopCall.apart: "its threads compute and update as one. Use step(), or strategy=mirrored."}
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return whether threads update as gradients arrive; a step of its own loop ends with `step()` alone."""
+        if self.mode == "sync":
+            rule = "its threads compute and update as one. Use step(), or strategy=mirrored."
+            return replace(super().facts_in(context), withheld_calls={LoopCall.apart: rule})
+        rule = "strategy.mode=async has no step that ends before the next one. Use mode=sync."
+        return replace(
+            super().facts_in(context),
+            changes_maths=len(self._computing(context.num_gpus)) > 1,
+            is_asynchronous=True,
+            withheld_calls={LoopCall.session: rule},
+        )
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of compute devices, which share a step; 1 in `async`, where each computes whole steps."""
         return 1 if self.mode == "async" else len(self._computing(context.num_gpus))
 
-    @property
-    def changes_maths_here(self) -> bool:
-        """Whether several threads update asynchronously."""
-        return self.mode == "async" and len(self._computing(torch.cuda.device_count())) > 1
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether every gradient makes a separate update."""
-        return self.mode == "async"
-
-    def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note if asynchronous updates train differently."""
-        if not self.changes_maths_here:
+        if not self.facts_in(context).changes_maths:
             return ()
-        count = len(self._computing(torch.cuda.device_count()))
+        count = len(self._computing(context.num_gpus))
         line = f"central_storage: {count} threads apply gradients as they arrive"
         return (f"{line}: a different training from that of one device, and another every time.",)
 

@@ -26,6 +26,7 @@ from trainkit.strategies.base import (
     StepCounter,
     StepOutcome,
 )
+from trainkit.strategies.collectives import RankGroup, broadcast_values
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.optimizer import NamedSteppers, OptimizerStepper, Updater
@@ -40,7 +41,6 @@ from trainkit.strategies.core.replica import (
 )
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update, observer
-from trainkit.strategies.groups.process_group import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import Placement, SingleDevicePlacement, make_dense
 

@@ -13,7 +13,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.memory_capabilities import ReplicaPart
+from trainkit.strategies.memory import ReplicaPart
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import PartitionSolver, model_bytes

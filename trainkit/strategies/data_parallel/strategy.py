@@ -18,15 +18,16 @@ from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import (
     WHOLE_REPLICAS,
+    Facts,
+    JsonMap,
     Numerics,
     PlanContext,
     SetupRequest,
     StagePart,
     StepContext,
     Strategy,
-    Traits,
 )
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.graphs.steps import StepGraphs
 from trainkit.strategies.core.graphs.whole_shards import makers_of
 from trainkit.strategies.core.replica import Replica
@@ -41,8 +42,8 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.data_parallel.replica_map import BlockMap, Devices, ReplicaMap, group_problems
-from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions, RankGroup
-from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
+from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
+from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import AutoReducer, BackendReducer, PerDeviceReducer, Reducer
 from trainkit.strategies.reducers.gradient_vector import largest_bucket
@@ -122,7 +123,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
     and every replica makes the same update.
     """
 
-    traits: ClassVar[Traits] = replace(WHOLE_REPLICAS, place=1, elastic=True)
+    facts: ClassVar[Facts] = replace(WHOLE_REPLICAS, place=1, elastic=True)
     shard_step: ClassVar[type[ShardStep]] = ShardStep
     """The class of a try at a step; a subclass may set another one."""
 
@@ -180,13 +181,13 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the problem that a single rank on one device runs the same code as one_device."""
         return ProcessGroupOptions.proof_problems(self, context) if self.map is None else []
 
-    @property
-    def traits_here(self) -> Traits:
-        """The traits of the strategy: with a map, only blocks are compiled, because activations move between them."""
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts: with a map, only blocks are compiled, because activations move between them."""
+        facts = super().facts_in(context)
         if self.map is None:
-            return self.traits
-        compiles: Compiles = "blocks" if self.traits.compiles == "model" else self.traits.compiles
-        return replace(self.traits, compiles=compiles, compiles_step=False)
+            return facts
+        compiles: Compiles = "blocks" if facts.compiles == "model" else facts.compiles
+        return replace(facts, compiles=compiles, compiles_step=False)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return problems of the map for this model."""
@@ -205,8 +206,11 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         found = self._replica_map(context)
         return () if found is None else found.parts(model, context)
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
-        """Return the blocks of each device of a replica with a map; none if the map does not fit, or without a map."""
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+        """Return the blocks of each device of a replica with a map that fits; without one, one part for all."""
+        return self._parts(model, context) or super().replica_parts(model, context, num_shards=num_shards)
+
+    def _parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         found = self._replica_map(context)
         return () if found is None else found.held_parts(model, context, gradient_copies=self.gradient_copies(context))
 
@@ -214,7 +218,7 @@ class DataParallel(GroupOfOne, ReductionOptions, ProcessGroupOptions, Strategy):
         """Return the memory of the device with the largest use: its part of a replica, the vector of the exchange, the
         memory of reducers.
         """
-        parts = self.replica_parts(model, context, num_shards=1)
+        parts = self._parts(model, context)
         bucket = None
         if self._takes_gradients(context.numerics, self.num_replicas(context)):
             bucket = largest_bucket(model, precision_of(context).master_dtype, self.bucket_bytes)

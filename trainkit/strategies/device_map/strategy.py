@@ -14,7 +14,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import above, placement
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
+from trainkit.strategies.base import Facts, PlanContext, SetupRequest, StagePart, Strategy
 from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
@@ -23,7 +23,7 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
+from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
@@ -38,7 +38,7 @@ class DeviceMap(Strategy):
         (Task(role='worker', index=0, rank=0, device='cuda:0'),)
     """
 
-    traits: ClassVar[Traits] = Traits(shows_gradients=True, runs_hooks=True)
+    facts: ClassVar[Facts] = Facts(shows_gradients=True, runs_hooks=True)
 
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""
@@ -88,13 +88,16 @@ class DeviceMap(Strategy):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the device with the largest use, and the partial sums of a reproducible run."""
-        parts = self.replica_parts(model, context, num_shards=1)
+        parts = self._parts(model, context)
         if not parts:
             return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
         return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
 
-    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:  # noqa: ARG002 - one after another
-        """Return the blocks of each device; none if the map does not fit the model."""
+    def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
+        """Return the blocks of each device; one part for all if the map does not fit the model."""
+        return self._parts(model, context) or super().replica_parts(model, context, num_shards=num_shards)
+
+    def _parts(self, model: nn.Module, context: PlanContext) -> tuple[ReplicaPart, ...]:
         layout = self._judged(model, context)
         if not isinstance(layout, DeviceLayout):
             return ()

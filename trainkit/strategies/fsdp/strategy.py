@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -14,8 +13,7 @@ from trainkit.config.values import MOST_PROCESSES, closest
 from trainkit.errors import Problem
 from trainkit.fields import at_least, at_most, placement, speed
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Access
-from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
+from trainkit.strategies.base import Facts, PlanContext, SetupRequest, Strategy
 from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
     cut_and_cast,
@@ -39,7 +37,7 @@ from trainkit.strategies.core.sharded.replica import ShardedReplica, joined_norm
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import GroupOfOne, ProcessGroupOptions
-from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
 from trainkit.strategies.scaling import Scaled
 from trainkit.strategies.tensors.layouts import Placement
 from trainkit.strategies.traffic import StepCut, Transfer, precision_of, ranks_of
@@ -62,7 +60,7 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    traits: ClassVar[Traits] = Traits(
+    facts: ClassVar[Facts] = Facts(
         place=2,
         supports_meta_init=True,
         is_sharded=True,
@@ -115,11 +113,10 @@ class Fsdp(GroupOfOne, ProcessGroupOptions, Strategy):
             found.append(Problem(key="strategy.offload", value=True, rule=f"{rule}it out."))
         return found
 
-    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
-        """Return the access to parameters outside of the model's forward pass that is refused because ranks hold only
-        parts.
-        """
-        return withheld_where_sharded("fsdp") if self.num_replicas(context) > 1 or self.is_grouped else {}
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts: ranks hold parts, and have whole parameters in the model's forward pass alone."""
+        is_sharded = self.num_replicas(context) > 1 or self.is_grouped
+        return replace(super().facts_in(context), withheld=withheld_where_sharded("fsdp") if is_sharded else {})
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
         """Return problems: parameters that cannot be sharded, and classes that the model does not have."""

@@ -1,26 +1,21 @@
-"""Strategies whose ranks form one process group, one device each; sums and gathers of small tensors and of JSON.
+"""Strategies whose ranks form one process group, one device each.
 
 The ranks are processes on this host or in a launch over several.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from trainkit.bounded import parse_json
 from trainkit.cluster.host import mig_instances, use_device
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Identity, Task
@@ -29,147 +24,14 @@ from trainkit.config.values import MOST_PROCESSES
 from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.errors import LinkError, Problem
 from trainkit.fields import above, at_least, at_most, placement
-from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.flight_recorder import note_exchange
+from trainkit.strategies.collectives import GroupCollective, RankGroup
 from trainkit.strategies.groups.devices import device_list_problems, parse_device
 from trainkit.strategies.rendezvous_store import store_client
 
-_T = TypeVar("_T")
 _POLL_S: Final = 0.02
-_ABORT_S: Final = 2.0
-"""Seconds that a failed rank waits for its connections to close."""
 _DUMP_SIGNAL: Final = "exception_dump"
 """Key of NCCL's signal that an exchange has failed (kStoreDumpKey of ProcessGroupNCCL.hpp); it never has a prefix."""
-
-
-def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite a tensor with the values of a group's first rank, also if their strides differ; collective.
-
-    Backends send tensors in memory order, and NCCL requires contiguous ones.
-
-    Args:
-        tensor: a tensor with the same shape and dtype on every rank.
-        group: the ranks that take part; None: all.
-    """
-    own = tensor.detach()
-    sent = own.contiguous()
-    dist.broadcast(sent, group=group, group_src=0)
-    if sent is not own:
-        own.copy_(sent)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalCollective:
-    """The collective of a single rank: a sum is the tensor itself."""
-
-    rank: int = 0
-    num_ranks: int = 1
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
-        return tensor
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return a list with only this tensor."""
-        return [tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupCollective:
-    """The ranks of a process group, or the data ranks that they form.
-
-    If several ranks compute one replica, all of them take part and get the same result, but only the tensor of one rank
-    per replica counts.
-    """
-
-    rank: int
-    """Rank of this process; the data rank, if several ranks compute a replica."""
-    num_ranks: int
-    device: torch.device
-    representatives: tuple[int, ...] = ()
-    """The rank of the group whose tensor counts for each data rank; empty: every rank is a data rank."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise sum over ranks, added in rank order; collective.
-
-        Small tensors of one shape only: every rank receives all tensors, which makes the order, and so the bits, the
-        same on all ranks and in every run. No sizes are exchanged, so the host does not wait.
-        """
-        here = tensor.detach().to(self.device)
-        note_exchange(here, "sum")
-        total = torch.zeros_like(tensor)
-        for part in self._of_data_ranks(self._exchange_all(here)):
-            total += part.to(tensor.device)
-        return total
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor of every rank, by rank; shapes may differ in their first dim; collective."""
-        here = tensor.detach().to(self.device)
-        sizes = self._exchange_all(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
-        lengths = [int(size.item()) for size in sizes]
-        if len(set(lengths)) == 1:
-            return [part.to(tensor.device) for part in self._of_data_ranks(self._exchange_all(here))]
-        padded = here.new_zeros((max(lengths), *here.shape[1:]))
-        padded[: here.shape[0]] = here
-        parts = self._of_data_ranks(self._exchange_all(padded))
-        return [
-            part[:length].to(tensor.device) for part, length in zip(parts, self._of_data_ranks(lengths), strict=True)
-        ]
-
-    def _of_data_ranks(self, parts: list[_T]) -> list[_T]:
-        return [parts[rank] for rank in self.representatives] if self.representatives else parts
-
-    def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
-        held = tensor.contiguous()
-        parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, held)
-        return parts
-
-
-def all_gather_object(content: _T, all_ranks: Collective) -> list[_T]:
-    """Gather an object of JSON from every rank, in rank order; collective.
-
-    Example:
-        >>> from trainkit.strategies.groups.process_group import LocalCollective
-        >>> all_gather_object({"written": True}, LocalCollective())
-        [{'written': True}]
-    """
-    content_bytes = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-    return [parse_json(part.cpu().numpy().tobytes()) for part in all_ranks.gather(content_bytes)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankGroup:
-    """The ranks that a task computes with; by default only the task itself."""
-
-    data_ranks: Collective = field(default_factory=LocalCollective)
-    """Sums of small tensors over the data ranks."""
-    all_ranks: Collective = field(default_factory=LocalCollective)
-    """Sums of small tensors over all processes."""
-    is_joined: bool = False
-    """Whether they are connected by torch's default process group, which `close` leaves."""
-
-    def close(self, *, failed: bool) -> None:
-        """Leave the process group.
-
-        Args:
-            failed: whether to break the connections, so that the other ranks need not wait for this one.
-        """
-        if not self.is_joined or not dist.is_initialized():
-            return
-        if not failed:
-            dist.destroy_process_group()
-            return
-        # NCCL and gloo wait for pending exchanges, which may never end
-        thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-
-
-def _abort_groups() -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # the others know it already
-        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - destroying them waits for the other ranks
 
 
 @dataclass(frozen=True, kw_only=True)

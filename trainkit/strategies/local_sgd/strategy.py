@@ -15,6 +15,7 @@ from trainkit.fields import at_least, at_most, maths
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import (
     Batch,
+    Facts,
     LeftOut,
     LoopCall,
     PlanContext,
@@ -25,16 +26,16 @@ from trainkit.strategies.base import (
     StepOutcome,
     Strategy,
     Ticket,
-    Traits,
 )
+from trainkit.strategies.collectives import LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.groups.process_group import LocalCollective, ProcessGroupOptions, RankGroup, all_gather_object
+from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
-from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.reducers import LocalReducer
 from trainkit.strategies.traffic import (
     StepCut,
@@ -83,7 +84,13 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     """
 
     changes_maths: ClassVar[bool] = True
-    traits: ClassVar[Traits] = Traits(compiles="model", runs_hooks=True)
+    facts: ClassVar[Facts] = Facts(
+        compiles="model",
+        runs_hooks=True,
+        withheld_calls={
+            LoopCall.apart: "its replicas step independently between two averages. Use step(), or strategy=mirrored."
+        },
+    )
 
     replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Number of processes; it changes the result."""
@@ -115,12 +122,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             problems.append(Problem(key=f"strategy.outer.{key}", value=value, rule=rule))
         return problems
 
-    def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
-        """Return the refused calls: gradients have no update that all replicas share."""
-        rule = "its replicas step independently between two averages. Use step(), or strategy=mirrored."
-        return {LoopCall.apart: rule}
-
-    def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note about the averages."""
         first = f", after {self.local_after} steps as in mirrored" if self.local_after else ""
         steps = "step" if self.average_every == 1 else f"{self.average_every} steps"

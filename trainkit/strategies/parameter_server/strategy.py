@@ -18,12 +18,12 @@ from trainkit.fields import above, at_least, at_most, maths, placement
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import LoopCall, PlanContext, SetupRequest, Strategy, TaskContext, Traits
+from trainkit.strategies.base import Facts, LoopCall, PlanContext, SetupRequest, Strategy, TaskContext
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
-from trainkit.strategies.memory_capabilities import ModelMemory
+from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms import uncompiled
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.state import CoordinatorExecutor
@@ -57,7 +57,7 @@ class ParameterServer(Strategy):
     Learning with the Parameter Server; Chen et al. 2016, arXiv:1604.00981; tf.distribute.ParameterServerStrategy.
     """
 
-    traits: ClassVar[Traits] = Traits(compiles="model")
+    facts: ClassVar[Facts] = Facts(compiles="model")
 
     workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or as many as a cluster names."""
@@ -84,16 +84,16 @@ class ParameterServer(Strategy):
     timeout_s: Annotated[float, above(0), placement] = 600.0
     """Seconds that tasks wait for each other, and that a worker has for a work item."""
 
-    @property
-    def changes_maths_here(self) -> bool:
-        """Whether several workers update asynchronously, updates mix shards of steps, or numbers are rounded."""
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return whether several workers update asynchronously, updates mix shards of steps, or numbers are rounded."""
         mixes = self.spare_mode == "replace" and self.spare_replicas > 0
-        return (self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full"
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether every gradient makes a separate update."""
-        return self.mode == "async"
+        rule = "its workers and servers run no loop: the chief assigns their work. Use strategy=multi_worker_mirrored."
+        return replace(
+            super().facts_in(context),
+            changes_maths=(self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full",
+            is_asynchronous=self.mode == "async",
+            withheld_calls={LoopCall.session: rule},
+        )
 
     def launch_problems(self, launch: LaunchEnvironment) -> list[Problem]:
         """Return problems: no task to keep the variables, or other numbers of tasks than the fields give."""
@@ -142,9 +142,9 @@ class ParameterServer(Strategy):
         """Return the strategy with the numbers of tasks of the launch."""
         return replace(self, workers=self.num_workers(context), servers=self.num_servers(context))
 
-    def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
         """Return a note if it trains differently from one device."""
-        if not self.changes_maths_here:
+        if not self.facts_in(context).changes_maths:
             return ()
         why = {
             "the gradients of several workers are applied as they arrive": self.mode == "async",
@@ -175,11 +175,6 @@ class ParameterServer(Strategy):
             return launch.tasks
         serving = 1 if self.servers == "auto" else self.servers
         return _by_role({"chief": 1, "worker": launch.num_ranks - serving - 1, "ps": serving})
-
-    def refused_calls(self, context: PlanContext) -> dict[LoopCall, str]:  # noqa: ARG002 - in any
-        """Return the refused calls: its workers compute assigned work and run no loop."""
-        rule = "its workers and servers run no loop: the chief assigns their work. Use strategy=multi_worker_mirrored."
-        return {LoopCall.session: rule}
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of worker devices that a step needs; in `async` each worker computes whole steps."""

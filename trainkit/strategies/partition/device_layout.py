@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.base import StagePart
-from trainkit.strategies.memory_capabilities import ModelMemory, ReplicaPart
+from trainkit.strategies.memory import ModelMemory, ReplicaPart
 from trainkit.strategies.object_snapshot import ObjectSnapshot, refuse_changes
 from trainkit.strategies.partition.blocks import Block, distinct_tensors, names_of
 from trainkit.strategies.partition.syntax import collapsed

@@ -18,11 +18,11 @@ from trainkit.objectives.base import Loss, Supervised
 from trainkit.objectives.from_hidden.output_layer import output_layer_of, scored_inside
 from trainkit.objectives.terms import add_terms
 from trainkit.strategies.base import Batch, StateDict, StepContext
+from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
 from trainkit.strategies.core.step import ShardStep, added, weight_on
 from trainkit.strategies.core.synchronous import SynchronousExecutor
-from trainkit.strategies.groups.process_group import RankGroup
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
 from trainkit.strategies.pipeline.microbatch import Chunk
 from trainkit.strategies.pipeline.replica import ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
@@ -31,9 +31,9 @@ from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
 from trainkit.strategies.pipeline.tracing.recorder import is_fake
 from trainkit.strategies.pipeline.tracing.stage_module import blocks_of_stage, filled
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
 from trainkit.strategies.tensors.layouts import in_layout
 from trainkit.strategies.tensors.lazy_state import name_in, select
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
 
 class StagedForward:

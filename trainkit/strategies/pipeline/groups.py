@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainkit.objectives.base import Collective
+from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica_check import bits_hash
-from trainkit.strategies.groups.process_group import broadcast_values
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.tensors.layouts import FlatBuffer
 

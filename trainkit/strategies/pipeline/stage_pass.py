@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.objectives.base import Loss, Model, Supervised
 from trainkit.strategies.base import Batch
-from trainkit.strategies.memory_capabilities import RankPass
+from trainkit.strategies.memory import RankPass
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
 from trainkit.strategies.pipeline.tracing.stage_module import StageModule, blocks_of_stage, filled

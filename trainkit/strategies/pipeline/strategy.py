@@ -16,14 +16,14 @@ from trainkit.fields import above, at_least, at_most, placement
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Supervised
-from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
+from trainkit.strategies.base import Facts, PlanContext, SetupRequest, StagePart, Strategy
 from trainkit.strategies.core.refusals import counted_statistics_problems
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.pairwise import sending_problems
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass, ReplicaPart
+from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass, ReplicaPart
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.blocks import names_of
 from trainkit.strategies.partition.device_layout import part_of
@@ -114,7 +114,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         (2, 8)
     """
 
-    traits: ClassVar[Traits] = Traits(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
+    facts: ClassVar[Facts] = Facts(place=4, supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
     """Copies of the whole pipeline, over all hosts; auto: those that the GPUs of this host or a launch make up."""
@@ -135,10 +135,16 @@ class Pipeline(ProcessGroupOptions, Strategy):
         """The ranks of the stages."""
         return self.stages
 
-    @property
-    def default_shards_per_replica(self) -> int:
-        """Four microbatches per rank: the bubble is then below a fifth of the step (Huang et al. 2019, section 2.3)."""
-        return 4 * self.stages
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts: an objective gets the outputs alone, and no rank has the whole model."""
+        reason = (
+            "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default `loss`."
+        )
+        return replace(
+            super().facts_in(context),
+            shards_per_replica=4 * self.stages,  # the bubble is below a fifth of a step: Huang et al. 2019, section 2.3
+            withheld=dict.fromkeys(Access, reason),
+        )
 
     @property
     def loss_rank(self) -> int:
@@ -177,15 +183,6 @@ class Pipeline(ProcessGroupOptions, Strategy):
             found.append(Problem(key="strategy.map", value="{}", rule=rule))
         found += self._limits.problems()
         return found or super().validate(context)
-
-    def withheld(self, context: PlanContext) -> Mapping[Access, str]:  # noqa: ARG002 - of any
-        """Return the refused access: everything but the outputs, because the last stage calls `score` and no rank has
-        the whole model.
-        """
-        reason = (
-            "a pipeline has outputs on its last stage only. Use a Supervised objective that keeps the default `loss`."
-        )
-        return dict.fromkeys(Access, reason)
 
     @property
     def _limits(self) -> Limits:
@@ -243,13 +240,17 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return the memory of the rank with the largest use, and a flat vector for the exchange between replicas."""
-        parts = self.replica_parts(model, context, num_shards=1)
+        parts = self._stage_parts(model, context, num_shards=1)
         if not parts:
             return ModelMemory.whole(model, gradient_copies=0 if self.num_replicas(context) == 1 else 1)
         return max((part.memory for part in parts), key=lambda memory: sum(memory.resident.values()))
 
     def replica_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
-        """Return the stages of each rank, and its number of microbatches in flight; none if the map does not fit."""
+        """Return the stages of each rank, and its number of microbatches in flight; one part if no map fits."""
+        parts = self._stage_parts(model, context, num_shards=num_shards)
+        return parts or super().replica_parts(model, context, num_shards=num_shards)
+
+    def _stage_parts(self, model: nn.Module, context: PlanContext, *, num_shards: int) -> tuple[ReplicaPart, ...]:
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
         cut = self._cut(model, context.precision, context)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from trainkit.strategies.core.sharded.gathered_pass import GatheredPass
-from trainkit.strategies.memory_capabilities import RankPass
+from trainkit.strategies.memory import RankPass
 from trainkit.strategies.tensor_parallel.cutting import (
     ActivationRngRegions,
     Exchange,

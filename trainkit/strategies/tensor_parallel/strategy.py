@@ -20,7 +20,8 @@ from trainkit.numerics.generators import hash64
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.objectives.base import Access
-from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
+from trainkit.strategies.base import Facts, PlanContext, SetupRequest, Strategy
+from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.core.sharded.base import (
@@ -50,8 +51,8 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.mesh import Axes
-from trainkit.strategies.groups.process_group import ProcessGroupOptions, broadcast_values
-from trainkit.strategies.memory_capabilities import ModelMemory, PlannedShard, RankPass
+from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.memory import ModelMemory, PlannedShard, RankPass
 from trainkit.strategies.model_transforms import is_compiled
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.tensor_parallel.cut_pass import CutPass
@@ -150,7 +151,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    traits: ClassVar[Traits] = Traits(
+    facts: ClassVar[Facts] = Facts(
         place=3, compiles="blocks", is_sharded=True, forward_is_collective=True, keeps_memory_format=False
     )
 
@@ -186,12 +187,13 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         """Return one replica, with a part of each layer on each device."""
         return {"replicas": 1, "degree": count}
 
-    def withheld(self, context: PlanContext) -> Mapping[Access, str]:
-        """Return the access to whole parameters that is refused because ranks hold only parts."""
-        if self.shard and self.num_replicas(context) > 1:
-            return withheld_where_sharded("tensor_parallel")
-        found = withheld_where_sharded("tensor_parallel") if self.degree > 1 else {}
-        return {access: reason for access, reason in found.items() if access is not Access.methods}
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return the facts: ranks hold parts of layers, whose modules compute outside of forward too."""
+        is_sharded = self.shard and self.num_replicas(context) > 1
+        withheld = withheld_where_sharded("tensor_parallel") if is_sharded or self.degree > 1 else {}
+        if not is_sharded:
+            withheld.pop(Access.methods, None)
+        return replace(super().facts_in(context), withheld=withheld)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
         """Return problems of the plan for this model, and parameters that cannot be sharded over the replicas."""
@@ -199,7 +201,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         found = [*(fit.problems or shares_rng_across_ranks(model, fit))]
         return [*found, *(unsharded_model_problems(model) if self.shard else [])]
 
-    def notes(self, model: nn.Module) -> tuple[str, ...]:
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - in any
         """Return notes: how layers are sharded, and whether their random numbers differ from those of one device."""
         if self.degree == 1:
             return ("strategy.degree=1 shards no layer: every rank has a whole replica, as in strategy=mirrored.",)

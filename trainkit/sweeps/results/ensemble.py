@@ -27,7 +27,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.run.folder.model_file import Which, load_run, write_model
 from trainkit.strategies.base import LocalModel
-from trainkit.strategies.groups.process_group import LocalCollective
+from trainkit.strategies.collectives import LocalCollective
 from trainkit.sweeps.results.job_results import JobResult
 from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.trainer.evaluate import evaluate

@@ -19,8 +19,8 @@ from torch import Tensor
 from trainkit.errors import CheckpointError
 from trainkit.objectives.base import Collective
 from trainkit.storage import bytes_needed
-from trainkit.strategies.groups.process_group import all_gather_object
-from trainkit.strategies.tensors.sharded import ShardedState
+from trainkit.strategies.collectives import all_gather_object
+from trainkit.strategies.tensor_shards import ShardedState
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.saving import (
     CheckpointPart,

@@ -18,8 +18,8 @@ from trainkit.config.grammar import setting
 from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.files import read_bytes, refuse_link
 from trainkit.frames import first_line
+from trainkit.strategies.tensor_shards import coverage_error
 from trainkit.strategies.tensors.lazy_state import LazyStateDict
-from trainkit.strategies.tensors.sharded import coverage_error
 from trainkit.trainer.checkpoint.tensor_file import DTYPES, TensorFile, lengths_in
 from trainkit.trainer.manifest import (
     MANIFEST,

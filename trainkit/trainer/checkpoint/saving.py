@@ -18,7 +18,7 @@ from torch import Tensor
 from trainkit.errors import CheckpointError
 from trainkit.files import open_regular, size_of
 from trainkit.storage import bytes_needed, naming, sync_folder
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, coverage_error
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, coverage_error
 from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention
 from trainkit.trainer.checkpoint.tensor_file import NAMES, refuse_unwritable, write_bytes, write_tensors

@@ -27,7 +27,7 @@ from trainkit.bounded import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.files import open_regular, size_of
 from trainkit.objectives.base import Collective
-from trainkit.strategies.tensors.sharded import ShardedState, iter_gather_full
+from trainkit.strategies.tensor_shards import ShardedState, iter_gather_full
 from trainkit.trainer.manifest import FileRecord, damaged
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {

@@ -144,7 +144,6 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
     from trainkit.run.planning.misfits import refuse_misfits  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
-    from trainkit.strategies.memory_capabilities import describe_partition  # noqa: PLC0415 - imports torch
 
     try:
         hardware = hardware_of(composition.cfg)
@@ -162,7 +161,7 @@ def _planned(call: Call, composition: Composition, asked: _Asked) -> _Planned:
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         ends = data is None or data.knows_length or composition.cfg.steps is not None
         outlook = outlook_of(plan, model, ends=ends)
-        parts = describe_partition(plan.components.strategy, model, plan.facts)
+        parts = plan.components.strategy.describe_partition(model, plan.facts)
         verdict = None if hardware is None else verdict_of(plan, outlook.memory, hardware)
         too_big = hardware is not None and verdict is not None and verdict.fits is False
         remedies = remedies_for(plan, model, hardware) if too_big and hardware is not None else []

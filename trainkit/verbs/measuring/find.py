@@ -137,15 +137,13 @@ def _batch_problems(plan: RunPlan) -> Iterator[Problem]:
 
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
     """Yield the reasons why a range test cannot find the learning rate of a training."""
-    from trainkit.strategies.capabilities import is_asynchronous  # noqa: PLC0415 - imports torch
-
     if plan.optimizers:
         names = ", ".join(one.name for one in plan.optimizers)
         rule = f"has a learning rate for each of {names}, and the test changes only one. Use bench --until for each."
         yield Problem(key="optimizers", rule=rule)
     elif plan.rate.peak <= 0:
         yield Problem(key="optimizer.lr", value=plan.rate.base, rule="must be above 0: the test multiplies it.")
-    if is_asynchronous(plan.components.strategy):
+    if plan.components.strategy.facts_in(plan.facts).is_asynchronous:
         rule = (
             "applies gradients as they arrive, so no loss belongs to the learning rate of its step. Find the rate "
             "under strategy=one_device, or strategy.mode=sync."

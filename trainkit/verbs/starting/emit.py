@@ -273,7 +273,6 @@ def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, jo
     from trainkit.numerics.batch import resolve_batch  # noqa: PLC0415
     from trainkit.run.planning.build import numerics_of  # noqa: PLC0415
     from trainkit.strategies.base import PlanContext  # noqa: PLC0415
-    from trainkit.strategies.capabilities import default_shards_per_replica  # noqa: PLC0415
 
     cfg = composition.cfg
     strategy, numerics = build(cfg.strategy, "strategy"), numerics_of(cfg)
@@ -293,7 +292,7 @@ def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, jo
             accumulation=cfg.batch.accumulation,
             num_replicas=strategy.num_replicas(facts),
             lanes=numerics.lanes if numerics.reproducible else None,
-            shards_a_replica=default_shards_per_replica(strategy),
+            shards_a_replica=strategy.facts_in(facts).shards_per_replica,
         )
         problems = sizes if isinstance(sizes, list) else []
     if problems:

@@ -9,7 +9,7 @@ from torch import nn
 from trainkit.errors import Problem
 from trainkit.numerics.randomness import draws_at_random
 from trainkit.objectives.base import Access, needs_of
-from trainkit.strategies.base import PlanContext, Traits
+from trainkit.strategies.base import Facts, PlanContext
 from trainkit.strategies.core.graphs.formulas import FORMULAS
 from trainkit.strategies.model_transforms import ModelTransforms
 
@@ -22,7 +22,7 @@ def step_problems(
     transforms: ModelTransforms,
     context: PlanContext,
     *,
-    traits: Traits,
+    facts: Facts,
     strategy: str,
     device: str = "cpu",
 ) -> list[Problem]:
@@ -32,13 +32,13 @@ def step_problems(
         model: the model, possibly without data.
         transforms: the requested transforms.
         context: optimizer, objective and `numerics` settings.
-        traits: traits of the strategy.
+        facts: facts of the strategy.
         strategy: the name of the strategy, for the message.
         device: the device of the first replica.
     """
     if transforms.compile_mode != "step":
         return []
-    rules = [*_of_strategy(traits, strategy), *_of_settings(context), *_of_model(model)]
+    rules = [*_of_strategy(facts, strategy), *_of_settings(context), *_of_model(model)]
     found = [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
     if transforms.cuda_graphs and not device.startswith("cuda"):
         rule = f"is for CUDA devices, and this run is on {device}. Leave it out."
@@ -68,9 +68,9 @@ def compiles_gradients() -> bool:
     return hasattr(config, "trace_autograd_ops")
 
 
-def _of_strategy(traits: Traits, strategy: str) -> Iterator[str]:
-    if not traits.compiles_step:
-        other = "Leave it out" if traits.compiles == "nothing" else "Use compile.mode=default"
+def _of_strategy(facts: Facts, strategy: str) -> Iterator[str]:
+    if not facts.compiles_step:
+        other = "Leave it out" if facts.compiles == "nothing" else "Use compile.mode=default"
         yield f"{strategy} does not run steps as graphs. {other}, or use strategy=mirrored."
     if not compiles_gradients():
         yield f"needs torch 2.11 or newer, which compiles torch.autograd.grad. {_DEFAULT}"

@@ -18,6 +18,7 @@ from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, Collective
 from trainkit.strategies.base import Batch, PlanContext, StateDict, StepContext
+from trainkit.strategies.collectives import RankGroup, all_gather_object
 from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel, replica_state, restore_replica
 from trainkit.strategies.core.sharded.fully import filled
@@ -31,9 +32,8 @@ from trainkit.strategies.core.sharded.replica import (
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.step import ShardStep, added, cloned_batch, weight_on
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
-from trainkit.strategies.groups.process_group import RankGroup, all_gather_object
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
 from trainkit.strategies.tensors.layouts import FlatBuffer, Placement, make_dense
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
 
 def dummy_batch(batch: Batch | None, device: torch.device, all_ranks: Collective) -> Batch:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from trainkit.cluster.host import return_freed_memory
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision, buffer_dtype, param_dtype
+from trainkit.strategies.collectives import broadcast_values
 from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
-from trainkit.strategies.groups.process_group import broadcast_values
 from trainkit.strategies.object_snapshot import watch_first_call
 from trainkit.strategies.partition.blocks import blocks_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.memory_capabilities import RankPass
+from trainkit.strategies.memory import RankPass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from trainkit.errors import TrainingError
 from trainkit.strategies.base import Batch
 from trainkit.strategies.core.optimizer import Updater
 from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, refuse_mismatch
+from trainkit.strategies.tensor_shards import ShardedState, TensorShard, region
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, region
 
 
 @dataclass(frozen=True, kw_only=True)

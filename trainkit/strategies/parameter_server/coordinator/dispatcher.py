@@ -17,8 +17,7 @@ from torch import Tensor
 
 from trainkit.bounded import expect_map
 from trainkit.errors import LinkError, TrainingError
-from trainkit.strategies.base import LeftOut, Status, StepContext, StepOutcome
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap, LeftOut, Status, StepContext, StepOutcome
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler

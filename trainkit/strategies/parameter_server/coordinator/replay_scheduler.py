@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.update_log import UpdateRecord

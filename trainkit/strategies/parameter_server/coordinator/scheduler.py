@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from trainkit.errors import CheckpointError, LinkError
 from trainkit.strategies.base import (
     Batch,
     Executor,
+    JsonMap,
     SetupRequest,
     StateDict,
     StepCounter,
     StepOutcome,
     Ticket,
 )
-from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.parameter_server.coordinator.dispatcher import UpdateDispatcher, WorkerRegistry
 from trainkit.strategies.parameter_server.coordinator.scheduler import WorkScheduler

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainkit.bounded import expect_map, whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import LinkError, TrainingError
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions, Norms, joined
 from trainkit.strategies.parameter_server.wire.auth import connect

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import LinkError
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap
 
 _HEAD: Final = struct.Struct("!4s16sIQ")
 _MAGIC: Final = b"tkl1"

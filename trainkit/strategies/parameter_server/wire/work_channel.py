@@ -10,7 +10,7 @@ from typing import Protocol, Self
 from trainkit.bounded import expect_map
 from trainkit.errors import LinkError
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.base import JsonMap
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 
 

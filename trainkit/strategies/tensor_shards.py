@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.groups.process_group import all_gather_object
+from trainkit.strategies.collectives import all_gather_object
 
 _Box = tuple[Sequence[int], Sequence[int]]
 """Offset and size of a part."""
