@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks import report
-from trainkit.trainer.checkpoint import BackgroundSaver, Retention, SavePolicy
+from trainkit.strategies.tensor_shards import TensorShard
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Saver
 
 _TENSORS = 48
 """Parameters and two slots of the optimizer each, of 16 layers."""
@@ -43,23 +45,23 @@ def main() -> None:
     options = parser.parse_args()
     size = options.mib * 2**20 // 4 // _TENSORS
     state = {f"param/{place}": torch.randn(size) for place in range(_TENSORS)}
-    policy = SavePolicy(retention=Retention(keep_last=1, keep_best=0))
+    pieces = {name: (TensorShard.whole(tensor),) for name, tensor in state.items()}
     found: dict[str, list[float]] = {"first save": [], "first save, prepared": [], "later save": []}
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             plain = seconds(lambda: torch.save(state, Path(folder) / "plain.pt"))
         for prepared in (False, True):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                saver = BackgroundSaver(Path(folder), policy=policy)
+                saver = Saver(Path(folder), retention=Retention(keep_last=1, keep_best=0))
                 if prepared:
-                    saver.prepare(state)
+                    saver.prepare(pieces)
                     while any(thread.name == "staging" for thread in threading.enumerate()):
                         time.sleep(0.1)  # the training goes on meanwhile
-                first = seconds(partial(saver.save, step=1, tensors=state, meta={}))
+                first = seconds(partial(saver.save, step=1, pieces=pieces, meta={}))
                 found["first save, prepared" if prepared else "first save"].append(first / plain)
                 saver.wait()
                 if prepared:
-                    later = seconds(partial(saver.save, step=2, tensors=state, meta={}))
+                    later = seconds(partial(saver.save, step=2, pieces=pieces, meta={}))
                     found["later save"].append(later / plain)
                 saver.close()
         print(f"torch.save {plain:.2f} s", {name: f"{ratios[-1]:.3f}" for name, ratios in found.items()}, flush=True)

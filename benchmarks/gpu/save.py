@@ -23,7 +23,10 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks.gpu.bench import Bench, Row, failed, verdict
-from trainkit.trainer.checkpoint import BackgroundSaver, Retention, SavePolicy, load
+from trainkit.strategies.tensor_shards import TensorShard
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 
 _TENSORS = 48
@@ -56,15 +59,16 @@ def measured(gib: float, device: torch.device, folder: Path) -> Iterator[dict[st
     size = int(gib * 2**30) // 4 // _TENSORS
     state = {f"param/{place}": torch.zeros(size, device=device) for place in range(_TENSORS)}
     snapshot = Snapshot()
-    saver = BackgroundSaver(folder, policy=SavePolicy(retention=Retention(keep_last=1, keep_best=0)), snapshot=snapshot)
-    saver.prepare(state)
+    saver = Saver(folder, retention=Retention(keep_last=1, keep_best=0), snapshot=snapshot)
+    pieces = {name: (TensorShard.whole(tensor),) for name, tensor in state.items()}
+    saver.prepare(pieces)
     snapshot.wait_prepared()  # a training computes for longer before its first save
     update(state, device)
     plain = min(timed_update(state, device) for _ in range(3))
     for step in range(2):
         before = float(state["param/0"][0])
         begun = time.perf_counter()
-        saver.save(step=step, tensors=state, meta={})
+        saver.save(step=step, pieces=pieces, meta={})
         update(state, device)
         yield {"late_s": time.perf_counter() - begun - plain}
         saver.wait()

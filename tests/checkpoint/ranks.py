@@ -15,8 +15,10 @@ from trainkit.errors import CheckpointError
 from trainkit.strategies.collectives import GroupCollective
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import Retention, SavePolicy, ShardedSaver, sha256_of_pieces
-from trainkit.trainer.checkpoint import disk_space as space
+from trainkit.trainer.checkpoint import saving
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces
 
 
 def state() -> dict[str, Tensor]:
@@ -63,8 +65,8 @@ def assemble(place: Place) -> tuple[dict[str, Tensor], str]:
 
 def save_twice(place: Place, root: Path, background: bool) -> list[int]:
     """Two checkpoints, of which the first goes; what changes after the call is not saved."""
-    policy = SavePolicy(retention=Retention(keep_last=1, keep_best=0))
-    saver = ShardedSaver(root, together(place), policy=policy, background=background)
+    retention = Retention(keep_last=1, keep_best=0)
+    saver = Saver(root, together(place), retention=retention, background=background)
     for step in (1, 2):
         pieces = held(place, scale=float(step))
         saver.save(step=step, pieces=pieces, meta={"position": step, "rank": place.rank}, metric=0.5)
@@ -76,19 +78,18 @@ def save_twice(place: Place, root: Path, background: bool) -> list[int]:
 
 def proceed_until_it_stands(place: Place, root: Path) -> int:
     """Save beside the training, and say how often one had to look until the checkpoint stood."""
-    saver = ShardedSaver(root, together(place))
+    saver = Saver(root, together(place))
     saver.save(step=3, pieces=held(place), meta={})
-    looks = 0
+    looks = 1
     while not together(place).sum(torch.tensor([len(saver.finished())])):
-        saver.proceed()
         looks += 1
-    saver.proceed()  # nothing is under way: no exchange
+    saver.finished()  # nothing is under way: no exchange
     return looks
 
 
 def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     """A save that fails on one rank; what each is told."""
-    saver = ShardedSaver(root, together(place))
+    saver = Saver(root, together(place))
     saver.save(step=1, pieces=held(place), meta={})
     saver.wait()
     if place.rank == rank:
@@ -107,11 +108,11 @@ def fill_the_disk(place: Place, root: Path) -> str:
     """No file of rank 1 may grow beyond 64 KiB, and no rank asks before: half of a part is written."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     pieces = {f"param/{place.rank}": [TensorShard.whole(torch.zeros(1 << 16))]}
-    saver = ShardedSaver(root, together(place))
+    saver = Saver(root, together(place))
     try:
         if place.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-        with mock.patch.object(space, "lacking", return_value=None):
+        with mock.patch.object(saving, "lacking", return_value=None):
             saver.save(step=2, pieces=pieces, meta={})
             saver.close()
     except CheckpointError as error:

@@ -9,34 +9,36 @@ import pytest
 import torch
 
 from tests.support.present import present
+from tests.support.saving import whole
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import BackgroundSaver, background, list_complete, load, save
-from trainkit.trainer.manifest import Checkpoint
+from trainkit.trainer.checkpoint import saving
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.manifest import list_complete
 
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits for this event."""
-    gate = threading.Event()
-    write = save
+    gate, write = threading.Event(), saving.write_part
 
-    def wait_and_save(*args: Any, **kwargs: Any) -> Checkpoint:
+    def wait_and_write(*args: Any, **kwargs: Any) -> dict[str, Any]:
         assert gate.wait(10)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(background, "save", wait_and_save)
+    monkeypatch.setattr(saving, "write_part", wait_and_write)
     yield gate
     gate.set()
 
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, slow_disk: threading.Event) -> None:
-    saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
-    saver.save(step=1, tensors={"param/w": weight, "param/tied": weight}, meta={})
+    saver, weight = Saver(tmp_path), torch.ones(3)
+    saver.save(step=1, pieces=whole({"param/w": weight, "param/tied": weight}), meta={})
     weight.zero_()
     assert saver.finished() == []
     slow_disk.set()
-    saver.save(step=2, tensors={"param/w": weight}, meta={})
+    saver.save(step=2, pieces=whole({"param/w": weight}), meta={})
     assert [entry.step for entry in saver.close()] == [1, 2]
     loaded = load(tmp_path / "step_00000001")
     assert loaded.tensors["param/w"].tolist() == [1, 1, 1]
@@ -48,17 +50,17 @@ def test_an_error_of_the_disk_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(failpoints, "ARMED", failpoints.parse("step=1,phase=save,action=full"))
-    saver = BackgroundSaver(tmp_path)
-    saver.save(step=1, tensors={}, meta={})
-    present(saver._thread).join()
+    saver = Saver(tmp_path)
+    saver.save(step=1, pieces={}, meta={})
+    present(present(saver._pending).thread).join()
     with pytest.raises(CheckpointError, match=r"step 1 could not be written below .*: No space left on device"):
-        saver.save(step=2, tensors={}, meta={}) if call == "save" else getattr(saver, call)()
+        saver.save(step=2, pieces={}, meta={}) if call == "save" else getattr(saver, call)()
     assert saver.close() == []  # said once
 
 
 def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path: Path) -> None:
-    saver = BackgroundSaver(tmp_path, background=False)
-    saver.save(step=1, tensors={"param/w": torch.ones(3)}, meta={}, metric=0.5)
+    saver = Saver(tmp_path, background=False)
+    saver.save(step=1, pieces=whole({"param/w": torch.ones(3)}), meta={}, metric=0.5)
     assert [entry.metric for entry in list_complete(tmp_path)] == [0.5]
     assert [entry.step for entry in saver.finished()] == [1]
 
@@ -68,11 +70,11 @@ def test_snapshots_of_the_device_are_whole(tmp_path: Path) -> None:
     images = torch.randn(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
     state = {"param/w": torch.arange(1 << 20, device="cuda"), "param/conv": images}
     state |= {"optimizer/exp_avg/w": torch.rand(1 << 22, device="cuda"), "buffer/none": torch.empty(0, device="cuda")}
-    saver, expected = BackgroundSaver(tmp_path), dict[int, dict[str, torch.Tensor]]()
-    saver.prepare(state)
+    saver, expected = Saver(tmp_path), dict[int, dict[str, torch.Tensor]]()
+    saver.prepare(whole(state))
     for step in (1, 2):
         expected[step] = {name: tensor.cpu() for name, tensor in state.items()}
-        saver.save(step=step, tensors=state, meta={})
+        saver.save(step=step, pieces=whole(state), meta={})
         for tensor in state.values():
             tensor.add_(1)
     saver.close()

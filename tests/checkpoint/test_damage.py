@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.support.present import present
+from tests.support.saving import save
 from trainkit.errors import CheckpointError
-from trainkit.trainer.checkpoint import list_complete, load, newest_valid, read_manifest, save
+from trainkit.trainer.checkpoint.loading import load, newest_valid
+from trainkit.trainer.manifest import list_complete, read_manifest
 
 
 @pytest.fixture

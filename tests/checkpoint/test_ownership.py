@@ -10,19 +10,12 @@ import pytest
 import torch
 
 from tests.support.present import present
+from tests.support.saving import save
 from trainkit.errors import UnreadableError
-from trainkit.trainer.checkpoint import (
-    Retention,
-    SavePolicy,
-    begin,
-    commit,
-    list_complete,
-    load,
-    newest_valid,
-    save,
-    write_part,
-)
-from trainkit.trainer.checkpoint.loading import note_foreign
+from trainkit.trainer.checkpoint.loading import load, newest_valid, note_foreign
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import begin, commit, write_part
+from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken
 
 
@@ -37,8 +30,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def put(root: Path, step: int, *, keep: int | None = None, owner: OwnershipToken | None = None) -> None:
-    policy = SavePolicy(retention=Retention(keep_last=keep), owner=owner)
-    save(root, step=step, tensors={"param/w": torch.full((4,), float(step))}, meta={"position": step}, policy=policy)
+    tensors, retention = {"param/w": torch.full((4,), float(step))}, Retention(keep_last=keep)
+    save(root, step=step, tensors=tensors, meta={"position": step}, retention=retention, owner=owner)
 
 
 def steps(root: Path) -> list[int]:
@@ -143,27 +136,13 @@ def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pyt
     assert "files of step_00000001 that this run did not write" in capsys.readouterr().err
 
 
-def test_the_checkpoints_of_an_old_run_without_tokens_count_as_its_own_if_they_verify(tmp_path: Path) -> None:
-    put_without_token(tmp_path / "checkpoints", 1)
-    put_without_token(tmp_path / "checkpoints", 2)
-    (tmp_path / "checkpoints" / "step_00000002" / "meta.json").write_text("{}")
-    OwnershipToken.new(adopts=True).mark(tmp_path)
-    put(tmp_path / "checkpoints", 3, keep=1)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
-    assert names == ["step_00000002", "step_00000003"]
-
-
 def test_a_checkpoint_without_a_token_is_not_of_a_run_that_has_one(root: Path) -> None:
-    put_without_token(root, 1)
+    draft = begin(root, 1, OwnershipToken.new())
+    (draft / MARK).unlink()
+    commit(draft, step=1, parts=[write_part(draft, {})], meta={}, aliases={})
     put(root, 2, keep=1)
     assert steps(root) == [2]
     assert load(root / "step_00000001").checkpoint.owner is None
-
-
-def put_without_token(root: Path, step: int) -> None:
-    draft = begin(root, step)
-    (draft / MARK).unlink()
-    commit(draft, step=step, parts=[write_part(draft, {})], meta={"other": step}, aliases={})
 
 
 def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:
@@ -200,9 +179,9 @@ def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Pa
 
 
 def test_a_token_file_of_another_form_is_refused_and_leads_out_of_no_folder(tmp_path: Path) -> None:
-    (tmp_path / MARK).write_text('{"token": "x", "adopts": false, "folders": {}}')
+    (tmp_path / MARK).write_text('{"token": "x", "folders": {}}')
     with pytest.raises(UnreadableError, match="it holds no token of a run"):
         OwnershipToken.read(tmp_path)
-    text = '{"token": "%s", "adopts": false, "folders": {"live": "../../home"}}' % ("0" * 32)
+    text = '{"token": "%s", "folders": {"live": "../../home"}}' % ("0" * 32)
     (tmp_path / MARK).write_text(text)
     assert OwnershipToken.found(tmp_path) is None

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.support.present import present
-from trainkit.trainer.checkpoint import Retention, SavePolicy, newest_valid, save
+from tests.support.saving import save
+from trainkit.trainer.checkpoint.loading import newest_valid
+from trainkit.trainer.checkpoint.retention import Retention
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def test_the_last_and_the_best_stay_and_no_other_folder(
     tmp_path: Path, metrics: Sequence[float | None], retention: Retention, kept: list[int], best: int | None
 ) -> None:
     for step, metric in enumerate(metrics, start=1):
-        save(tmp_path, step=step, tensors={}, meta={}, metric=metric, policy=SavePolicy(retention=retention))
+        save(tmp_path, step=step, tensors={}, meta={}, metric=metric, retention=retention)
     folders = sorted(path.name for path in tmp_path.iterdir())
     assert folders == ["index.json", *(f"step_0000000{step}" for step in kept)]
     named = None if best is None else f"step_0000000{best}"
@@ -42,14 +44,13 @@ def test_the_last_checkpoint_cannot_be_given_up() -> None:
 
 
 def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_path: Path) -> None:
-    policy = SavePolicy(retention=Retention(keep_last=3))
     for step in (100, 200, 300):
-        save(tmp_path, step=step, tensors={"param/w": torch.ones(9)}, meta={}, policy=policy)
+        save(tmp_path, step=step, tensors={"param/w": torch.ones(9)}, meta={}, retention=Retention(keep_last=3))
     damaged = tmp_path / "step_00000300" / "rank_00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")  # its size is right: only loading notices
     (tmp_path / "step_00000200" / "manifest.json").unlink()
     assert present(newest_valid(tmp_path, print)).checkpoint.step == 100
-    save(tmp_path, step=150, tensors={}, meta={}, policy=SavePolicy(retention=Retention(keep_last=1)))
+    save(tmp_path, step=150, tensors={}, meta={}, retention=Retention(keep_last=1))
     # without its manifest nobody knows who wrote the one of step 200
     found = [path.name for path in sorted(tmp_path.iterdir())]
     assert found == ["index.json", "step_00000150", "step_00000200", "step_00000300.aside"]

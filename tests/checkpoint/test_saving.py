@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from tests.support.present import present
+from tests.support.saving import save
 from trainkit import storage
 from trainkit.errors import CheckpointError, StorageError
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import disk_space as space
-from trainkit.trainer.checkpoint import list_complete, load, newest_valid, save
+from trainkit.trainer.checkpoint import saving
+from trainkit.trainer.checkpoint.loading import load, newest_valid
+from trainkit.trainer.manifest import list_complete
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def test_a_disk_that_refuses_leaves_no_half_checkpoint(
     tmp_path: Path, small_disk: None, monkeypatch: pytest.MonkeyPatch, asks_before: bool
 ) -> None:
     if not asks_before:
-        monkeypatch.setattr(space, "lacking", lambda *_: None)
+        monkeypatch.setattr(saving, "lacking", lambda *_: None)
     save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
     with pytest.raises(
         CheckpointError, match=r"File too large \(4.03 MiB are needed; a file may have 64 KiB\)\. The la"
@@ -69,13 +71,13 @@ SAVE_FOR_EVER = """
 import itertools, os, sys, torch
 from pathlib import Path
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import Retention, SavePolicy, save
+from tests.support.saving import save
+from trainkit.trainer.checkpoint.retention import Retention
 
 def save_for_ever(root):
-    policy = SavePolicy(retention=Retention(keep_last=2))
     for step in itertools.count():
         tensors = {f"param/{i}": torch.full((1 << 16,), float(step)) for i in range(8)}
-        save(Path(root), step=step, tensors=tensors, meta={"position": step}, policy=policy)
+        save(Path(root), step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=2))
         print(step, flush=True)
 
 if (child := os.fork()) == 0:
@@ -118,8 +120,3 @@ def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path: Path
 def test_keys_that_are_no_text_do_not_upset_the_manifest(tmp_path: Path) -> None:
     save(tmp_path, step=1, tensors={}, meta={"position": {2: "b", 10: "a"}})
     assert load(tmp_path / "step_00000001").meta["position"] == {"2": "b", "10": "a"}
-
-
-def test_an_alias_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="aliases name tensors that are not in the checkpoint"):
-        save(tmp_path, step=1, tensors={}, meta={}, aliases={"param/a": "param/b"})

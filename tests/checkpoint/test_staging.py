@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tests.contract.running import run
 from tests.support.present import present
-from trainkit.trainer.checkpoint import BackgroundSaver, load
-from trainkit.trainer.checkpoint import snapshot as staging
-from trainkit.trainer.checkpoint.snapshot import Pairs, Snapshot
+from tests.support.saving import whole
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.snapshot import CopyStream, Pairs, Snapshot, blocks_of
 
 
 def test_a_prepared_save_allocates_nothing() -> None:
@@ -29,10 +30,10 @@ def test_a_prepared_save_allocates_nothing() -> None:
 
 
 def test_tensors_that_have_changed_since_are_saved_as_they_are(tmp_path: Path) -> None:
-    saver = BackgroundSaver(tmp_path)
-    saver.prepare({"param/w": torch.zeros(3), "param/gone": torch.zeros(2)})
+    saver = Saver(tmp_path)
+    saver.prepare(whole({"param/w": torch.zeros(3), "param/gone": torch.zeros(2)}))
     wide = torch.arange(6.0)
-    saver.save(step=1, tensors={"param/w": wide, "param/new": torch.ones(1)}, meta={})
+    saver.save(step=1, pieces=whole({"param/w": wide, "param/new": torch.ones(1)}), meta={})
     wide.zero_()
     saver.close()
     found = {name: tensor.tolist() for name, tensor in load(tmp_path / "step_00000001").tensors.items()}
@@ -53,8 +54,8 @@ def test_no_memory_to_prepare_is_left_to_the_save(monkeypatch: pytest.MonkeyPatc
 
 
 def test_closing_waits_for_what_is_being_prepared(tmp_path: Path) -> None:
-    saver = BackgroundSaver(tmp_path, snapshot=(snapshot := Snapshot()))
-    saver.prepare({"param/w": torch.ones(1 << 20)})
+    saver = Saver(tmp_path, snapshot=(snapshot := Snapshot()))
+    saver.prepare(whole({"param/w": torch.ones(1 << 20)}))
     saver.close()
     assert snapshot.buffers == {}
 
@@ -71,7 +72,7 @@ def test_a_run_prepares_its_whole_state_once_if_it_saves_in_the_background(
     assert len(found) == 1
 
 
-class Late:
+class Late(CopyStream):
     """A device that copies when something waits for it, and not before."""
 
     def __init__(self, log: list[str]) -> None:
@@ -125,9 +126,9 @@ def test_a_step_without_announced_updates_waits_for_all_copies_at_once() -> None
 
 def test_a_checkpoint_is_written_when_its_copies_are_complete(tmp_path: Path) -> None:
     snapshot = Snapshot(overlaps=True, stream_of=lambda _: Late([]))
-    saver = BackgroundSaver(tmp_path, snapshot=snapshot)
+    saver = Saver(tmp_path, snapshot=snapshot)
     for step in (1, 2):
-        saver.save(step=step, tensors={"param/w": torch.full((3,), float(step))}, meta={})
+        saver.save(step=step, pieces=whole({"param/w": torch.full((3,), float(step))}), meta={})
     saver.close()
     assert [load(tmp_path / f"step_0000000{step}").tensors["param/w"][0] for step in (1, 2)] == [1, 2]
 
@@ -141,11 +142,11 @@ def test_a_device_that_fails_in_a_copy_leaves_the_checkpoint_before_it(tmp_path:
             pass
 
     streams = [Late([]), Failed([])]
-    saver = BackgroundSaver(tmp_path, snapshot=Snapshot(overlaps=True, stream_of=lambda _: streams.pop(0)))
+    saver = Saver(tmp_path, snapshot=Snapshot(overlaps=True, stream_of=lambda _: streams.pop(0)))
     tensors = {"param/w": torch.ones(3)}
-    saver.save(step=1, tensors=tensors, meta={})
+    saver.save(step=1, pieces=whole(tensors), meta={})
     saver.wait()
-    saver.save(step=2, tensors=tensors, meta={})
+    saver.save(step=2, pieces=whole(tensors), meta={})
     with pytest.raises(RuntimeError, match="launch failure"):
         saver.wait()
     assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == ["step_00000001"]
@@ -155,7 +156,7 @@ def test_a_device_that_fails_in_a_copy_leaves_the_checkpoint_before_it(tmp_path:
 def test_blocks_of_page_locked_memory_are_little_more_than_the_state_and_hold_each_tensor_once() -> None:
     widths = {"qkv": 2304, "up": 3072, "bias": 1}
     sizes = {f"{layer}.{name}": 768 * width * 4 for layer in range(12) for name, width in widths.items()}
-    blocks = list(staging.blocks_of(sizes))
+    blocks = list(blocks_of(sizes))
     assert sum(block for block, _ in blocks) < 1.1 * sum(sizes.values())
     for block, places in blocks:
         ends = [start + sizes[name] for name, start in places.items()]

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
+from tests.support.saving import save
 from trainkit.strategies.base import Executor, PlanContext, Strategy
-from trainkit.trainer.checkpoint import ShardedSaver, load, save, sha256_of_pieces, weights_sha256
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.saving import Saver
+from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ def _save(strategy: Strategy, executor: Executor, target: Path, step: int) -> st
     """As the engine does: by all ranks where they hold pieces, else by the owner."""
     all_ranks = executor.local.all_ranks
     if strategy.facts.is_sharded and all_ranks.num_ranks > 1:
-        saver, pieces = ShardedSaver(target, all_ranks), executor.sharded_state_dict()
+        saver, pieces = Saver(target, all_ranks), executor.sharded_state_dict()
         saver.save(step=step, pieces=pieces, meta={})
         saver.close()
         return sha256_of_pieces(pieces, all_ranks)

@@ -26,7 +26,7 @@ from trainkit.strategies.central_storage.strategy import CentralStorage
 from trainkit.strategies.core import copies
 from trainkit.strategies.core.copies import ThreadWork
 from trainkit.strategies.core.step import ShardStep
-from trainkit.trainer.checkpoint import load
+from trainkit.trainer.checkpoint.loading import load
 
 pytestmark = pytest.mark.pairwise
 

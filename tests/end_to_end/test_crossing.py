@@ -10,7 +10,8 @@ import torch
 
 from tests.contract.running import run, weights
 from tests.support.verdicts import plain
-from trainkit.trainer.checkpoint import load, weights_sha256
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.tensor_file import weights_sha256
 
 POINTS = ("model=net", "model.width=8", "data=points", "batch.global_size=16", "batch.micro_size=4", "optimizer=adamw",
           "optimizer.lr=0.05", "steps=9", "checkpoint.every_steps=2")  # fmt: skip

@@ -72,22 +72,16 @@ def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path: Path) -> 
 def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path: Path) -> None:
     import torch
 
-    from trainkit.trainer.checkpoint import SavePolicy, list_complete, save
+    from tests.support.saving import save
+    from trainkit.trainer.manifest import list_complete
 
     folder = RunFolder(tmp_path)
     fence = FencingToken.acquire(folder)
-    save(
-        folder.checkpoints, step=1, tensors={"param/a": torch.zeros(2)}, meta={}, policy=SavePolicy(confirm=fence.check)
-    )
+    tensors = {"param/a": torch.zeros(2)}
+    save(folder.checkpoints, step=1, tensors=tensors, meta={}, confirm=fence.check)
     FencingToken.acquire(folder)
     with pytest.raises(TrainingError, match="was taken over by"):
-        save(
-            folder.checkpoints,
-            step=2,
-            tensors={"param/a": torch.zeros(2)},
-            meta={},
-            policy=SavePolicy(confirm=fence.check),
-        )
+        save(folder.checkpoints, step=2, tensors=tensors, meta={}, confirm=fence.check)
     assert [checkpoint.step for checkpoint in list_complete(folder.checkpoints)] == [1]
 
 

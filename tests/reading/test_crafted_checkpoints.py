@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.support.crafted import forge, forge_header, put, within
+from tests.support.saving import save
 from trainkit.errors import CheckpointError
 from trainkit.run.session.restore import refuse_malformed
-from trainkit.trainer.checkpoint import load_below, newest_valid, save
+from trainkit.trainer.checkpoint.loading import load_below, newest_valid
 
 META: Final[dict[str, Any]] = {
     "position": {"step": 2, "tickets": []},
@@ -102,7 +103,7 @@ CRAFTED: Final[list[tuple[str, Callable[[Any], Any] | bytes, str]]] = [
     ("manifest.json", lambda content: content.update(step=-2), "and its step -2"),
     ("manifest.json", lambda content: content.update(step=7), "its manifest.json is that of step 7"),
     ("manifest.json", lambda content: content.update(metric="0.9"), "its key metric is a text"),
-    ("manifest.json", lambda content: content.update(owner=[]), "(owner)"),
+    ("manifest.json", lambda content: content.update(owner=[]), "its key owner is a list"),
     ("manifest.json", lambda content: content.update(files={}), "index.json is not listed"),
     ("manifest.json", lambda content: content["files"].update({"meta.json": {"bytes": 1}}), "sha256 is missing"),
     ("manifest.json", lambda content: content["files"]["meta.json"].update(bytes=-1), "it has no size and SHA-256 of"),

@@ -18,8 +18,9 @@ from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
 from trainkit.tracking.state import TrackingState, begun_state
-from trainkit.trainer.checkpoint import EvaluatedIndex
+from trainkit.trainer.checkpoint.retention import EvaluatedIndex
 from trainkit.trainer.checkpoint.saving import begin, commit, write_part
+from trainkit.trainer.ownership import OwnershipToken
 from trainkit.verbs.looking.schema import schema_of
 
 
@@ -115,7 +116,7 @@ def test_files_of_a_run_and_of_its_checkpoint(run: Path) -> None:
 
 
 def test_the_index_of_a_sharded_checkpoint_lists_the_pieces_of_each_rank(tmp_path: Path) -> None:
-    draft = begin(tmp_path, 1)
+    draft = begin(tmp_path, 1, OwnershipToken.new())
     halves = [TensorShard(tensor=torch.zeros(2, 3), offset=(2 * rank, 0), shape=(4, 3)) for rank in range(2)]
     parts = [write_part(draft, {"param/w": (half,)}, rank=rank) for rank, half in enumerate(halves)]
     commit(draft, step=1, parts=parts, meta={"position": None}, aliases={"param/tied": "param/w"})

@@ -22,6 +22,7 @@ from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.signals import StopFlag
 from trainkit.trainer import failpoints
 from trainkit.trainer.manifest import Checkpoint, folder_name, list_complete, manifest_bytes
+from trainkit.trainer.ownership import OwnershipToken
 
 SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
 
@@ -29,7 +30,9 @@ SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
 def save(folder: RunFolder, step: int) -> None:
     final = folder.checkpoints / folder_name(step)
     final.mkdir(parents=True, exist_ok=True)
-    (final / "manifest.json").write_bytes(manifest_bytes(Checkpoint(folder=final, step=step, files={})))
+    owner = OwnershipToken.found(folder.path)
+    checkpoint = Checkpoint(folder=final, step=step, owner=None if owner is None else owner.token, files={})
+    (final / "manifest.json").write_bytes(manifest_bytes(checkpoint))
 
 
 def raise_planted(rank: int) -> None:

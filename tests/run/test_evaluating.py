@@ -20,8 +20,8 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session import evaluator_main as evaluator
 from trainkit.run.session.async_evaluator import CheckpointEvaluator, evaluate_checkpoints
-from trainkit.trainer.checkpoint import EvaluatedIndex, Retention, list_complete
-from trainkit.trainer.manifest import manifest_bytes
+from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, owner_of
+from trainkit.trainer.manifest import list_complete, manifest_bytes
 
 OVERRIDES = [
     "recipe=null", "steps=12", "batch.global_size=64", "model.hidden=[8]", "eval.every_steps=4",
@@ -94,10 +94,10 @@ def test_the_best_evaluated_checkpoint_and_the_one_that_is_being_evaluated_are_k
     forget_metrics(run)
     metrics = {"step_00000004": 0.9, "step_00000008": 0.5}
     EvaluatedIndex(metrics=metrics, evaluating="step_00000008").write(run.checkpoints)
-    Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12)
+    Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12, owner=owner_of(run.checkpoints))
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 8, 4]
     EvaluatedIndex(metrics=metrics).write(run.checkpoints)
-    Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12)
+    Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12, owner=owner_of(run.checkpoints))
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.saving import save
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import CheckpointError, ConfigError, StorageError, UnreadableError
 from trainkit.files import write_json_atomically
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.trainer.checkpoint import SavePolicy, list_complete, save
-from trainkit.trainer.cleanup import delete
+from trainkit.trainer.checkpoint.retention import delete
+from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken, discard_lock, locked
 
 
 def put(path: Path, step: int, owner: OwnershipToken | None = None) -> None:
-    save(path / "checkpoints", step=step, tensors={"param/w": torch.ones(2)}, meta={}, policy=SavePolicy(owner=owner))
+    save(path / "checkpoints", step=step, tensors={"param/w": torch.ones(2)}, meta={}, owner=owner)
 
 
 def test_a_first_run_leaves_the_live_and_logs_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

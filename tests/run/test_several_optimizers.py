@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.trainer.checkpoint import load
+from trainkit.trainer.checkpoint.loading import load
 
 GAN = ("recipe=gan", "callbacks=[]", "logger=[]")
 LINEAR = "{_target_:trainkit.schedules.Linear}"

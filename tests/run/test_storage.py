@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.saving import save, whole
 from trainkit import cli
 from trainkit.data.reading.files import fetch
 from trainkit.errors import StorageError
@@ -26,7 +27,7 @@ from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
-from trainkit.trainer.checkpoint import BackgroundSaver, save
+from trainkit.trainer.checkpoint.saving import Saver
 
 ELSEWHERE = "or choose a folder on another file system (hydra.run.dir=FOLDER)."
 
@@ -115,7 +116,7 @@ def test_a_run_that_its_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch:
 def test_a_save_is_refused_in_its_step_and_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 1 << 15)
     with pytest.raises(StorageError, match=r"1.03 MiB are needed; 32 KiB are free"):
-        BackgroundSaver(tmp_path).save(step=3, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
+        Saver(tmp_path).save(step=3, pieces=whole({"param/w": torch.zeros(1 << 18)}), meta={})
     set_free(monkeypatch, 1 << 30)
     with pytest.raises(StorageError, match=r"It was removed, renamed or unmounted"):
         save(tmp_path / "run" / "checkpoints", step=1, tensors={"param/w": torch.ones(3)}, meta={})

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -71,7 +71,7 @@ class Checkpoint:
     metric: float | None = None
     """The monitored metric, if it was known at the save."""
     owner: str | None = None
-    """Token of the run that wrote the checkpoint; None before tokens existed."""
+    """Token of the run that wrote the checkpoint; None if its folder had none."""
     files: Mapping[str, FileRecord]
     """All files except the manifest itself."""
 
@@ -136,31 +136,38 @@ def read_manifest(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}.") from None
     except UnreadableError as error:
         raise damaged(folder, f"{MANIFEST} cannot be read ({error.reason})") from None
-    checkpoint = _parse(folder, content)
+    try:
+        checkpoint = _parsed(folder, content)
+    except ValueError as error:
+        raise damaged(folder, f"{MANIFEST} has changed since it was written ({error})") from None
     for name, record in checkpoint.files.items():
-        _compare_size(folder, name, record)
+        try:
+            found = size_of(folder / name)
+        except AbsentFileError:
+            raise damaged(folder, f"{name} is absent") from None
+        except UnreadableError as error:
+            raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
+        if found != record.num_bytes:
+            raise damaged(folder, f"{name} has {found} bytes instead of {record.num_bytes}")
     return checkpoint
 
 
-def _parse(folder: Path, content: Any) -> Checkpoint:
-    if not isinstance(content, dict):
-        raise damaged(folder, f"{MANIFEST} has changed since it was written")
-    expected = content.pop("sha256", None)
+def _parsed(folder: Path, content: Any) -> Checkpoint:
+    """Return the checkpoint of a manifest; the hash alone does not protect against a crafted one.
+
+    Raises:
+        CheckpointError: its format is newer, or it names a file outside of the folder.
+        ValueError: it has changed.
+    """
+    expected = expect_map(content, {}).pop("sha256", None)
     if expected != _own_hash(content):
-        raise damaged(folder, f"{MANIFEST} has changed since it was written (SHA-256 differs)")
-    try:
-        return _checked(folder, content)
-    except ValueError as error:  # the hash alone does not protect against a crafted manifest
-        raise damaged(folder, f"{MANIFEST} has changed since it was written ({error})") from None
-
-
-def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
+        raise ValueError("SHA-256 differs")
     number = expect_map(content, {"format": int})["format"]
     if number > FORMAT:
         raise NewerFormatError(
             f"checkpoint {folder} has format {number}; this version of trainkit reads format {FORMAT}."
         )
-    expect_map(content, _KEYS)
+    expect_map(content, _KEYS, optional={"owner": (str, type(None))})
     if number != FORMAT or content["step"] < 0:
         raise ValueError(f"its format is {number} and its step {content['step']}")
     expect_maps(list(content["files"].values()), {"bytes": int, "sha256": str})
@@ -169,36 +176,9 @@ def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
             raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name[:80]!a}.")
         if entry["bytes"] < 0 or not _SHA256.fullmatch(entry["sha256"]):
             raise ValueError(f"it has no size and SHA-256 of {name}")
-    return Checkpoint(
-        folder=folder,
-        step=content["step"],
-        position=content["position"],
-        fingerprint=content["fingerprint"],
-        metric=content["metric"],
-        owner=_owner(folder, content),
-        files={
-            name: FileRecord(num_bytes=entry["bytes"], sha256=entry["sha256"])
-            for name, entry in content["files"].items()
-        },
-    )
-
-
-def _owner(folder: Path, content: Mapping[str, Any]) -> str | None:
-    owner = content.get("owner")
-    if owner is not None and not isinstance(owner, str):
-        raise damaged(folder, f"{MANIFEST} has changed since it was written (owner)")
-    return owner
-
-
-def _compare_size(folder: Path, name: str, record: FileRecord) -> None:
-    try:
-        found = size_of(folder / name)
-    except AbsentFileError:
-        raise damaged(folder, f"{name} is absent") from None
-    except UnreadableError as error:
-        raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
-    if found != record.num_bytes:
-        raise damaged(folder, f"{name} has {found} bytes instead of {record.num_bytes}")
+    files = {one: FileRecord(num_bytes=of["bytes"], sha256=of["sha256"]) for one, of in content["files"].items()}
+    kept = {key: content.get(key) for key in ("step", "position", "fingerprint", "metric", "owner")}
+    return Checkpoint(folder=folder, files=files, **kept)
 
 
 def _own_hash(content: Mapping[str, Any]) -> str:
@@ -210,62 +190,13 @@ def damaged(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {folder} is damaged: {what}.")
 
 
-def list_all(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
-    """Yield the checkpoint folders of a run, newest first, complete or not.
-
-    Complete checkpoints of other runs are skipped if the folder above `root` has a token (`OwnershipToken`). A folder
-    with an unreadable manifest may belong to any run: it is yielded with the error. An absent folder yields none.
+def manifest_below(root: Path, name: str) -> Checkpoint:
+    """Read the manifest of a checkpoint in a `checkpoints` folder; its tensors are not verified.
 
     Raises:
-        CheckpointError: `root` is a symbolic link, or cannot be read.
+        CheckpointError: as `read_manifest`; or a symbolic link, or the step in the name is not that of the manifest.
     """
-    entries = list(_entries(root))
-    others = _of_others(root, entries)
-    return ((path, entry) for path, entry in entries if entry not in others)
-
-
-def foreign(root: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints below `root` that another run wrote, newest first.
-
-    A checkpoint without a token belongs to another run if this run has saved any with its token, and began when tokens
-    existed.
-    """
-    return _of_others(root, list(_entries(root)))
-
-
-def _of_others(root: Path, entries: list[tuple[Path, Checkpoint | CheckpointError]]) -> list[Checkpoint]:
-    owner = OwnershipToken.found(root.parent)
-    if owner is None:
-        return []
-    found = [entry for _, entry in entries if isinstance(entry, Checkpoint)]
-    begun = any(entry.owner == owner.token for entry in found)
-    return [entry for entry in found if not owner.wrote(entry.owner) and (begun or entry.owner is not None)]
-
-
-def has_saved(root: Path) -> bool:
-    """Return whether a run may have completed a checkpoint below `root`; False only if it has a token and no index."""
-    return OwnershipToken.found(root.parent) is None or (root / "index.json").exists()
-
-
-def _entries(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
-    for path in sorted(_folders_in(root), key=step_of, reverse=True):
-        try:
-            yield path, _of_its_step(path)
-        except CheckpointError as error:
-            yield path, error
-
-
-def _folders_in(root: Path) -> list[Path]:
-    try:
-        refuse_link(root)
-        return [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.exists() else []
-    except (OSError, UnreadableError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise CheckpointError(f"the checkpoints in {root} cannot be read: {reason}.") from None
-
-
-def _of_its_step(folder: Path) -> Checkpoint:
-    """Read the manifest of a folder; the step in its name must be that of the manifest."""
+    folder = _refuse_unreadable(root) / name
     try:
         refuse_link(folder)
     except UnreadableError as error:
@@ -274,6 +205,57 @@ def _of_its_step(folder: Path) -> Checkpoint:
     if checkpoint.step != step_of(folder):
         raise damaged(folder, f"its {MANIFEST} is that of step {checkpoint.step}")
     return checkpoint
+
+
+def _refuse_unreadable(root: Path) -> Path:
+    try:
+        refuse_link(root)
+    except UnreadableError as error:
+        raise CheckpointError(f"the checkpoints in {root} cannot be read: {error.reason}.") from None
+    return root
+
+
+def list_all(root: Path) -> list[tuple[Path, Checkpoint | CheckpointError]]:
+    """Return the checkpoint folders of a run, newest first, complete or not.
+
+    Complete checkpoints of other runs are left out if the folder above `root` has a token (`OwnershipToken`). A folder
+    with an unreadable manifest may belong to any run: it is returned with the error. An absent folder has none.
+
+    Raises:
+        CheckpointError: `root` is a symbolic link, or cannot be read.
+    """
+    token = _token_above(root)
+    return [(folder, entry) for folder, entry in _entries(root) if not _is_foreign(entry, token)]
+
+
+def foreign(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints below `root` that another run wrote, newest first."""
+    token = _token_above(root)
+    return [entry for _, entry in _entries(root) if isinstance(entry, Checkpoint) and _is_foreign(entry, token)]
+
+
+def _token_above(root: Path) -> str | None:
+    owner = OwnershipToken.found(root.parent)
+    return None if owner is None else owner.token
+
+
+def _is_foreign(entry: Checkpoint | CheckpointError, token: str | None) -> bool:
+    return isinstance(entry, Checkpoint) and token is not None and entry.owner != token
+
+
+def _entries(root: Path) -> list[tuple[Path, Checkpoint | CheckpointError]]:
+    try:
+        _refuse_unreadable(root)
+        folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {root} cannot be read: {error.strerror or error}.") from None
+    found: list[tuple[Path, Checkpoint | CheckpointError]] = []
+    for folder in sorted(folders, key=step_of, reverse=True):
+        try:
+            found.append((folder, manifest_below(root, folder.name)))
+        except CheckpointError as error:
+            found.append((folder, error))
+    return found
 
 
 def list_complete(root: Path) -> list[Checkpoint]:

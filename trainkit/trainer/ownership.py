@@ -25,16 +25,16 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from trainkit.bounded import expect_map, parse_json
 from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
-from trainkit.files import open_descriptor, read_bytes, read_map
+from trainkit.files import open_descriptor, read_bytes, read_map, write_atomically
 
 MARK: Final = ".owner"
 """Name of the file that holds the token."""
@@ -66,15 +66,13 @@ class OwnershipToken:
 
     token: str
     """32 hexadecimal digits, generated once for a run."""
-    adopts: bool = False
-    """Whether the run began before tokens existed: a valid checkpoint without a token counts as its own."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Usual name of a folder -> its name in this run, if the usual one was taken: {"live": "live-2"}."""
 
     @classmethod
-    def new(cls, *, adopts: bool = False) -> OwnershipToken:
+    def new(cls) -> OwnershipToken:
         """Generate a token."""
-        return cls(token=uuid.uuid4().hex, adopts=adopts)
+        return cls(token=uuid.uuid4().hex)
 
     @classmethod
     def read(cls, folder: Path) -> OwnershipToken | None:
@@ -85,13 +83,15 @@ class OwnershipToken:
         """
         path = folder / MARK
         try:
-            content = read_map(path, {"token": str, "adopts": bool, "folders": dict}, limit=_MAX_BYTES)
+            content = read_map(path, {"token": str, "folders": dict}, limit=_MAX_BYTES)
         except AbsentFileError:
             return None
-        owner = cls(**{name: content[name] for name in ("token", "adopts", "folders")})
-        if not owner.is_sound:
+        token, folders = content["token"], content["folders"]
+        # A name that is read from a file must not lead out of the run folder.
+        names = (re.fullmatch(rf"{usual}-[0-9]+", str(folders.get(usual, f"{usual}-2"))) for usual in FOLDERS)
+        if not _TOKEN.fullmatch(token) or not all(names):
             raise UnreadableError(path, "it holds no token of a run")
-        return owner
+        return cls(token=token, folders=folders)
 
     @classmethod
     def found(cls, folder: Path) -> OwnershipToken | None:
@@ -101,28 +101,13 @@ class OwnershipToken:
         except UnreadableError:
             return None
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether the fields are valid: a name read from a file must not lead out of the run folder."""
-        names = (re.fullmatch(rf"{usual}-[0-9]+", str(self.folders.get(usual, f"{usual}-2"))) for usual in FOLDERS)
-        return bool(_TOKEN.fullmatch(self.token)) and all(names)
-
     def mark(self, folder: Path) -> None:
         """Write the token into a folder, flushed to the disk; a kill leaves either the complete file or none.
 
         Raises:
             OSError: the file system refuses.
         """
-        part = folder / f"{MARK}.{os.getpid()}"
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                json.dump(asdict(self), file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(folder / MARK)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        write_atomically(folder / MARK, json.dumps(asdict(self)))
 
     def make(self, folder: Path) -> None:
         """Create a folder with the token.
@@ -136,10 +121,6 @@ class OwnershipToken:
         except OSError:
             folder.rmdir()
             raise
-
-    def wrote(self, token: str | None) -> bool:
-        """Return whether this run wrote a valid checkpoint, given the token in its manifest."""
-        return token == self.token or (token is None and self.adopts)
 
     def owns(self, folder: Path) -> bool:
         """Return whether a path is a folder, not a link to one, with the token of this run."""
@@ -244,16 +225,29 @@ def locked(path: Path) -> Iterator[int]:
         ConfigError: another process holds the lock, and the error names it; or the file is not trainkit's.
         UnreadableError: the file is a link, a pipe or otherwise not a regular file.
     """
-    problem = _why_foreign(path)
-    if problem is not None:
-        rule = f"has a {path.name} that is not a lock file of trainkit: {problem}. Rename it, or choose another folder."
-        raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
+
+    def refusal(rule: str) -> ConfigError:
+        return ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
+
+    try:
+        _holder(path)
+    except ValueError as error:
+        rule = f"has a {path.name} that is not a lock file of trainkit: {error}. Rename it, or choose another folder."
+        raise refusal(rule) from None
     descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
-        if not _lock_after_killed_owner(path, descriptor):
-            rule = f"in use by {_owner(path)}. Wait for it to end, or stop it."
-            raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
-        _write_owner(descriptor)
+        if not lock_within(descriptor, _ENDING_S, unless=lambda: owner_lives(path)):
+            try:
+                held = _holder(path) or {}
+                owner = f"process {held['pid']} on {held['host']} since {held['since']}"
+            except (UnreadableError, ValueError, KeyError):  # between acquiring the lock and writing the owner
+                owner = "another process"
+            raise refusal(f"in use by {owner}. Wait for it to end, or stop it.")
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        os.truncate(descriptor, 0)
+        os.pwrite(
+            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0
+        )
         yield descriptor
     finally:
         os.close(descriptor)  # the last copy closed releases the lock
@@ -262,78 +256,51 @@ def locked(path: Path) -> Iterator[int]:
 def owner_lives(path: Path) -> bool:
     """Return whether the process that wrote a lock file lives, or is on another host. Does not try the lock itself."""
     try:
-        owner = read_map(path, {"host": str, "pid": int}, limit=_MAX_BYTES)
-        if owner["host"] != socket.gethostname():
-            return True
-        os.kill(owner["pid"], 0)
+        owner = _holder(path)
+        if owner is not None and owner["host"] == socket.gethostname():
+            os.kill(owner["pid"], 0)
     except PermissionError:  # a process of another user
         return True
-    except (OSError, UnreadableError, OverflowError):
+    except (OSError, UnreadableError, ValueError, OverflowError):
         return False
-    return True
+    return owner is not None
 
 
 def discard_lock(path: Path) -> None:
     """Delete the lock file of a run that was killed before it began, unless it is held or not trainkit's."""
     try:
-        if _why_foreign(path) is not None:
-            return
+        _holder(path)
         descriptor = open_descriptor(path, os.O_RDWR)
-    except UnreadableError:
+    except (UnreadableError, ValueError):
         return
     try:
-        if _try_lock(descriptor):
+        if lock_within(descriptor, 0):
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
 
-def _why_foreign(path: Path) -> str | None:
-    """Return why a file is not a lock file of trainkit; None if it is one, or absent."""
+def _holder(path: Path) -> dict[str, Any] | None:
+    """Return the content of a lock file; None if it is absent, or empty, as it is until the first lock.
+
+    Raises:
+        ValueError: the file is not a lock file of trainkit.
+        UnreadableError: it is not a regular file.
+    """
     try:
         content = read_bytes(path, limit=_MAX_BYTES)
     except AbsentFileError:
         return None
-    try:
-        if content:  # empty until the first lock
-            expect_map(parse_json(content), {"pid": int, "host": str, "since": str})
-    except ValueError as error:
-        return str(error)
-    return None
+    return expect_map(parse_json(content), {"pid": int, "host": str, "since": str}) if content else None
 
 
-def _lock_after_killed_owner(path: Path, descriptor: int) -> bool:
-    """Lock the file; if its owner was killed, wait for the children that inherited the lock and are ending."""
-    until = time.monotonic() + _ENDING_S
-    while not _try_lock(descriptor):
-        if time.monotonic() > until or owner_lives(path):
+def lock_within(descriptor: int, seconds: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    """Lock an open file, and return whether it is locked; wait for another holder as long as `unless` returns False."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline or unless():
             return False
         time.sleep(0.02)
-    return True
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _write_owner(descriptor: int) -> None:
-    signature = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.truncate(descriptor, 0)
-    os.write(descriptor, json.dumps(signature).encode())
-
-
-def _owner(path: Path) -> str:
-    try:
-        held = read_map(path, {"pid": int, "host": str, "since": str}, limit=_MAX_BYTES)
-        return f"process {held['pid']} on {held['host']} since {held['since']}"
-    except UnreadableError:  # between acquiring the lock and writing the owner
-        return "another process"

@@ -38,7 +38,8 @@ from trainkit.run.diagnosis.plain_loop import PlainLoop
 from trainkit.run.diagnosis.updates import Replay, buffer_hypotheses, clipped, gradient_hypotheses, update_hypotheses
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
-from trainkit.trainer.checkpoint import list_complete, load
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.manifest import list_complete
 
 MOMENTUM: Final = 2.0**-10
 """Small, so that the subtracted part is small; a power of two, so that the product is exact."""

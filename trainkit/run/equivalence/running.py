@@ -17,7 +17,8 @@ from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_prob
 from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.runner import train
-from trainkit.trainer.checkpoint import list_complete, load
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.manifest import list_complete
 
 Weights = Mapping[int, Mapping[str, Tensor]]
 """Updates -> `param/...` or `buffer/...` -> tensor."""

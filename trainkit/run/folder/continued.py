@@ -12,8 +12,10 @@ from trainkit.errors import CheckpointError
 from trainkit.files import open_regular, refuse_link
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.storage import naming
-from trainkit.trainer.checkpoint import EvaluatedIndex, Retention, bring, list_complete, load, prune
-from trainkit.trainer.manifest import MANIFEST
+from trainkit.trainer.checkpoint.loading import load
+from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention
+from trainkit.trainer.checkpoint.saving import bring, prune
+from trainkit.trainer.manifest import MANIFEST, list_complete
 
 _ROWS: Final = ("metrics.jsonl", "tables.jsonl", "evaluations.jsonl", HISTOGRAMS)
 """Files of a run with a line for each step or evaluation."""

@@ -30,7 +30,7 @@ from trainkit.files import read_map, write_json_atomically
 from trainkit.redaction import mask
 from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import file_in_the_way, naming, quoted
-from trainkit.trainer.cleanup import owner_of
+from trainkit.trainer.checkpoint.retention import owner_of
 from trainkit.trainer.manifest import is_checkpoint, list_complete
 from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, locked, print_notice, set_aside
 
@@ -216,9 +216,8 @@ class RunFolder:
         """Return the owner of the folder, whose lock is held; create its token if it has none.
 
         A new folder gets a new token, and existing files with the name of a file of the run are renamed; in the folder
-        of a run, the token is read. A run folder without a token began before tokens existed, or was copied without
-        hidden files: it gets the token of its checkpoints, or a new one, and valid checkpoints without a token count as
-        its own.
+        of a run, the token is read. A run folder without a token was copied without hidden files: it gets the token of
+        its checkpoints, or a new one.
 
         Raises:
             CheckpointError: the token cannot be read, or the checkpoints are those of several other runs.
@@ -258,7 +257,7 @@ class RunFolder:
         """Create the folder of the live state, with the token of the run; an existing one is used as it is."""
         owner = OwnershipToken.found(self.path)
         with contextlib.suppress(FileExistsError):
-            if owner is None:  # a worker started by hand in the folder of an old run
+            if owner is None:  # a worker started by hand
                 self.live.mkdir()
             else:
                 owner.make(self.live)
@@ -345,11 +344,8 @@ _RESULT: Final[Mapping[str, Kind]] = {
 
 def _recovered_owner(path: Path) -> OwnershipToken:
     checkpoints = path / "checkpoints"
-    found = list_complete(checkpoints)
-    owner = owner_of(checkpoints)
-    if not found:  # they may be unreadable for a moment
-        owner = replace(owner, adopts=True)
-    elif not any(owner.wrote(entry.owner) for entry in found):
+    found, owner = list_complete(checkpoints), owner_of(checkpoints)
+    if found and not any(entry.owner == owner.token for entry in found):
         raise CheckpointError(
             f"{path} has no token ({MARK}), and its checkpoints carry those of several runs. Copy {MARK} from the "
             f"folder that it was copied from, or start a new run with {shell_word(setting('resume', found[0].folder))}"

@@ -17,7 +17,7 @@ from trainkit.fields import Reads
 from trainkit.files import open_regular
 from trainkit.run.planning.memory import model_without_data
 from trainkit.strategies.tensors.lazy_state import model_weights
-from trainkit.trainer.checkpoint import Loaded, load, newest_valid
+from trainkit.trainer.checkpoint.loading import Loaded, load, newest_valid
 from trainkit.trainer.manifest import MANIFEST, list_complete
 
 

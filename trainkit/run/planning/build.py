@@ -37,7 +37,7 @@ from trainkit.strategies.base import LossWeighting, Numerics, PlanContext, Strat
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
 from trainkit.strategies.model_transforms.trainable import why_untrainable
-from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
+from trainkit.trainer.checkpoint.loading import Loaded, load_below, newest_valid
 from trainkit.trainer.events import Callback
 from trainkit.trainer.manifest import is_checkpoint
 from trainkit.trainer.planned import Planned

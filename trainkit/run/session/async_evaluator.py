@@ -40,10 +40,11 @@ from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weights
 from trainkit.trainer.batch_statistics import statistics_of
-from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Retention, exclusive, list_complete, load
+from trainkit.trainer.checkpoint.loading import Loaded, load
+from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
 from trainkit.trainer.evaluate import Evaluation, evaluate
 from trainkit.trainer.events import State
-from trainkit.trainer.manifest import MANIFEST, is_checkpoint
+from trainkit.trainer.manifest import MANIFEST, Checkpoint, is_checkpoint, list_complete
 
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile

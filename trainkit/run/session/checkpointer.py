@@ -21,22 +21,16 @@ from trainkit.strategies.base import Executor, PhaseListener
 from trainkit.strategies.collectives import all_gather_object
 from trainkit.strategies.tensor_shards import ShardedState, TensorShard, nonfinite
 from trainkit.strategies.tensors.lazy_state import select
-from trainkit.trainer.checkpoint import (
-    BackgroundSaver,
-    Loaded,
-    Retention,
-    SavePolicy,
-    ShardedSaver,
-    sha256_of_pieces,
-    weights_sha256,
-)
+from trainkit.trainer.checkpoint.loading import Loaded
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Saver
 from trainkit.trainer.checkpoint.snapshot import Snapshot
+from trainkit.trainer.checkpoint.tensor_file import sha256_of_pieces, weights_sha256
 from trainkit.trainer.events import Run
 from trainkit.trainer.left_out import REMEDY, RollbackNeeded
 from trainkit.trainer.loop import CallbackHooks, TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
-from trainkit.trainer.ownership import OwnershipToken
 
 
 class Checkpointer:
@@ -60,7 +54,9 @@ class Checkpointer:
         self._plan, self._run, self._executor, self._snapshot = plan, run, executor, snapshot
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._settings, self._config = plan.cfg.checkpoint, plan.cfg.to_dict()
-        self._confirm, self._owner = confirm, OwnershipToken.found(run.folder)
+        self._confirm = confirm
+        self._is_sharded = plan.components.strategy.facts.is_sharded and executor.local.all_ranks.num_ranks > 1
+        """Whether every rank writes its shards; otherwise rank 0 writes whole checkpoints."""
         self._finite: set[str] = set()
         """The buffers that were finite at the start."""
         if any(True for _ in executor.local.model.buffers()):
@@ -70,37 +66,17 @@ class Checkpointer:
         self._saved_when = time.monotonic()
         self._prepared = False
 
-    @property
-    def _policy(self) -> SavePolicy:
-        return SavePolicy(retention=retention_of(self._plan.cfg), confirm=self._confirm, owner=self._owner)
-
     @cached_property
-    def _saver(self) -> BackgroundSaver:
-        """Writes whole checkpoints; made by the first save."""
-        return BackgroundSaver(
+    def _saver(self) -> Saver:
+        """Made by the first save."""
+        return Saver(
             self._run.folder / "checkpoints",
-            policy=self._policy,
+            self._executor.local.all_ranks if self._is_sharded else None,
+            retention=retention_of(self._plan.cfg),
+            confirm=self._confirm,
             background=self._settings.background,
             snapshot=self._snapshot,
         )
-
-    @cached_property
-    def _together(self) -> ShardedSaver | None:
-        """Writes the shards of all ranks; None if the state is not sharded."""
-        all_ranks = self._executor.local.all_ranks
-        if not self._plan.components.strategy.facts.is_sharded or all_ranks.num_ranks == 1:
-            return None
-        return ShardedSaver(
-            self._run.folder / "checkpoints",
-            all_ranks,
-            policy=self._policy,
-            background=self._settings.background,
-            snapshot=self._snapshot,
-        )
-
-    @property
-    def _writer(self) -> BackgroundSaver | ShardedSaver:
-        return self._together or self._saver
 
     @property
     def is_due(self) -> bool:
@@ -116,7 +92,7 @@ class Checkpointer:
     @property
     def writes_here(self) -> bool:
         """Whether this rank writes something."""
-        return self._together is not None or self._run.is_owner
+        return self._is_sharded or self._run.is_owner
 
     def mark_saved(self) -> None:
         """Mark the step as saved on every rank, independent of the rank that writes it."""
@@ -172,7 +148,7 @@ class Checkpointer:
         Raises:
             CheckpointError: this checkpoint, or the one before it, could not be written.
         """
-        if self._together is not None or not self._run.is_owner:
+        if self._is_sharded or not self._run.is_owner:
             return False
         self._saver.wait()
         step = self._run.state.step
@@ -198,7 +174,7 @@ class Checkpointer:
         """Write a checkpoint of this step, from `collect` and the state of the loader; for every rank that writes."""
         state = self._run.state
         plain, tensors = separated(self.callback_states() if callbacks is None else callbacks)
-        if self._together is not None:
+        if self._is_sharded:
             refuse_unlike(tensors, self._executor.local.all_ranks)
         if self._run.is_owner:
             kept = {**kept, **{name: (TensorShard.whole(tensor),) for name, tensor in tensors.items()}}
@@ -214,11 +190,7 @@ class Checkpointer:
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
             **({"evaluation_due": True} if evaluation_due else {}),
         }
-        if self._together is not None:
-            self._together.save(step=state.step, pieces=kept, meta=meta, metric=metric)
-        else:
-            tensors = {name: parts[0].tensor for name, parts in kept.items()}
-            self._saver.save(step=state.step, tensors=tensors, meta=meta, metric=metric)
+        self._saver.save(step=state.step, pieces=kept, meta=meta, metric=metric)
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
         """Continue exactly from a checkpoint; return the state of the loader."""
@@ -250,16 +222,14 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks; collective."""
-        self._writer.wait()
+        self._saver.wait()
         self.notify_saved()
         self._executor.local.all_ranks.sum(torch.zeros(1))
 
     def notify_saved(self) -> None:
         """Notify the callbacks of the checkpoints written since the last call."""
         self._prepare()
-        if self._together is not None:
-            self._together.proceed()
-        for checkpoint in self._writer.finished():
+        for checkpoint in self._saver.finished():
             self._enter("callback")
             self._callbacks.call("checkpoint_saved", self._run, checkpoint.folder)
 
@@ -275,21 +245,17 @@ class Checkpointer:
         auxiliary = set(plan.auxiliary_ranks)
         if any(task.rank in auxiliary and not task.is_evaluator for task in plan.tasks):
             return
-        pieces = self.collect()
-        if self._together is not None:
-            self._together.prepare(pieces)
-        else:
-            self._saver.prepare({name: parts[0].tensor for name, parts in pieces.items()})
+        self._saver.prepare(self.collect())
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks."""
-        self._writer.wait()
+        self._saver.wait()
         self.notify_saved()
-        self._writer.close()
+        self._saver.close()
 
     def weights_sha256(self) -> str | None:
         """Return the hash of all weights on rank 0; None elsewhere. Collective if the state is sharded."""
-        if self._together is not None:
+        if self._is_sharded:
             return sha256_of_pieces(self._executor.sharded_state_dict(), self._executor.local.all_ranks)
         return weights_sha256(self._executor.state_dict()) if self._run.is_owner else None
 

@@ -21,9 +21,9 @@ from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.signals import REASONS
-from trainkit.trainer.checkpoint import list_complete, meta_of, read_manifest
+from trainkit.trainer.checkpoint.loading import meta_of
 from trainkit.trainer.events import Run
-from trainkit.trainer.manifest import MANIFEST
+from trainkit.trainer.manifest import MANIFEST, list_complete, read_manifest
 
 Report = Callable[[BaseException], ErrorReport]
 """Function that reports an error to the parent and the other ranks."""

@@ -34,8 +34,7 @@ from trainkit.strategies.base import (
     UpdateParams,
     ignore_phase,
 )
-from trainkit.trainer.checkpoint import Loaded, newest_valid
-from trainkit.trainer.checkpoint.loading import note_foreign
+from trainkit.trainer.checkpoint.loading import Loaded, newest_valid, note_foreign
 from trainkit.trainer.events import Measure, Run, State
 from trainkit.trainer.left_out import LeftOutSteps
 from trainkit.trainer.manifest import damaged
@@ -195,7 +194,7 @@ def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
 def _refuse_foreign(loaded: Loaded, folder: Path) -> None:
     """Refuse a checkpoint in the folder of a run that the run did not write, or whose metadata is malformed."""
     owner = OwnershipToken.found(folder)
-    if owner is not None and not owner.wrote(loaded.checkpoint.owner):
+    if owner is not None and loaded.checkpoint.owner != owner.token:
         raise CheckpointError(f"checkpoint {loaded.checkpoint.folder} was not written by this run.")
     refuse_malformed(loaded)
 

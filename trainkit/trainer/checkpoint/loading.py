@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,7 +16,7 @@ from trainkit.bounded import expect_map, expect_maps, parse_json
 from trainkit.config.commands import shell_word
 from trainkit.config.grammar import setting
 from trainkit.errors import CheckpointError, UnreadableError
-from trainkit.files import read_bytes, refuse_link
+from trainkit.files import read_bytes
 from trainkit.frames import first_line
 from trainkit.strategies.tensor_shards import coverage_error
 from trainkit.strategies.tensors.lazy_state import LazyStateDict
@@ -27,10 +27,11 @@ from trainkit.trainer.manifest import (
     NewerFormatError,
     damaged,
     foreign,
-    has_saved,
     list_all,
+    manifest_below,
     read_manifest,
 )
+from trainkit.trainer.ownership import OwnershipToken
 
 _MAX_BYTES: Final = 1 << 30
 """Size limit of an index, which has about a hundred bytes for each piece of a tensor."""
@@ -57,9 +58,21 @@ def load(folder: Path) -> Loaded:
     Raises:
         CheckpointError: it is incomplete or damaged; the error names the file.
     """
-    checkpoint = read_manifest(folder)
-    index = _read_json(checkpoint, "index.json")
-    rest = _read_json(checkpoint, "meta.json")
+    return _verified(read_manifest(folder))
+
+
+def load_below(root: Path, name: str) -> Loaded:
+    """Verify the checkpoint of a name in a `checkpoints` folder; otherwise like `load`.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or a symbolic link.
+    """
+    return _verified(manifest_below(root, name))
+
+
+def _verified(checkpoint: Checkpoint) -> Loaded:
+    folder = checkpoint.folder
+    index, rest = (_read_json(checkpoint, name) for name in ("index.json", "meta.json"))
     files = {
         name: TensorFile.verified(folder / name, record)
         for name, record in checkpoint.files.items()
@@ -75,26 +88,6 @@ def load(folder: Path) -> Loaded:
     return Loaded(checkpoint=checkpoint, tensors=tensors, aliases=aliases, meta=meta)
 
 
-def load_below(root: Path, name: str) -> Loaded:
-    """Verify the checkpoint of a name in a `checkpoints` folder; otherwise like `load`.
-
-    Raises:
-        CheckpointError: it is incomplete, damaged, or a symbolic link.
-    """
-    _refuse_links(root, name)
-    return load(root / name)
-
-
-def manifest_below(root: Path, name: str) -> Checkpoint:
-    """Read the manifest of a checkpoint in a `checkpoints` folder; its tensors are not verified.
-
-    Raises:
-        CheckpointError: it is incomplete, or a symbolic link.
-    """
-    _refuse_links(root, name)
-    return read_manifest(root / name)
-
-
 def meta_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Read the `meta` argument of `save`, and verify only that file.
 
@@ -102,17 +95,6 @@ def meta_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
         CheckpointError: the file is absent or damaged.
     """
     return _read_json(checkpoint, "meta.json")
-
-
-def _refuse_links(root: Path, name: str) -> None:
-    try:
-        refuse_link(root)
-    except UnreadableError as error:
-        raise CheckpointError(f"the checkpoints in {root} cannot be read: {error.reason}.") from None
-    try:
-        refuse_link(root / name)
-    except UnreadableError as error:
-        raise damaged(root / name, f"{name}: {error.reason}") from None
 
 
 def newest_valid(
@@ -136,7 +118,7 @@ def newest_valid(
         try:
             if isinstance(entry, CheckpointError):
                 raise entry
-            loaded = load(folder)
+            loaded = _verified(entry)
             check(loaded)
         except NewerFormatError:
             raise
@@ -146,7 +128,8 @@ def newest_valid(
         for problem in problems:
             report(f"{problem} Using {folder.name} instead.")
         return loaded
-    if problems and has_saved(root):
+    # A run with a token and without an index has completed none.
+    if problems and (OwnershipToken.found(root.parent) is None or (root / "index.json").exists()):
         raise CheckpointError("\n".join(["no checkpoint is undamaged:", *(f"  {problem}" for problem in problems)]))
     for problem in problems:
         report(f"{problem} This run has saved no checkpoint yet: that one stays in its place, and is not used.")
@@ -184,8 +167,7 @@ _MAX_PIECES: Final = 1 << 14
 """Limit of the pieces of one tensor: one per rank with a part of it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _StoredPiece:
+class _Piece(NamedTuple):
     """A piece of a tensor, and its position in a file."""
 
     file: TensorFile
@@ -193,23 +175,25 @@ class _StoredPiece:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
-    def overlap(self, region: Sequence[tuple[int, int]]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return the overlap with a region, in indices of the region and of the piece; None if there is none."""
-        there, here = [], []
-        for (start, stop), first, length in zip(region, self.offset, self.size, strict=True):
-            begin, end = max(start, first), min(stop, first + length)
-            if begin >= end:
-                return None
-            there.append(slice(begin - start, end - start))
-            here.append(slice(begin - first, end - first))
-        return tuple(there), tuple(here)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _StoredTensor:
+class _Stored(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[_StoredPiece, ...]
+    pieces: tuple[_Piece, ...]
+
+    def read(self, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Read a region, given as begin and end dim by dim, from the pieces that overlap it."""
+        size = tuple(max(stop - start, 0) for start, stop in bounds)
+        if len(self.pieces) == 1 and self.shape == size:
+            return self.pieces[0].file.read(self.pieces[0].key)
+        found = torch.empty(size, dtype=self.dtype)
+        for file, key, offset, length in self.pieces:
+            ends = zip(bounds, offset, length, strict=True)
+            cuts = [(start, first, max(start, first), min(stop, first + long)) for (start, stop), first, long in ends]
+            if all(begin < end for *_, begin, end in cuts):
+                there = tuple(slice(begin - start, end - start) for start, _, begin, end in cuts)
+                found[there] = file.read(key)[tuple(slice(begin - first, end - first) for _, first, begin, end in cuts)]
+        return found
 
 
 class StoredTensors(LazyStateDict):
@@ -238,7 +222,7 @@ class StoredTensors(LazyStateDict):
         tensor = None if written is None else self._in_use.get(written)
         if tensor is None:
             entry = self._entries[name]
-            tensor = self._read(entry, [(0, length) for length in entry.shape])
+            tensor = entry.read([(0, length) for length in entry.shape])
             if written is not None:
                 self._in_use[written] = tensor
         return tensor
@@ -267,42 +251,22 @@ class StoredTensors(LazyStateDict):
             CheckpointError: it can no longer be read, or is not what was verified.
         """
         entry = self._entries[name]
-        bounds = [part.indices(length)[:2] for part, length in zip(region, entry.shape, strict=True)]
-        return self._read(entry, bounds)
-
-    @staticmethod
-    def _read(entry: _StoredTensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        size = [max(stop - start, 0) for start, stop in bounds]
-        if len(entry.pieces) == 1 and list(entry.shape) == size:
-            return entry.pieces[0].file.read(entry.pieces[0].key)
-        found = torch.empty(size, dtype=entry.dtype)
-        for piece in entry.pieces:
-            overlap = piece.overlap(bounds)
-            if overlap is not None:
-                there, here = overlap
-                found[there] = piece.file.read(piece.key)[here]
-        return found
+        return entry.read([part.indices(length)[:2] for part, length in zip(region, entry.shape, strict=True)])
 
 
-def _entry(name: str, content: Any, files: Mapping[str, TensorFile]) -> _StoredTensor:
+def _entry(name: str, content: Any, files: Mapping[str, TensorFile]) -> _Stored:
     expect_map(content, {"shape": list, "dtype": str, "pieces": list})
     listed = expect_maps(content["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
     if len(listed) > _MAX_PIECES:
         raise ValueError(f"{name} has {len(listed):,} pieces; the limit is {_MAX_PIECES:,}")
     shape, dtype = lengths_in(content["shape"]), DTYPES[content["dtype"]]
     pieces = tuple(
-        _StoredPiece(
-            file=files[piece["file"]],
-            key=piece.get("key", name),
-            offset=lengths_in(piece["offset"]),
-            size=lengths_in(piece["size"]),
-        )
-        for piece in listed
+        _Piece(files[one["file"]], one.get("key", name), lengths_in(one["offset"]), lengths_in(one["size"]))
+        for one in listed
     )
     if wrong := coverage_error(shape, [(piece.offset, piece.size) for piece in pieces]):
         raise ValueError(f"{name}: {wrong}")
     for piece in pieces:
-        if piece.file.kind_of(piece.key) != (dtype, piece.size):
-            found = piece.file.kind_of(piece.key)
+        if (found := piece.file.kind_of(piece.key)) != (dtype, piece.size):
             raise ValueError(f"a piece of {name} is {found}, not {(dtype, piece.size)}")
-    return _StoredTensor(dtype=dtype, shape=shape, pieces=pieces)
+    return _Stored(dtype, shape, pieces)

@@ -1,6 +1,12 @@
-"""Write a checkpoint: fill a temporary folder, flush every file, write the manifest last, and rename the folder.
+"""Write checkpoints: a step waits for the copy to the host, a thread hashes and writes to the disk.
 
-At any moment, and after any crash, a reader sees either a complete checkpoint or none.
+Each rank fills its file in a temporary folder, every file is flushed, rank 0 writes the manifest last, and renames the
+folder: at any moment, and after any crash, a reader sees either a complete checkpoint or none.
+
+    saver = Saver(root, retention=Retention(keep_last=2, keep_best=1, mode="max"))
+    saver.save(step=100, pieces=pieces, meta=meta, metric=0.97)     # waits only for the copy to the host
+    saver.close()                                                   # waits for the disk
+    loaded = newest_valid(root, report=print)                       # reports a damaged one, uses the previous one
 """
 
 from __future__ import annotations
@@ -8,154 +14,289 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor
 
-from trainkit.errors import CheckpointError
-from trainkit.files import open_regular, size_of
-from trainkit.storage import bytes_needed, naming, sync_folder
-from trainkit.strategies.tensor_shards import ShardedState, TensorShard, coverage_error
-from trainkit.trainer.checkpoint.disk_space import refuse_lack_of_room, unwritten
-from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.tensor_file import NAMES, refuse_unwritable, write_bytes, write_tensors
-from trainkit.trainer.cleanup import (
+from trainkit.errors import CheckpointError, StorageError
+from trainkit.files import open_regular
+from trainkit.objectives.base import Collective
+from trainkit.storage import bytes_needed, lacking, naming, reason_and_room, remedy_of, sync_folder
+from trainkit.strategies.collectives import LocalCollective, all_gather_object
+from trainkit.strategies.tensor_shards import ShardedState, coverage_error
+from trainkit.trainer.checkpoint.retention import (
+    Retention,
     delete_temporary_folder,
-    delete_temporary_folders,
     make_room,
+    new_temporary_folder,
     owner_of,
-    temporary_folder_of,
     unmark,
 )
+from trainkit.trainer.checkpoint.snapshot import Snapshot
+from trainkit.trainer.checkpoint.tensor_file import NAMES, refuse_unwritable, write_bytes, write_tensors
 from trainkit.trainer.failpoints import hit
-from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
+from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, list_complete, manifest_bytes
 from trainkit.trainer.ownership import OwnershipToken, uncontested
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPart:
-    """The part of a checkpoint that one rank wrote."""
-
-    file: str
-    record: FileRecord
-    tensors: Mapping[str, Mapping[str, Any]]
-    """Key in this file -> {"name" of the tensor, "dtype", "shape" of the whole, "offset" and "size" of the piece}."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the part as JSON for another rank."""
-        record = {"num_bytes": self.record.num_bytes, "sha256": self.record.sha256}
-        return {"file": self.file, "record": record, "tensors": dict(self.tensors)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Restore a part from `to_json`."""
-        return cls(file=content["file"], record=FileRecord(**content["record"]), tensors=content["tensors"])
+_T = TypeVar("_T")
+_VISIBLE_TIMEOUT_S: Final = 10.0
+"""A network file system may show a new folder late to another host."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavePolicy:
-    """The settings that all checkpoints of a run share."""
+@dataclass(kw_only=True)
+class _Saving:
+    """A save between its copy to the host and its manifest."""
 
-    retention: Retention = field(default_factory=Retention)
-    """The checkpoints to keep; by default all."""
-    confirm: Callable[[], None] = uncontested
-    """Function called before a checkpoint is renamed; raises if another group owns the folder now."""
-    owner: OwnershipToken | None = None
-    """The run; None: the owner of the folder of checkpoints."""
+    step: int
+    meta: Mapping[str, Any]
+    metric: float | None
+    aliases: Mapping[str, str]
+    needed: int
+    """Bytes that all ranks write."""
+    draft: Path | None = None
+    thread: threading.Thread | None = None
+    part: dict[str, Any] | None = None
+    error: BaseException | None = None
 
-    def owned(self, root: Path) -> OwnershipToken:
-        """Return the owner of new files in a folder of checkpoints."""
-        return self.owner or owner_of(root)
 
+class Saver:
+    """Saves one checkpoint at a time, written by one process or by all ranks, each its shards.
 
-def save(
-    root: Path,
-    *,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    aliases: Mapping[str, str] | None = None,
-    metric: float | None = None,
-    policy: SavePolicy | None = None,
-) -> Checkpoint:
-    """Write a checkpoint from one process, then prune the older ones.
+    The host copies reuse their buffers, so the second save allocates no memory; they take the memory of one checkpoint.
+    A save that begins while the previous one is still being written waits for it.
+
+    All ranks call `save`, `finished`, `wait` and `close` in the same order; the calls are collective while a save is in
+    progress. A checkpoint that one rank cannot write is an error on every rank, raised by the next call, and is
+    removed. Ranks communicate between steps, never from a thread: collectives of a thread would interleave with those
+    of the training. So the thread of a single process completes a checkpoint, and several ranks complete it in a call.
 
     Args:
-        root: the `checkpoints` folder of the run; created if absent.
-        step: updates completed.
-        tensors: by `param/NAME`, `buffer/NAME` and `optimizer/SLOT/NAME`; on any device, in any layout.
-        meta: JSON; its keys `position` and `fingerprint` go into the manifest. `load` returns all of it.
-        aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are detected anyway.
-        metric: the monitored metric, if known.
-        policy: what all checkpoints of the run have in common; None: every checkpoint is kept, and nothing is checked.
-
-    Raises:
-        StorageError: it could not be written, for example because the disk is full; its files are removed.
-        CheckpointError: a tensor cannot be saved.
+        root: the `checkpoints` folder, which all ranks see; created if absent.
+        ranks: the ranks that write; rank 0 completes the checkpoints. None: this process alone.
+        retention: the checkpoints to keep; None: all.
+        confirm: called on rank 0 before a checkpoint is renamed; raises if another group owns the folder now.
+        owner: the run; None: the owner of the folder of checkpoints. Only rank 0 needs it.
+        background: whether the files are written in the background.
+        snapshot: makes the copies; None: a new one.
     """
-    policy = policy or SavePolicy()
-    owner = policy.owned(root)
-    unique, tied = untied(tensors)
-    needed = bytes_needed(unique.values())
-    refuse_lack_of_room(root, step, needed)
-    draft = begin(root, step, owner)
-    try:
-        part = write_part(draft, {name: (TensorShard.whole(tensor),) for name, tensor in unique.items()})
-        tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
-        checkpoint = commit(
-            draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=policy.confirm
-        )
-    except OSError as error:
-        raise unwritten(root, step, error, needed=needed) from error
-    finally:
-        delete_temporary_folder(draft, owner)
-    prune(root, policy.retention, step=step, owner=owner)
-    return checkpoint
 
+    def __init__(
+        self,
+        root: Path,
+        ranks: Collective | None = None,
+        *,
+        retention: Retention | None = None,
+        confirm: Callable[[], None] = uncontested,
+        owner: OwnershipToken | None = None,
+        background: bool = True,
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        self._root, self._ranks, self._background = root, ranks or LocalCollective(), background
+        self._retention, self._confirm, self._owner = retention or Retention(), confirm, owner or owner_of(root)
+        self._snapshot = snapshot or Snapshot()
+        self._is_alone, self._is_first = self._ranks.num_ranks == 1, self._ranks.rank == 0
+        self._who = "" if self._is_first else f"rank {self._ranks.rank}: "
+        self._pending: _Saving | None = None
+        self._finished: list[Checkpoint] = []
 
-def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
-    """Create the temporary folder of a checkpoint, and delete the temporary folders of killed attempts of this run.
+    def save(self, *, step: int, pieces: ShardedState, meta: Mapping[str, Any], metric: float | None = None) -> None:
+        """Copy this rank's tensors to the host and write them in the background; collective.
 
-    Raises:
-        StorageError: it cannot be created; a removed run folder is not created again.
-    """
-    owner = owner or owner_of(root)
-    try:
-        root.mkdir(exist_ok=True)
-        delete_temporary_folders(root, owner)
-        draft = temporary_folder_of(root, step)
-        owner.make(draft)
-    except OSError as error:
-        raise unwritten(root, step, error) from error
-    return draft
+        On return the tensors may change. With `background=False` the checkpoint exists on return.
 
+        Args:
+            step: updates completed.
+            pieces: the shards that this rank writes by `param/NAME`, `buffer/NAME` and `optimizer/SLOT/NAME`, on any
+                device, in any layout; each part of a tensor is written by exactly one rank.
+            meta: JSON, that of rank 0 is saved; its keys `position` and `fingerprint` go into the manifest. `load`
+                returns all of it.
+            metric: the monitored metric, if known.
 
-def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> CheckpointPart:
-    """Write the shards of one rank into a draft; every rank of a sharded model writes its own file.
-
-    Raises:
-        CheckpointError: a tensor cannot be saved.
-        OSError: the file could not be written.
-    """
-    held = {file_key(name, place): (name, piece) for name, parts in pieces.items() for place, piece in enumerate(parts)}
-    for name, piece in held.values():
-        refuse_unwritable(name, piece.tensor)
-    file = f"rank_{rank:05d}.safetensors"
-    record = write_tensors(draft / file, {key: piece.tensor for key, (_, piece) in held.items()})
-    entries = {
-        key: {
-            "name": name,
-            "dtype": NAMES[piece.tensor.dtype],
-            "shape": list(piece.shape),
-            "offset": list(piece.offset),
-            "size": list(piece.tensor.shape),
+        Raises:
+            StorageError: this checkpoint, or the one before it, could not be written, for example because the disk is
+                full; its files are removed.
+            CheckpointError: a tensor cannot be saved, or another rank failed.
+        """
+        self.wait()
+        pieces, aliases = self._untied(pieces)
+        own = bytes_needed(piece.tensor for parts in pieces.values() for piece in parts)
+        needed = sum(all_gather_object(own, self._ranks))
+        # All ranks share one file system: rank 0 checks it for all.
+        self._agreed(lambda: self._refuse_lack_of_room(step, needed if self._is_first else 0, largest_file=own))
+        saving = _Saving(step=step, meta=meta, metric=metric, aliases=aliases, needed=needed)
+        if not self._is_alone:
+            saving.draft = self._begin(step)
+        if not self._background:
+            self._pending = saving
+            self._write(saving, pieces)
+            return self.wait()
+        copies = self._snapshot.take(_by_key(pieces))
+        pieces = {
+            name: [replace(piece, tensor=copies[file_key(name, place)]) for place, piece in enumerate(parts)]
+            for name, parts in pieces.items()
         }
-        for key, (name, piece) in held.items()
-    }
-    return CheckpointPart(file=file, record=record, tensors=entries)
+        # A daemon: a second Ctrl-C ends the process at once, and leaves a temporary folder that never counts as a
+        # checkpoint.
+        saving.thread = threading.Thread(target=self._write, args=(saving, pieces), name="checkpoint", daemon=True)
+        self._pending = saving
+        saving.thread.start()
+        return None
+
+    def prepare(self, pieces: ShardedState) -> None:
+        """Allocate the memory of the copies in the background, so that the first save waits only for the copies; not
+        collective.
+        """
+        if self._background:
+            self._snapshot.prepare(_by_key(self._untied(pieces)[0]))
+
+    def finished(self) -> list[Checkpoint]:
+        """Return the checkpoints completed since the last call, on rank 0, without waiting for a disk; collective while
+        a save is in progress.
+
+        Raises:
+            CheckpointError: one could not be written; the same on every rank.
+        """
+        if (saving := self._pending) is not None:
+            busy = torch.tensor([int(saving.thread is not None and saving.thread.is_alive())])
+            if not any(int(one) for one in self._ranks.gather(busy)):
+                self._complete(saving)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress is complete; collective while there is one.
+
+        Raises:
+            CheckpointError: it could not be written; the same on every rank.
+        """
+        if (saving := self._pending) is not None:
+            if saving.thread is not None:
+                saving.thread.join()
+            self._complete(saving)
+
+    def close(self) -> list[Checkpoint]:
+        """Wait, release the buffers, and return what `finished` would return; collective while a save is in progress.
+
+        Raises:
+            CheckpointError: the last save could not be written; the same on every rank.
+        """
+        try:
+            self.wait()
+        finally:
+            self._snapshot.release()
+        return self.finished()
+
+    def _untied(self, pieces: ShardedState) -> tuple[ShardedState, dict[str, str]]:
+        """Separate the tensors that share memory, if this process writes all of them; shards are never tied."""
+        if not self._is_alone:
+            return pieces, {}
+        unique, tied = untied({name: parts[0].tensor for name, parts in pieces.items()})
+        return {name: pieces[name] for name in unique}, tied
+
+    def _refuse_lack_of_room(self, step: int, needed: int, *, largest_file: int) -> None:
+        with _explained(self._root, step, needed=needed, who=self._who):
+            if (code := lacking(self._root, needed, largest_file)) is not None:
+                raise OSError(code, os.strerror(code))
+
+    def _begin(self, step: int) -> Path:
+        """Make the folder that all ranks write into, on rank 0; return its path on every rank."""
+        draft = self._agreed(lambda: begin(self._root, step, self._owner) if self._is_first else None)
+        folder = Path(all_gather_object(str(draft), self._ranks)[0])
+        try:
+            self._agreed(lambda: _refuse_unseen(folder, self._ranks.rank))
+        except CheckpointError:
+            self._discard(folder)
+            raise
+        return folder
+
+    def _discard(self, draft: Path | None) -> None:
+        if draft is not None and self._is_first:
+            delete_temporary_folder(draft, self._owner)
+
+    def _write(self, saving: _Saving, pieces: ShardedState) -> None:
+        """Write this rank's file; a single process also completes the checkpoint."""
+        rank = self._ranks.rank
+        try:
+            self._snapshot.wait_copied()
+            if self._is_alone:
+                saving.draft = begin(self._root, saving.step, self._owner)
+            with _explained(self._root, saving.step, needed=saving.needed, who=self._who):
+                if rank:  # rank 0 reaches this failpoint when it completes the checkpoint
+                    hit("save", saving.step)
+                if saving.draft is not None and (any(pieces.values()) or not rank):
+                    saving.part = write_part(saving.draft, pieces, rank=rank)
+            if self._is_alone:
+                self._commit(saving, [saving.part])
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that trains, and to all ranks
+            saving.error = error
+        if self._is_alone:
+            self._discard(saving.draft)
+
+    def _complete(self, saving: _Saving) -> None:
+        self._pending = None
+        try:
+            self._agreed(lambda: _raise(saving.error))
+            if not self._is_alone:
+                parts = all_gather_object(saving.part, self._ranks)
+                self._agreed(lambda: self._commit(saving, parts))
+        finally:
+            self._discard(saving.draft)
+
+    def _commit(self, saving: _Saving, parts: Sequence[dict[str, Any] | None]) -> None:
+        if not self._is_first or saving.draft is None:
+            return
+        with _explained(self._root, saving.step, needed=saving.needed):
+            done = commit(
+                saving.draft,
+                step=saving.step,
+                parts=[part for part in parts if part is not None],
+                meta=saving.meta,
+                aliases=saving.aliases,
+                metric=saving.metric,
+                confirm=self._confirm,
+            )
+        self._finished.append(done)
+        prune(self._root, self._retention, step=saving.step, owner=self._owner)
+
+    def _agreed(self, act: Callable[[], _T]) -> _T:
+        """Run a function; if it fails on one rank, it fails on all."""
+        if self._is_alone:
+            return act()
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:  # noqa: BLE001 - raised again, after the others know
+            error = caught
+        errors = all_gather_object(None if error is None else str(error), self._ranks)
+        if error is not None:
+            raise error
+        if failed := [text for text in errors if text is not None]:
+            raise CheckpointError(failed[0])
+        return result  # type: ignore[return-value] # nothing was raised
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _refuse_unseen(folder: Path, rank: int) -> None:
+    """Raise if this rank does not see the folder that rank 0 has made."""
+    deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank {rank} does not see {folder}, which rank 0 created: each rank writes its own part of a "
+                f"checkpoint there. Put the run folder on a file system that all hosts share."
+            )
+        time.sleep(0.05)
 
 
 def file_key(name: str, place: int) -> str:
@@ -168,11 +309,75 @@ def file_key(name: str, place: int) -> str:
     return name if place == 0 else f"{name}#{place}"
 
 
+def _by_key(pieces: ShardedState) -> dict[str, Tensor]:
+    return {file_key(name, place): piece.tensor for name, parts in pieces.items() for place, piece in enumerate(parts)}
+
+
+@contextmanager
+def _explained(root: Path, step: int, *, needed: int | None = None, who: str = "") -> Iterator[None]:
+    """Raise errors of the system in this block as that of a checkpoint that could not be written.
+
+    Args:
+        root: the `checkpoints` folder.
+        step: the step of the checkpoint.
+        needed: bytes of the checkpoint, if known.
+        who: the rank whose part it was, if several write.
+    """
+    try:
+        yield
+    except OSError as error:
+        try:
+            kept = list_complete(root)
+        except OSError:
+            kept = []
+        last = f"The last complete one is {kept[0].folder}" if kept else "There is no earlier one"
+        why = reason_and_room(root, error, needed=needed)
+        raise StorageError(
+            f"the checkpoint of step {step} could not be written below {root}: {who}{why}. {last}. {remedy_of(error)}"
+        ) from error
+
+
+def begin(root: Path, step: int, owner: OwnershipToken) -> Path:
+    """Create the temporary folder of a checkpoint, and delete the temporary folders of killed attempts of this run.
+
+    Raises:
+        StorageError: it cannot be created; a removed run folder is not created again.
+    """
+    with _explained(root, step):
+        return new_temporary_folder(root, step, owner)
+
+
+def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> dict[str, Any]:
+    """Write the shards of one rank into a draft, and return what `commit` needs to know of its file, as JSON.
+
+    Raises:
+        CheckpointError: a tensor cannot be saved.
+        OSError: the file could not be written.
+    """
+    for name, parts in pieces.items():
+        for piece in parts:
+            refuse_unwritable(name, piece.tensor)
+    file = f"rank_{rank:05d}.safetensors"
+    record = write_tensors(draft / file, _by_key(pieces))
+    entries = {
+        file_key(name, place): {
+            "name": name,
+            "dtype": NAMES[piece.tensor.dtype],
+            "shape": list(piece.shape),
+            "offset": list(piece.offset),
+            "size": list(piece.tensor.shape),
+        }
+        for name, parts in pieces.items()
+        for place, piece in enumerate(parts)
+    }
+    return {"file": file, "num_bytes": record.num_bytes, "sha256": record.sha256, "tensors": entries}
+
+
 def commit(
     draft: Path,
     *,
     step: int,
-    parts: Iterable[CheckpointPart],
+    parts: Sequence[Mapping[str, Any]],
     meta: Mapping[str, Any],
     aliases: Mapping[str, str],
     metric: float | None = None,
@@ -181,19 +386,21 @@ def commit(
     """Write index, meta and manifest, and rename the folder: afterwards the checkpoint exists.
 
     The token of the draft goes into the manifest.
+
+    Raises:
+        CheckpointError: the parts do not make up the tensors.
+        OSError: a file could not be written.
     """
     owner = OwnershipToken.found(draft)
-    final = draft.parent / folder_name(step)
-    parts = list(parts)
     rest = {key: value for key, value in meta.items() if key not in ("position", "fingerprint")}
-    files = {part.file: part.record for part in parts}
-    index = {"tensors": _index(parts), "aliases": dict(aliases)}
-    if not set(aliases.values()) <= index["tensors"].keys():
-        raise ValueError(f"aliases name tensors that are not in the checkpoint: {aliases}")
-    files["index.json"] = write_bytes(draft / "index.json", _json(index))
-    files["meta.json"] = write_bytes(draft / "meta.json", _json(rest))
+    files = {part["file"]: FileRecord(num_bytes=part["num_bytes"], sha256=part["sha256"]) for part in parts}
+    for name, content in {
+        "index.json": {"tensors": _index(parts), "aliases": dict(aliases)},
+        "meta.json": rest,
+    }.items():
+        files[name] = write_bytes(draft / name, json.dumps(content, indent=1).encode())
     checkpoint = Checkpoint(
-        folder=final,
+        folder=draft.parent / folder_name(step),
         step=step,
         position=meta.get("position"),
         fingerprint=meta.get("fingerprint"),
@@ -202,7 +409,7 @@ def commit(
         files=files,
     )
     hit("save", step)
-    return _complete(draft, checkpoint, owner, confirm)
+    return _renamed(draft, checkpoint, owner, confirm)
 
 
 def bring(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoint:
@@ -222,25 +429,24 @@ def bring(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoi
     """
     draft = begin(root, checkpoint.step, owner)
     received = replace(checkpoint, folder=root / folder_name(checkpoint.step), owner=owner.token)
+    needed = sum(record.num_bytes for record in checkpoint.files.values())
     try:
-        for name in checkpoint.files:
-            size_of(checkpoint.folder / name)  # refuses everything but a regular file
-            try:
-                os.link(checkpoint.folder / name, draft / name, follow_symlinks=False)
-            except OSError:
-                with open_regular(checkpoint.folder / name) as file, (draft / name).open("xb") as copy:
-                    shutil.copyfileobj(file, copy)
-                    copy.flush()
-                    os.fsync(copy.fileno())
-        return _complete(draft, received, owner)
-    except OSError as error:
-        needed = sum(record.num_bytes for record in checkpoint.files.values())
-        raise unwritten(root, checkpoint.step, error, needed=needed) from error
+        with _explained(root, checkpoint.step, needed=needed):
+            for name in checkpoint.files:
+                with open_regular(checkpoint.folder / name) as file:  # refuses everything but a regular file
+                    try:
+                        os.link(checkpoint.folder / name, draft / name, follow_symlinks=False)
+                    except OSError:
+                        with (draft / name).open("xb") as copy:
+                            shutil.copyfileobj(file, copy)
+                            copy.flush()
+                            os.fsync(copy.fileno())
+            return _renamed(draft, received, owner)
     finally:
         delete_temporary_folder(draft, owner)
 
 
-def _complete(
+def _renamed(
     draft: Path, checkpoint: Checkpoint, owner: OwnershipToken | None, confirm: Callable[[], None] = uncontested
 ) -> Checkpoint:
     """Write the manifest into a draft, and rename the draft: afterwards the checkpoint exists."""
@@ -266,16 +472,16 @@ def prune(root: Path, retention: Retention, *, step: int, owner: OwnershipToken)
         retention.apply(root, step=step, owner=owner)
 
 
-def _index(parts: Iterable[CheckpointPart]) -> dict[str, Any]:
+def _index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     index: dict[str, Any] = {}
     for part in parts:
-        for key, entry in part.tensors.items():
+        for key, entry in part["tensors"].items():
             name, kind = entry["name"], {"dtype": entry["dtype"], "shape": entry["shape"]}
             tensor = index.setdefault(name, {**kind, "pieces": []})
             if not kind.items() <= tensor.items():
                 raise CheckpointError(f"{name} cannot be saved: its pieces are of several shapes or dtypes.")
             called = {} if key == name else {"key": key}
-            tensor["pieces"].append({"file": part.file, **called, "offset": entry["offset"], "size": entry["size"]})
+            tensor["pieces"].append({"file": part["file"], **called, "offset": entry["offset"], "size": entry["size"]})
     for name, tensor in index.items():
         if wrong := coverage_error(tensor["shape"], [(piece["offset"], piece["size"]) for piece in tensor["pieces"]]):
             raise CheckpointError(f"{name} cannot be saved: {wrong}.")
@@ -303,7 +509,3 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         else:
             tied[name] = first
     return unique, tied
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, indent=1).encode()

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -32,30 +32,6 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """Tensors, each with the tensor of the same shape and dtype that it is copied to."""
 
 
-class CopyStream(Protocol):
-    """The copies of some tensors of a device; each instance is used once."""
-
-    def start(self, pairs: Pairs) -> None:
-        """Copy the tensors in their state at this position of the training's stream; returns before the copies are
-        complete.
-        """
-
-    def hold(self) -> None:
-        """Let later operations of the training on the device wait for the copies; the host continues."""
-
-    def wait(self) -> None:
-        """Wait on the host until the copies are complete; from any thread.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
-
-
-def stream_of(device: torch.device) -> CopyStream | None:
-    """Return a stream that copies the tensors of a device; None if the host itself copies them."""
-    return CudaCopyStream(device) if device.type == "cuda" else None
-
-
 @functools.cache
 def _stream_beside_training(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all copies of a device: torch keeps the temporary memory of a copy, as of a tensor with the
@@ -64,8 +40,8 @@ def _stream_beside_training(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class CudaCopyStream:
-    """Copies on a separate CUDA stream, while the training reads the same tensors.
+class CopyStream:
+    """Copies the tensors of a GPU on a separate stream, while the training reads them; each instance is used once.
 
     Source: torch's documentation, CUDA semantics, "CUDA streams": a stream that uses tensors of another one waits for
     it, and memory must not be freed while another stream uses it.
@@ -80,7 +56,9 @@ class CudaCopyStream:
         """
 
     def start(self, pairs: Pairs) -> None:
-        """Copy the tensors as they are at this place of the training's stream; returns before that is done."""
+        """Copy the tensors in their state at this position of the training's stream; returns before the copies are
+        complete.
+        """
         stream = _stream_beside_training(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         self._sources = [source for source, _ in pairs]
@@ -90,62 +68,46 @@ class CudaCopyStream:
         self._done.record(stream)
 
     def hold(self) -> None:
-        """Let what the training does on the device from now on wait for the copies; the host goes on."""
+        """Let later operations of the training on the device wait for the copies; the host continues."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
         self._sources = []
 
     def wait(self) -> None:
-        """Wait on the host until the copies are complete; from any thread."""
+        """Wait on the host until the copies are complete; from any thread.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         with torch.cuda.device(self._device):  # otherwise a new thread creates a context on the first GPU: 0.5 GiB
             self._done.synchronize()
 
 
-class _Kind(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Kind:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.device.type == "cuda" and self.shape.numel() > 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def is_of(self, buffer: Tensor | None) -> bool:
-        return buffer is not None and (buffer.shape, buffer.dtype) == (self.shape, self.dtype)
+def stream_of(device: torch.device) -> CopyStream | None:
+    """Return a stream that copies the tensors of a device; None if the host itself copies them."""
+    return CopyStream(device) if device.type == "cuda" else None
 
 
-def _page_locked(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate page-locked memory of the host.
+def _allocated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Allocate the buffers of tensors; those of GPUs are in page-locked memory.
 
     Raises:
         MemoryError: the host has too little, which CUDA calls "out of memory", as that of a device.
     """
-    try:
-        with torch.cuda.device(device):  # as above: torch looks for such memory that copies no longer use
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        if "out of memory" not in str(error):
-            raise
-        raise MemoryError("the host has too little memory for the copy of a checkpoint") from error
-
-
-def _allocated(kinds: Mapping[str, _Kind]) -> dict[str, Tensor]:
-    """Allocate the buffers of tensors; those of GPUs are in page-locked memory."""
-    found = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in kinds.items() if not kind.is_pinned}
-    for device in {kind.device for kind in kinds.values() if kind.is_pinned}:
-        sizes = {name: kind.num_bytes for name, kind in kinds.items() if kind.is_pinned and kind.device == device}
+    pinned = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cuda" and tensor.numel()}
+    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in tensors.items() if name not in pinned}
+    for device in {tensor.device for tensor in pinned.values()}:
+        sizes = {name: tensor.nbytes for name, tensor in pinned.items() if tensor.device == device}
         for num_bytes, places in blocks_of(sizes):
-            block = _page_locked(num_bytes, device)
+            try:
+                with torch.cuda.device(device):  # as above: torch looks for such memory that copies no longer use
+                    block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+                raise MemoryError("the host has too little memory for the copy of a checkpoint") from error
             for name, start in places.items():
-                kind = kinds[name]
-                found[name] = block[start : start + sizes[name]].view(kind.dtype).view(kind.shape)
+                buffer = block[start : start + sizes[name]]
+                found[name] = buffer.view(pinned[name].dtype).view(pinned[name].shape)
     return found
 
 
@@ -162,7 +124,9 @@ def blocks_of(sizes: Mapping[str, int]) -> Iterator[tuple[int, dict[str, int]]]:
         >>> list(blocks_of({"a": 64, "b": 192, "c": 100}))
         [(256, {'b': 0, 'a': 192}), (128, {'c': 0})]
     """
-    waiting = {name: -(-size // _ALIGNMENT) * _ALIGNMENT for name, size in sorted(sizes.items(), key=_by_size)}
+    waiting = {
+        name: -(-size // _ALIGNMENT) * _ALIGNMENT for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+    }
     while waiting:
         largest, left = max(waiting.values()), sum(waiting.values())
         least = 1 << (largest - 1).bit_length()
@@ -173,10 +137,6 @@ def blocks_of(sizes: Mapping[str, int]) -> Iterator[tuple[int, dict[str, int]]]:
                 places[name], end = end, end + size
         yield block, places
         waiting = {name: size for name, size in waiting.items() if name not in places}
-
-
-def _by_size(item: tuple[str, int]) -> int:
-    return -item[1]
 
 
 class Snapshot:
@@ -207,9 +167,8 @@ class Snapshot:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the memory of later copies in the background; meanwhile the tensors may change."""
-        kinds = {name: _Kind.of(tensor) for name, tensor in tensors.items()}
         self.wait_prepared()
-        self._preparing = threading.Thread(target=self._allocate, args=(kinds,), name="staging", daemon=True)
+        self._preparing = threading.Thread(target=self._allocate, args=(dict(tensors),), name="staging", daemon=True)
         self._preparing.start()
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -220,9 +179,10 @@ class Snapshot:
         """
         self.wait_prepared()
         self._hold(_ALL)
-        kinds = {name: _Kind.of(tensor) for name, tensor in tensors.items()}
-        kept = {name: self.buffers[name] for name, kind in kinds.items() if kind.is_of(self.buffers.get(name))}
-        made = _allocated({name: kind for name, kind in kinds.items() if name not in kept})
+        kept = {
+            name: buffer for name, buffer in self.buffers.items() if name in tensors and _fits(buffer, tensors[name])
+        }
+        made = _allocated({name: tensor for name, tensor in tensors.items() if name not in kept})
         self.buffers = {name: kept[name] if name in kept else made[name] for name in tensors}
         found: dict[tuple[Part, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for name, tensor in tensors.items():
@@ -230,7 +190,14 @@ class Snapshot:
         self._copying = []
         for part in _ALL:
             for device in {device for one, device in found if one == part}:
-                self._copy(part, device, found[part, device])
+                pairs = found[part, device]
+                if (stream := self._stream_of(device)) is None:
+                    for source, target in pairs:
+                        target.copy_(source)
+                else:
+                    stream.start(pairs)
+                    self._copying.append(stream)
+                    self._awaited.setdefault(part, []).append(stream)
         self._hold(("other",) if self.overlaps else _ALL)
         return dict(self.buffers)
 
@@ -266,29 +233,23 @@ class Snapshot:
         self.buffers.clear()
         self._copying = []
 
-    def _copy(self, part: Part, device: torch.device, pairs: Pairs) -> None:
-        stream = self._stream_of(device)
-        if stream is None:
-            for source, target in pairs:
-                target.copy_(source)
-            return
-        stream.start(pairs)
-        self._copying.append(stream)
-        self._awaited.setdefault(part, []).append(stream)
-
     def _hold(self, parts: tuple[Part, ...]) -> None:
         """Let the training wait on its devices for the copies of parts; the host continues."""
         for part in parts:
             for stream in self._awaited.pop(part, ()):
                 stream.hold()
 
-    def _allocate(self, kinds: Mapping[str, _Kind]) -> None:
+    def _allocate(self, tensors: dict[str, Tensor]) -> None:
         with suppress(RuntimeError, MemoryError):  # no memory: the save itself will report it
-            made = _allocated({name: kind for name, kind in kinds.items() if name not in self.buffers})
+            made = _allocated({name: tensor for name, tensor in tensors.items() if name not in self.buffers})
             for name, buffer in made.items():
-                if not kinds[name].is_pinned:
+                if tensors[name].device.type != "cuda":
                     buffer.reshape(-1).view(torch.uint8)[::_PAGE].zero_()  # write a byte of each page
             self.buffers |= made
+
+
+def _fits(buffer: Tensor, tensor: Tensor) -> bool:
+    return (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
 
 
 def _part_of(name: str) -> Part:

@@ -15,8 +15,9 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -79,7 +80,6 @@ _MAX_HEADER: Final = 100_000_000  # the format's own limit
 _MAX_DIMS: Final = 64  # torch's own limit
 _MAX_NUMEL: Final = 1 << 63
 
-
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name of a tensor -> its dtype and shape."""
 
@@ -110,12 +110,28 @@ def write_stream(path: Path, kinds: Kinds, read: Callable[[str], Tensor]) -> Fil
         OSError: the file could not be written; it is then incomplete.
     """
     names, text = header_of(kinds)
+    header = memoryview(len(text).to_bytes(8, "little") + text)
+    return _written(path, chain([header], (bytes_of(read(name)) for name in names)))
+
+
+def write_bytes(path: Path, content: bytes) -> FileRecord:
+    """Write a small new file, flushed to the disk."""
+    return _written(path, [memoryview(content)])
+
+
+def _written(path: Path, contents: Iterable[memoryview]) -> FileRecord:
+    """Write a new file, and count and hash its bytes."""
+    digest, num_bytes = hashlib.sha256(), 0
     with path.open("xb") as file:
-        writer = _Writer(file)
-        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for name in names:
-            writer.write(bytes_of(read(name)))
-        return writer.finish()
+        for content in contents:
+            for start in range(0, len(content), _CHUNK):
+                piece = content[start : start + _CHUNK]
+                digest.update(piece)
+                file.write(piece)
+            num_bytes += len(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
 def header_of(kinds: Kinds) -> tuple[list[str], bytes]:
@@ -130,35 +146,6 @@ def header_of(kinds: Kinds) -> tuple[list[str], bytes]:
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     return names, text + b" " * (-len(text) % 8)
-
-
-def write_bytes(path: Path, content: bytes) -> FileRecord:
-    """Write a small new file, flushed to the disk."""
-    with path.open("xb") as file:
-        writer = _Writer(file)
-        writer.write(memoryview(content))
-        return writer.finish()
-
-
-class _Writer:
-    """Counts and hashes the bytes that it writes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self._num_bytes = 0
-
-    def write(self, content: memoryview) -> None:
-        for start in range(0, len(content), _CHUNK):
-            piece = content[start : start + _CHUNK]
-            self._digest.update(piece)
-            self._file.write(piece)
-        self._num_bytes += len(content)
-
-    def finish(self) -> FileRecord:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileRecord(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +182,15 @@ class TensorFile:
             file = open_regular(path, buffering=0)
         except UnreadableError as error:
             raise damaged(path.parent, f"{path.name} cannot be read ({error.reason})") from None
-        return cls._scanned(path, file, record)
+        try:
+            return cls(path, file, _scanned(file, record))
+        except (ValueError, KeyError):  # the bytes differ, or the header is a crafted one
+            file.close()
+            what = f"{path.name} has changed since it was written (SHA-256 differs)"
+        except OSError as error:
+            file.close()
+            what = f"{path.name} cannot be read ({error})"
+        raise damaged(path.parent, what)
 
     @classmethod
     def opened(cls, path: Path) -> Self:
@@ -205,24 +200,13 @@ class TensorFile:
             CheckpointError: it is not a complete safetensors file.
         """
         try:
-            size = size_of(path)
-            file = open_regular(path, buffering=0)
+            record = FileRecord(num_bytes=size_of(path), sha256="")
         except UnreadableError as error:
             raise CheckpointError(f"{path} cannot be read: {error.reason}.") from None
         try:
-            return cls._scanned(path, file, FileRecord(num_bytes=size, sha256=""))
+            return cls.verified(path, record)
         except CheckpointError:
             raise CheckpointError(f"{path} is not a complete safetensors file.") from None
-
-    @classmethod
-    def _scanned(cls, path: Path, file: BinaryIO, record: FileRecord) -> Self:
-        try:
-            return cls(path, file, _Scan(file, path, record).entries())
-        except BaseException as error:
-            file.close()
-            if isinstance(error, OSError):
-                raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
-            raise
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -261,76 +245,57 @@ class TensorFile:
         return buffer.view(entry.dtype).reshape(entry.shape)
 
 
-class _Scan:
-    """One pass over a whole file."""
+def _scanned(file: BinaryIO, record: FileRecord) -> dict[str, _TensorRecord]:
+    """Read a whole file once, hash it, and return the place and the CRC of each tensor.
 
-    def __init__(self, file: BinaryIO, path: Path, record: FileRecord) -> None:
-        self._file = file
-        self._path = path
-        self._record = record
-        self._digest = hashlib.sha256()
-        self._chunk = bytearray(min(_CHUNK, max(record.num_bytes, 1)))
+    Raises:
+        ValueError, KeyError: the bytes are not those of the record, or not a safetensors file.
+    """
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_CHUNK, max(record.num_bytes, 8))))
 
-    def entries(self) -> dict[str, _TensorRecord]:
-        try:
-            entries = self._scanned()
-        except (ValueError, KeyError):  # a crafted header
-            raise self._damage() from None
-        if self._file.read(1) or self._record.sha256 not in ("", self._digest.hexdigest()):
-            raise self._damage()
-        return entries
-
-    def _scanned(self) -> dict[str, _TensorRecord]:
-        length = int.from_bytes(self._take(8), "little")
-        if length > min(_MAX_HEADER, self._record.num_bytes - 8):
-            raise self._damage()
-        first = 8 + length
-        listed = self._listed(self._take(length), self._record.num_bytes - first)
-        return {
-            name: _TensorRecord(
-                dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=self._pass(num_bytes)
-            )
-            for name, dtype, shape, at, num_bytes in listed
-        }
-
-    def _listed(self, text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """Return the tensors in the order of their bytes, which must be contiguous."""
-        header = expect_map(parse_json(text, depth=8), {})
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
-            entry["data_offsets"] = whole_numbers(entry["data_offsets"])  # no shape: their product may be any number
-        entries, at = [], 0
-        for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
-            (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
-            if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
-                raise self._damage()
-            entries.append((name, dtype, shape, begin, end - begin))
-            at = end
-        if at != data_bytes:
-            raise self._damage()
-        return entries
-
-    def _take(self, num_bytes: int) -> bytes:
-        content = bytearray(num_bytes)
-        if not _filled(self._file, memoryview(content)):
-            raise self._damage()
-        self._digest.update(content)
-        return bytes(content)
-
-    def _pass(self, num_bytes: int) -> int:
-        """Read and hash bytes, and return their CRC."""
-        crc = 0
+    def pieces(num_bytes: int) -> Iterator[memoryview]:
         for start in range(0, num_bytes, _CHUNK):
-            piece = memoryview(self._chunk)[: min(_CHUNK, num_bytes - start)]
-            if not _filled(self._file, piece):
-                raise self._damage()
-            self._digest.update(piece)
-            crc = zlib.crc32(piece, crc)
-        return crc
+            piece = buffer[: min(_CHUNK, num_bytes - start)]
+            if not _filled(file, piece):
+                raise ValueError("the file ends before its tensors")
+            digest.update(piece)
+            yield piece
 
-    def _damage(self) -> Exception:
-        return damaged(self._path.parent, f"{self._path.name} has changed since it was written (SHA-256 differs)")
+    length = int.from_bytes(b"".join(map(bytes, pieces(8))), "little")
+    if length > min(_MAX_HEADER, record.num_bytes - 8):
+        raise ValueError("the header is longer than the file")
+    entries, first = {}, 8 + length
+    for name, dtype, shape, at, num_bytes in listed(b"".join(map(bytes, pieces(length))), record.num_bytes - first):
+        crc = 0
+        for piece in pieces(num_bytes):
+            crc = zlib.crc32(piece, crc)
+        entries[name] = _TensorRecord(dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=crc)
+    if file.read(1) or record.sha256 not in ("", digest.hexdigest()):
+        raise ValueError("SHA-256 differs")
+    return entries
+
+
+def listed(header: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+    """Return name, dtype, shape, first byte and bytes of each tensor, in the order of their bytes.
+
+    Raises:
+        ValueError, KeyError: the header is malformed, or the tensors do not fill the bytes after it without a gap.
+    """
+    content = expect_map(parse_json(header, depth=8), {})
+    content.pop("__metadata__", None)
+    for entry in content.values():
+        expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
+        entry["data_offsets"] = whole_numbers(entry["data_offsets"])  # no shape: their product may be any number
+    entries, at = [], 0
+    for name, entry in sorted(content.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+        (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
+        if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"the bytes of {name} do not follow those before it")
+        entries.append((name, dtype, shape, begin, end - begin))
+        at = end
+    if at != data_bytes:
+        raise ValueError("the tensors are not as long as the file")
+    return entries
 
 
 def lengths_in(content: Any) -> tuple[int, ...]:
