@@ -23,12 +23,15 @@ from trainkit.trainer.checkpoint.loading import load_below, newest_valid
 META: Final[dict[str, Any]] = {
     "position": {"step": 2, "tickets": []},
     "fingerprint": "f",
-    "state": {"step": 2, "seconds": 1.0, "best": None, "retries": 0, "left_out": {"count": 0, "steps": []}},
+    "state": {
+        "step": 2, "seconds": 1.0, "best": None, "retries": 0,
+        "left_out": {"count": 0, "first": -1, "last": -1, "steps": []},
+    },
     "loss_scale": {"scale": 1.0, "good_steps": 0, "overflows": 0},
     "callbacks": {},
     "data": None,
     "strategy": {},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ def counting(settings: NumericsConfig, *steps: int) -> LeftOutSteps:
 
 def test_a_row_is_counted_from_its_first_step() -> None:
     skip = NumericsConfig(on_nonfinite="skip", max_skips_in_a_row=3)
-    assert counting(skip, 1, 2, 5, 6).in_a_row == 2
+    found = counting(skip, 1, 2, 5, 6)
+    assert (found.first, found.last) == (5, 6)
     with pytest.raises(NonFiniteError, match=r"^numerics\.max_skips_in_a_row=3: steps 5 to 7 were left out"):
         counting(skip, 1, 2, 5, 6, 7)
 

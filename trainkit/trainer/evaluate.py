@@ -1,4 +1,8 @@
-"""Evaluate a split: every sample exactly once, on any number of ranks, with exact sums."""
+"""Evaluate a split: every sample exactly once, on any number of ranks, with exact sums.
+
+The batch statistics of a model may be counted again in the same way: those of a training are wrong for averaged
+weights.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
@@ -95,3 +101,73 @@ def evaluate(
         figures.update(numbers)
         tables.update(more)
     return Evaluation(figures=figures, tables=tables)
+
+
+def modules_with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the modules of a model that keep batch statistics, by name.
+
+    Example:
+        >>> list(modules_with_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+        ['1']
+    """
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return {name: module for name, module in found if module.running_mean is not None}
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers with batch statistics, by canonical name; no copies."""
+    return {
+        f"{name}.{key}": buffer
+        for name, module in modules_with_statistics(model).items()
+        for key, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def count_statistics(
+    local: LocalModel, objective: Objective, batches: Iterable[Any], *, num_counted: int | None = None
+) -> None:
+    """Replace the batch statistics of a model by means over batches with equal weights; collective.
+
+    As `torch.optim.swa_utils.update_bn`: forward passes in training mode. Random numbers of the model depend on the
+    number of the batch. Other buffers do not change.
+
+    Args:
+        local: the model; its mode is restored afterwards.
+        objective: calls the model.
+        batches: this rank's batches: together the ranks have every sample once.
+        num_counted: number of first batches that count; None: all.
+    """
+    model = local.model
+    with evaluation_mode(local, objective) as enter, torch.no_grad():
+        model.train()
+        modules = {name: one for name, one in modules_with_statistics(model).items() if one.training}  # others: frozen
+        momenta = {name: module.momentum for name, module in modules.items()}
+        others = {name: one.clone() for name, one in model.named_buffers() if name not in statistics_of(model)}
+        for module in modules.values():
+            module.reset_running_stats()
+            module.momentum = None  # a mean of all batches
+        for place, batch in enumerate(batches):
+            counts = num_counted is None or place < num_counted
+            kept = {} if counts else {name: one.clone() for name, one in statistics_of(model).items()}
+            with Untouched(seed=0, devices=[local.device]):
+                enter(place * local.num_ranks + local.rank)
+                objective.loss(model, batch)
+            restore_buffers(model, others | kept)
+        for name, module in modules.items():
+            module.momentum = momenta[name]
+            if local.num_ranks > 1:
+                of = dict(module.named_buffers(recurse=False))
+                count, mean, var = of["num_batches_tracked"], of["running_mean"], of["running_var"]
+                here = torch.cat([count.reshape(1).double(), mean.double() * count, var.double() * count])
+                everywhere = local.data_ranks.sum(here)
+                means, variances = everywhere[1:].reshape(2, -1) / everywhere[0]
+                for buffer, found in ((mean, means), (var, variances), (count, everywhere[0])):
+                    buffer.copy_(found)
+
+
+def restore_buffers(model: nn.Module, kept: dict[str, Tensor]) -> None:
+    """Restore buffers from copies, by canonical name."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                buffer.copy_(kept[name])

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -38,15 +38,17 @@ from trainkit.config.targets.build import build, class_built_by
 from trainkit.errors import Problem, TrainingError, status_of_error
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.schedules import LearningRate
-from trainkit.objectives.base import Collective
+from trainkit.objectives.base import Collective, Objective
 from trainkit.objectives.tables import Table
-from trainkit.strategies.base import GradientListener, PhaseListener, Status, StepOutcome
+from trainkit.strategies.base import Facts, GradientListener, PhaseListener, Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps
-from trainkit.trainer.planned import Planned
 
-__all__ = ["Callback", "Ending", "Row", "Run"]
+__all__ = ["Callback", "Ending", "Planned", "Row", "Run"]
 
 _log = logging.getLogger(__name__)
+
+
+_COUNTED: Final = ("step", "seconds", "best", "retries")
 
 
 @dataclass(kw_only=True)
@@ -115,16 +117,16 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
+        counted = {name: getattr(self, name) for name in _COUNTED}
         own = {"own_loss": True} if self.own_loss else {}
         return {**counted, **own, "left_out": self.left_out.to_json()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the state that `to_json` returned; earlier versions only stored the number of skipped steps."""
-        for name in ("step", "seconds", "best", "retries"):
+        """Restore the state that `to_json` returned."""
+        for name in _COUNTED:
             setattr(self, name, saved[name])
         self.own_loss = saved.get("own_loss", False)
-        self.left_out.restore(saved.get("left_out", {"count": saved.get("skipped", 0)}))
+        self.left_out.restore(saved["left_out"])
 
 
 Row = Mapping[str, float]
@@ -240,6 +242,23 @@ class Ending:
     """Updates of the whole training; None if unknown."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run before it starts, as its callbacks check it."""
+
+    key: str
+    """Key of the called callback, `callbacks.confusion`."""
+    cfg: RunConfig
+    """The config; its microbatch may not be resolved yet."""
+    objective: Objective
+    datasets: Mapping[str, Any]
+    """Split -> dataset."""
+    sample: Any
+    """A sample of the training data, not collated; None if it cannot be indexed."""
+    strategy_facts: Facts
+    """The properties of the strategy."""
+
+
 class Callback:
     """The base class of callbacks; every hook does nothing until it is overridden."""
 
@@ -347,12 +366,10 @@ def callback_problems(planned: Planned) -> list[Problem]:
     """
     found: list[Problem] = []
     for name, node in planned.cfg.callbacks.items():
-        kind = class_built_by(node)
-        if kind is None or not issubclass(kind, Callback) or kind.validate is Callback.validate:
-            continue
-        key = f"callbacks.{name}"
-        callback: Callback = build(node, key)
-        found += callback.validate(replace(planned, key=key))
+        kind, key = class_built_by(node), f"callbacks.{name}"
+        if kind is not None and issubclass(kind, Callback) and kind.validate is not Callback.validate:
+            callback: Callback = build(node, key)
+            found += callback.validate(replace(planned, key=key))
     return found
 
 
@@ -365,32 +382,28 @@ def ended_hooks(cfg: RunConfig, folder: Path, read_result: Callable[[], Mapping[
         folder: the run folder.
         read_result: returns the content of `result.json`, or None if there is none.
     """
+    failure: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        _call_ended(cfg, folder, read_result() or {}, status=status_of_error(error), reason=str(error))
+        failure = error
         raise
-    else:
+    finally:
         result = read_result() or {}
-        status, reason = str(result.get("status", "stopped")), str(result.get("reason") or "")
-        _call_ended(cfg, folder, result, status=status, reason=reason)
-
-
-def _call_ended(cfg: RunConfig, folder: Path, result: Mapping[str, Any], *, status: str, reason: str) -> None:
-    nodes = {("callbacks", name): node for name, node in cfg.callbacks.items()}
-    nodes |= {("logger", name): node for name, node in cfg.logger.items()}
-    steps = result.get("steps")
-    ending = Ending(
-        name=cfg.name,
-        folder=folder,
-        status=status,
-        reason=next(iter(reason.splitlines()), ""),
-        steps=steps if isinstance(steps, int) else None,
-    )
-    for (group, name), node in nodes.items():
-        try:
-            kind = class_built_by(node)
-            if kind is not None and getattr(kind, "ended", Callback.ended) is not Callback.ended:
-                build(node, group).ended(ending)
-        except Exception as error:  # noqa: BLE001 - the run has ended, and its exit code is already determined
-            _log.warning("%s.%s failed in ended: %s: %s", group, name, type(error).__name__, error)
+        status = result.get("status", "stopped") if failure is None else status_of_error(failure)
+        reason, steps = (result.get("reason") or "") if failure is None else failure, result.get("steps")
+        ending = Ending(
+            name=cfg.name,
+            folder=folder,
+            status=str(status),
+            reason=next(iter(str(reason).splitlines()), ""),
+            steps=steps if isinstance(steps, int) else None,
+        )
+        for group, nodes in {"callbacks": cfg.callbacks, "logger": cfg.logger}.items():
+            for name, node in nodes.items():
+                try:
+                    kind = class_built_by(node)
+                    if kind is not None and getattr(kind, "ended", Callback.ended) is not Callback.ended:
+                        build(node, group).ended(ending)
+                except Exception as error:  # noqa: BLE001 - the run has ended, and its exit code is already determined
+                    _log.warning("%s.%s failed in ended: %s: %s", group, name, type(error).__name__, error)

@@ -41,24 +41,17 @@ class Failpoint:
     """One planted failure."""
 
     action: str
-    rank: int = 0
     step: int | None = None
     phase: str | None = None
-    attempt: int | None = None
-    life: int | None = None
-    index: int | None = None
     marker: str | None = None
+    process: Mapping[str, int]
+    """The values that `TRAINKIT_RANK`, `_INDEX`, `_ATTEMPT` and `_LIFE` must have, those that are given."""
 
     def concerns(self, environ: Mapping[str, str]) -> bool:
         """Return whether this failpoint applies to the process of an environment."""
-        if self.attempt is not None and str(self.attempt) != environ.get("TRAINKIT_ATTEMPT", "0"):
-            return False
-        if self.life is not None and str(self.life) != environ.get("TRAINKIT_LIFE", "0"):
-            return False
-        rank = environ.get("TRAINKIT_RANK", "0")
-        if self.index is not None:
-            return str(self.index) == environ.get("TRAINKIT_INDEX", rank)
-        return str(self.rank) == rank
+        here = {"INDEX": environ.get("TRAINKIT_RANK", "0")}
+        here |= {name: environ[f"TRAINKIT_{name}"] for name in self.process if f"TRAINKIT_{name}" in environ}
+        return all(here.get(name, "0") == str(number) for name, number in self.process.items())
 
     def matches(self, phase: str, step: int) -> bool:
         """Return whether this failpoint applies to a phase and step."""
@@ -67,19 +60,20 @@ class Failpoint:
 
     def fail(self, phase: str, step: int) -> None:
         """Execute the action."""
-        if self.action == "raise":
-            raise RuntimeError(f"failpoint in {phase} of step {step}")
-        if self.action == "full":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self.action == "exit":
-            os._exit(7)
-        if self.action == "slow":
-            time.sleep(0.05)
-            return
-        if self.action in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
-        while self.action != "stop":
-            time.sleep(3600)
+        match self.action:
+            case "raise":
+                raise RuntimeError(f"failpoint in {phase} of step {step}")
+            case "full":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case "exit":
+                os._exit(7)
+            case "slow":
+                time.sleep(0.05)
+            case "hang":
+                while True:
+                    time.sleep(3600)
+            case "kill" | "stop":
+                os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
 
 
 def parse(text: str) -> tuple[Failpoint, ...]:
@@ -90,33 +84,36 @@ def parse(text: str) -> tuple[Failpoint, ...]:
 
     Example:
         >>> parse("step=3,phase=save,action=kill")
-        (Failpoint(action='kill', rank=0, step=3, phase='save', attempt=None, life=None, index=None, marker=None),)
+        (Failpoint(action='kill', step=3, phase='save', marker=None, process={'RANK': 0}),)
     """
     return tuple(_parse_one(part) for part in text.split(";") if part.strip())
 
 
 def _parse_one(text: str) -> Failpoint:
     pairs = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
-    numbers = {
-        key: int(pairs[key]) for key in ("rank", "index", "step", "attempt", "life") if pairs.get(key, "").isdigit()
-    }
-    unknown = {key: value for key, value in pairs.items() if key not in numbers}
-    phase = unknown.pop("phase", None)
-    action, marker = unknown.pop("action", ""), unknown.pop("while", None)
-    if unknown or action not in ACTIONS or phase not in (None, *PHASES):
+    names = ("rank", "index", "step", "attempt", "life")
+    numbers = {name: int(pairs.pop(name)) for name in names if pairs.get(name, "").isdigit()}
+    phase, action, marker = pairs.pop("phase", None), pairs.pop("action", ""), pairs.pop("while", None)
+    if pairs or action not in ACTIONS or phase not in (None, *PHASES):
         rule = (
             "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
             f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
         )
         raise ConfigError([Problem(key=VARIABLE, value=text, rule=rule, origin="environment")])
-    return Failpoint(action=action, phase=phase, marker=marker, **numbers)
+    step = numbers.pop("step", None)
+    if "index" in numbers:  # on any rank
+        numbers.pop("rank", None)
+    else:
+        numbers.setdefault("rank", 0)
+    process = {name.upper(): number for name, number in numbers.items()}
+    return Failpoint(action=action, step=step, phase=phase, marker=marker, process=process)
 
 
 def _of_this_process(environ: Mapping[str, str]) -> tuple[Failpoint, ...]:
     return tuple(point for point in parse(environ.get(VARIABLE, "")) if point.concerns(environ))
 
 
-ARMED: tuple[Failpoint, ...] = _of_this_process(os.environ) if VARIABLE in os.environ else ()
+ARMED: tuple[Failpoint, ...] = _of_this_process(os.environ)
 """The failpoints of this process."""
 
 

@@ -19,7 +19,6 @@ _MOST_SAMPLES: Final = 256
 """Number of samples that are listed per step."""
 _FIRST_JUDGED: Final = 100
 """The share of skipped steps is checked from this step on."""
-_KEPT: Final = ("count", "first", "last", "steps")
 
 
 class RollbackNeeded(Exception):  # noqa: N818 - a request to the session, never shown to users
@@ -58,11 +57,6 @@ class LeftOutSteps:
     suspect: Suspect | None = None
     """The step for which the last checkpoint was restored, with `rollback`."""
 
-    @property
-    def in_a_row(self) -> int:
-        """Number of the latest consecutive skipped steps."""
-        return self.last - self.first + 1 if self.count else 0
-
     def samples_of(self, tickets: Sequence[Ticket], most: int = _MOST_SAMPLES) -> tuple[list[int], int]:
         """Return the first samples of tickets, and the number of all."""
         found = [int(sample) for ticket in tickets for sample in self.samples_in(ticket)]
@@ -76,14 +70,26 @@ class LeftOutSteps:
                 checkpoint.
             RollbackNeeded: with `rollback`, the step was not finite for the first time.
         """
+        step, suspect, limit = found.step, self.suspect, self.settings.max_skips_in_a_row
         if self.settings.on_nonfinite == "rollback":
-            self._refuse_second(found.step)
-        self._add(found)
-        limit = self.settings.max_skips_in_a_row
-        if self.settings.on_nonfinite == "skip" and self.in_a_row >= limit:
+            if suspect is None:
+                raise RollbackNeeded(step)
+            if suspect.step != step:
+                raise NonFiniteError(
+                    f"numerics.on_nonfinite=rollback: loss or gradient of step {step} is not finite, as in step "
+                    f"{suspect.step}; both follow the checkpoint of step {suspect.checkpoint}, and at most one such "
+                    f"step between two checkpoints is left out. {REMEDY}, save more often with "
+                    "checkpoint.every_steps, or use numerics.on_nonfinite=skip."
+                )
+        self.first = self.first if self.count and step == self.last + 1 else step
+        self.last, self.count = step, self.count + 1
+        if len(self.steps) < _MOST_STEPS:
+            samples, total = self.samples_of(found.tickets)
+            self.steps.append({"step": step, "samples": samples, "num_samples": total})
+        if self.settings.on_nonfinite == "skip" and self.last - self.first + 1 >= limit:
             raise NonFiniteError(
-                f"numerics.max_skips_in_a_row={limit}: steps {self.first} to {self.last} were left out in a row, "
-                f"because loss or gradient was not finite; {self._so_far(found.step + 1)}. {REMEDY}, see "
+                f"numerics.max_skips_in_a_row={limit}: steps {self.first} to {step} were left out in a row, "
+                f"because loss or gradient was not finite; {self._so_far(step + 1)}. {REMEDY}, see "
                 f"the samples under skipped_steps in result.json, or raise numerics.max_skips_in_a_row."
             )
 
@@ -118,33 +124,12 @@ class LeftOutSteps:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {name: list(self.steps) if name == "steps" else getattr(self, name) for name in _KEPT}
+        return {"count": self.count, "first": self.first, "last": self.last, "steps": list(self.steps)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the state that `to_json` returned; states of earlier versions may lack keys."""
-        self.count, self.steps = saved.get("count", 0), list(saved.get("steps", ()))
-        self.first, self.last = saved.get("first", -1), saved.get("last", -1)
-
-    def _refuse_second(self, step: int) -> None:
-        suspect = self.suspect
-        if suspect is None:
-            raise RollbackNeeded(step)
-        if suspect.step != step:
-            raise NonFiniteError(
-                f"numerics.on_nonfinite=rollback: loss or gradient of step {step} is not finite, as in step "
-                f"{suspect.step}; both follow the checkpoint of step {suspect.checkpoint}, and at most one such step "
-                f"between two checkpoints is left out. {REMEDY}, save more often with "
-                "checkpoint.every_steps, or use numerics.on_nonfinite=skip."
-            )
-
-    def _add(self, found: LeftOut) -> None:
-        if not self.count or found.step != self.last + 1:
-            self.first = found.step
-        self.last = found.step
-        self.count += 1
-        if len(self.steps) < _MOST_STEPS:
-            samples, total = self.samples_of(found.tickets)
-            self.steps.append({"step": found.step, "samples": samples, "num_samples": total})
+        """Restore the state that `to_json` returned."""
+        self.count, self.first, self.last = saved["count"], saved["first"], saved["last"]
+        self.steps = list(saved["steps"])
 
     def _so_far(self, step: int) -> str:
         were = "was" if self.count == 1 else "were"

@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -32,20 +33,13 @@ from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
 
-@dataclass(kw_only=True)
-class Trigger:
+class Trigger(NamedTuple):
     """An action between steps, at intervals."""
 
     act: Callable[[], None]
     """The action; may be collective, so that triggers are due at the same steps on every rank."""
     next_after: Callable[[int], int]
     """Returns the step after which the action is due next, from the current step."""
-    due: int = 0
-    """Step after which the action is due."""
-
-    def reschedule(self, step: int) -> None:
-        """Set the step after which the action is due next, from the current step."""
-        self.due = self.next_after(step)
 
 
 def every_n_steps(steps: int) -> Callable[[int], int]:
@@ -78,30 +72,27 @@ def every_steps_or_epochs(
 
 def at_sync_points(trigger: Trigger, next_sync_step: Callable[[int], int]) -> Trigger:
     """Return the trigger delayed to the next step at which replicas hold identical parameters."""
-    next_after = trigger.next_after
-    return Trigger(act=trigger.act, next_after=lambda step: next_sync_step(next_after(step)))
+    return trigger._replace(next_after=lambda step: next_sync_step(trigger.next_after(step)))
 
 
 class TriggerSchedule:
     """The triggers of a run, checked only when one is due."""
 
     def __init__(self, triggers: Sequence[Trigger], step: int) -> None:
-        self._triggers = list(triggers)
-        for trigger in self._triggers:
-            trigger.reschedule(step)
-        self.next_step = min((one.due for one in self._triggers), default=1 << 62)
+        self._triggers, self._due = triggers, [trigger.next_after(step) for trigger in triggers]
+        self.next_step = min(self._due, default=1 << 62)
 
     def is_due(self, act: Callable[[], None], step: int) -> bool:
         """Return whether an action is still due after a step."""
-        return any(one.act == act and one.due <= step for one in self._triggers)
+        return any(one.act == act and due <= step for one, due in zip(self._triggers, self._due, strict=True))
 
     def act(self, step: int) -> None:
         """Run the actions that are due, in order."""
-        for trigger in self._triggers:
-            if step >= trigger.due:
+        for place, trigger in enumerate(self._triggers):
+            if step >= self._due[place]:
                 trigger.act()
-                trigger.reschedule(step)
-        self.next_step = min((one.due for one in self._triggers), default=1 << 62)
+                self._due[place] = trigger.next_after(step)
+        self.next_step = min(self._due, default=1 << 62)
 
 
 @dataclass(kw_only=True)
@@ -184,8 +175,7 @@ _INTERVAL_S: Final = 0.5
 _REASONS: Final = ("stopped", "preempted", "hangup", "resized")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StopSaveDecision:
+class StopSaveDecision(NamedTuple):
     """The common decision of all ranks after a step."""
 
     stop: str | None
@@ -205,29 +195,21 @@ class StopSaveConsensus:
         self, collective: Collective, requested: Callable[[], str | None], save_due: Callable[[], bool] = lambda: False
     ) -> None:
         self._collective, self._requested, self._save_due = collective, requested, save_due
-        self._interval = 1
+        self.interval = 1
+        """Steps until the next exchange; the same on every rank."""
         self._exchanged_at = time.perf_counter()
 
     def ask(self) -> StopSaveDecision:
         """Return the decision after this step, the same on every rank. Collective."""
         reason = self._requested()
-        flags = [float(reason == known) for known in _REASONS]
-        proposals = [float(self._save_due()), float(self._propose())] if self._collective.rank == 0 else [0.0, 0.0]
-        summed = self._collective.sum(torch.tensor([*flags, *proposals], dtype=torch.float64)).tolist()
-        *asked, save, interval = summed
-        self._interval = int(interval)
-        self._exchanged_at = time.perf_counter()
+        own = [float(reason == known) for known in _REASONS] + [0.0, 0.0]
+        if self._collective.rank == 0:
+            per_step = (time.perf_counter() - self._exchanged_at) / self.interval
+            own[-2:] = self._save_due(), max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self.interval))
+        *asked, save, interval = self._collective.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        self.interval, self._exchanged_at = int(interval), time.perf_counter()
         stop = next((known for known, count in zip(_REASONS, asked, strict=True) if count), None)
         return StopSaveDecision(stop=stop, save=bool(save))
-
-    @property
-    def interval(self) -> int:
-        """Steps until the next exchange; the same on every rank."""
-        return self._interval
-
-    def _propose(self) -> int:
-        per_step = (time.perf_counter() - self._exchanged_at) / self._interval
-        return max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self._interval))
 
 
 _log = logging.getLogger(__name__)
@@ -257,7 +239,7 @@ class CallbackHooks:
         """Call a hook of every callback; after an error of a suppressed class, the others are still called."""
         for callback in self._callbacks:
             with contextlib.suppress(*suppressed):
-                self._call(callback, hook, args)
+                self._call(callback, hook, *args)
 
     def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that passes each phase to the listeners of the callbacks, and then to `on_phase`."""
@@ -293,8 +275,7 @@ class CallbackHooks:
 
         Each returns the value of the hook; None for a disabled callback.
         """
-        overriding = [one for one in self._callbacks if _overrides(one, hook)]
-        return [self._bound(one, hook) for one in overriding]
+        return [partial(self._call, one, hook) for one in self._callbacks if _overrides(one, hook)]
 
     def log_row(self, run: Run, row: Row) -> None:
         """Log a row with the figures of the callbacks; the figures of the trainer keep their names."""
@@ -302,30 +283,24 @@ class CallbackHooks:
             row = {**(figures(run) or {}), **row}
         self.call("log", run, row)
 
-    def _bound(self, callback: Callback, hook: str) -> Callable[..., Any]:
-        return lambda *args: self._call(callback, hook, args)
-
-    def _call(self, callback: Callback, hook: str, args: tuple[Any, ...]) -> Any:
+    def _call(self, callback: Callback, hook: str, *args: Any) -> Any:
         if id(callback) in self._left_out:
             return None
         before, self.running = self.running, (callback, hook)
         try:
             return getattr(callback, hook)(*args)
         except Exception as error:
+            name, said = name_of(type(callback)), f"{type(error).__name__}: {error}"
             # An error of trainkit is an error of the run, such as a full disk or an invalid config.
             if not callback.observes or self._observers_end_run or isinstance(error, TrainkitError):
-                error.add_note(f"{CALLBACK_NOTE}{name_of(type(callback))}, hook {hook}")
+                error.add_note(f"{CALLBACK_NOTE}{name}, hook {hook}")
                 raise
-            self._leave_out(callback, hook, error)
+            self._left_out.add(id(callback))
+            self.failures.append({"callback": name, "hook": hook, "error": said})
+            _log.warning("the callback %s failed in %s and is disabled from now on: %s", name, hook, said)
             return None
         finally:
             self.running = before
-
-    def _leave_out(self, callback: Callback, hook: str, error: Exception) -> None:
-        self._left_out.add(id(callback))
-        name, said = name_of(type(callback)), f"{type(error).__name__}: {error}"
-        self.failures.append({"callback": name, "hook": hook, "error": said})
-        _log.warning("the callback %s failed in %s and is disabled from now on: %s", name, hook, said)
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +27,6 @@ from trainkit.trainer.phase_clock import PARTS, PhaseClock
 
 _MEMORY_S: Final = 0.1
 """Seconds until the memory of a process is read again: reading takes 0.1 ms, a quarter of a step of a small model."""
-_RSS_FIELD: Final = 1
-"""Position of the resident pages in /proc/self/statm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +39,6 @@ class CountedWork:
     """Operations per second of all devices of the run; None: unknown."""
     launches: int | None
     """Operations that the host of the busiest rank starts in a step; None: a compiled step starts fewer."""
-
-
-@dataclass(kw_only=True)
-class _Totals:
-    seconds: float = 0.0
-    samples: int = 0
-    targets: float = 0.0
-    waited_s: float = 0.0
 
 
 class Instruments:
@@ -77,7 +68,8 @@ class Instruments:
         self._work: CountedWork | None = None
         self._memory, self._memory_read = dict[str, float](), -math.inf
         self._rows = 0
-        self._totals = _Totals()
+        self._totals = [0.0] * 4
+        """Seconds, samples, targets and seconds of waiting of all rows except the first one."""
 
     def heard(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that passes each phase to the clock of the device, if there is one, and to `on_phase`."""
@@ -106,25 +98,23 @@ class Instruments:
         """
         parts = None if self._clock is None else self._clock.lap()
         waited_s = waited_s if parts is None else parts["input"]
+        now = (seconds, float(samples), targets, waited_s)
         if self._rows == 1:  # the first row includes startup time: buffers, connections, kernels, compiling
-            self._totals = _Totals()
+            self._totals = [0.0] * 4
+        self._totals = [before + more for before, more in zip(self._totals, now, strict=True)]
         self._rows += 1
-        totals = self._totals
-        totals.seconds, totals.samples = totals.seconds + seconds, totals.samples + samples
-        totals.targets, totals.waited_s = totals.targets + targets, totals.waited_s + waited_s
         shares = {} if parts is None else {f"phase/{part}": min(parts[part] / seconds, 1.0) for part in PARTS}
-        return {**self._rates(_Totals(seconds=seconds, samples=samples, targets=targets, waited_s=waited_s)), **shares}
+        return {**self._rates(*now), **shares}
 
     def overall(self) -> dict[str, float]:
         """Return the figures of all rows except the first one; empty without a row."""
-        return self._rates(self._totals) if self._totals.seconds else {}
+        return self._rates(*self._totals) if self._totals[0] else {}
 
-    def _rates(self, of: _Totals) -> dict[str, float]:
-        speed = of.samples / of.seconds
-        found = {"samples_per_s": speed, "data_wait": min(of.waited_s / of.seconds, 1.0)}
+    def _rates(self, seconds: float, samples: float, targets: float, waited_s: float) -> dict[str, float]:
+        speed, work = samples / seconds, self._work
+        found = {"samples_per_s": speed, "data_wait": min(waited_s / seconds, 1.0)}
         if self._counts_targets:
-            found["targets_per_s"] = of.targets / of.seconds
-        work = self._work
+            found["targets_per_s"] = targets / seconds
         if work is not None and work.peak_flops is not None:
             found["mfu"] = speed * work.flops_a_sample / work.peak_flops
         if work is not None and work.launches is not None:
@@ -144,23 +134,13 @@ def memory_of(device: torch.device) -> dict[str, float]:
         ['memory', 'memory_peak']
     """
     if device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        return {"memory": float(now), "memory_peak": float(peak)}
-    peak = peak_resident_bytes()
-    return {"memory": float(min(resident() or peak, peak)), "memory_peak": float(peak)}
-
-
-def resident(statm: Callable[[], str] = lambda: Path("/proc/self/statm").read_text(encoding="ascii")) -> int | None:
-    """Return the bytes of memory of this process now; None if the system does not report them.
-
-    Example:
-        >>> resident(lambda: "100 25 7 1 0 30 0") == 25 * resource.getpagesize()
-        True
-    """
-    try:
-        return int(statm().split()[_RSS_FIELD]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return None
+        allocated, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return {"memory": float(allocated), "memory_peak": float(most)}
+    now = peak = float(peak_resident_bytes())
+    with suppress(OSError):  # not every system has the file
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        now = min(float(int(pages) * resource.getpagesize()), peak)
+    return {"memory": now, "memory_peak": peak}
 
 
 class MetricsAccumulator:
@@ -219,14 +199,15 @@ class MetricsAccumulator:
         if not outcomes:
             return None
         by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes))]
-        losses, *others = _added(by_rank).tolist()
+        # Added in the order of the ranks, so that all ranks compute the same bits.
+        losses, *others = reduce(torch.add, by_rank).tolist()
         terms, (weights, norms, skips, *phases) = others[: len(self._terms)], others[len(self._terms) :]
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
             if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
                 at = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[0, place])]
                 later = len(outcomes) - 1 - place
-                self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at, later=later)
+                raise self._refusal(outcomes[place], losses[place], weights[place], norms[place], at, later=later)
         loss_sum, *term_sums = (sum(sums[i] for i in applied) for sums in (losses, *terms))
         row = self._row(outcomes, loss_sum, sum(weights[i] for i in applied), term_sums)
         for name, sums, counts in zip(_phases_in(outcomes), phases[::2], phases[1::2], strict=True):
@@ -237,17 +218,18 @@ class MetricsAccumulator:
         """Return (4 + terms + 2 phases, steps) loss, terms, weight, gradient norm, skips and phases of this rank; a
         skipped step has weight zero.
         """
-        zero = self._zero
-        skips = [one.status is Status.skipped for one in outcomes]
+        zero, skips = self._zero, [one.status is Status.skipped for one in outcomes]
         counted = list(zip(outcomes, skips, strict=True))
         seen = [zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]
         for name in self._terms:
             seen += [zero if skip else one.terms.get(name, zero) for one, skip in counted]
         weights = [0.0 if skip else one.weight for one, skip in counted]
         norms = [0.0 if one.grad_norm is None else one.grad_norm for one in outcomes]
-        measured = [torch.stack(seen).double().view(-1, len(outcomes)), self._table(weights, norms, skips)]
-        phases = [self._table(values) for values in self._phases(outcomes)]
-        return torch.cat([*measured, *phases])
+        tables = [torch.stack(seen).double().view(-1, len(outcomes)), self._table(weights, norms, skips)]
+        for name in _phases_in(outcomes):  # 0 where it did not run
+            ran = [one.phases.get(name, (0.0, 0.0)) for one in outcomes]
+            tables += [self._table([0.0 if one is None else one for one in row]) for row in zip(*ran, strict=True)]
+        return torch.cat(tables)
 
     def _table(self, *rows: Sequence[float | Tensor]) -> Tensor:
         """Return (rows, steps) numbers, which are on the host or on the device."""
@@ -258,33 +240,25 @@ class MetricsAccumulator:
         pairs = zip(rows, on_device, strict=True)
         return torch.stack([torch.stack(list(map(placed, row))) if own else placed(row) for row, own in pairs])
 
-    def _phases(self, outcomes: list[StepOutcome]) -> Iterator[list[float | Tensor]]:
-        """Yield two rows per phase of a step: its loss and its weight on this rank, 0 if it did not run."""
-        for name in _phases_in(outcomes):
-            ran = [one.phases.get(name, (None, 0.0)) for one in outcomes]
-            for values in zip(*ran, strict=True):
-                yield [0.0 if one is None else one for one in values]
-
-    def _refuse(
-        self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int], later: int
-    ) -> None:
-        """Raise the error of a step, if it has one; `later` more steps were computed before it was read."""
+    def _refusal(
+        self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, ranks: list[int], *, later: int
+    ) -> TrainingError:
+        """Return the error of a step; `later` more steps were computed before it was read."""
         step = outcome.step
         if weight == 0:
-            raise ZeroWeightError(
+            return ZeroWeightError(
                 f"step {step}: no sample of the global batch has a target: the loss is 0 / 0. Are all labels ignored?"
             )
-        if not math.isfinite(loss_sum) or not math.isfinite(norm):
-            found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
-            if ranks and self._local.num_ranks > 1:
-                found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-            left_out = self._run.state.left_out
-            samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
-            of = f", of the samples {samples}" if samples else ""
-            more = f"{later} more step{'' if later == 1 else 's'}"
-            late = f" It was read after {more}: log_every_steps=1 reads each step at once." if later else ""
-            remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
-            raise NonFiniteError(f"step {step}: the {found}{of}. {remedy}{late}")
+        found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
+        if ranks and self._local.num_ranks > 1:
+            found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        left_out = self._run.state.left_out
+        samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
+        of = f", of the samples {samples}" if samples else ""
+        more = f"{later} more step{'' if later == 1 else 's'}"
+        late = f" It was read after {more}: log_every_steps=1 reads each step at once." if later else ""
+        remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
+        return NonFiniteError(f"step {step}: the {found}{of}. {remedy}{late}")
 
     def _row(
         self, outcomes: list[StepOutcome], loss_sum: float, weight: float, terms: Sequence[float]
@@ -330,14 +304,6 @@ def _phases_in(outcomes: Sequence[StepOutcome]) -> list[str]:
     return list(dict.fromkeys(name for one in outcomes for name in one.phases))
 
 
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum in the order of the ranks, so that all ranks compute the same bits."""
-    total, *others = parts
-    for part in others:
-        total = total + part
-    return total
-
-
 @dataclass
 class LoggedFigures:
     """The figures of this rank since the last row, with the newest value of each name."""
@@ -351,12 +317,9 @@ class LoggedFigures:
             TrainingError: one is not a number.
         """
         for name, figure in figures.items():
-            is_number = isinstance(figure, int | float) or (isinstance(figure, Tensor) and figure.numel() == 1)
-            if not is_number:
+            if not isinstance(figure, int | float) and not (isinstance(figure, Tensor) and figure.numel() == 1):
                 raise TrainingError(f"session.log: {name} is a {type(figure).__name__}. Give a number for each name.")
-        self._figures |= {
-            name: figure.detach() if isinstance(figure, Tensor) else figure for name, figure in figures.items()
-        }
+            self._figures[name] = figure.detach() if isinstance(figure, Tensor) else figure
 
     def added_to(self, row: dict[str, float] | None, *, end_of: Run | None = None) -> dict[str, float] | None:
         """Return a row with the figures, and clear them; None without a row.
@@ -368,12 +331,11 @@ class LoggedFigures:
         Raises:
             TrainingError: the row already has one of the names.
         """
-        if not self._figures or (row is None and end_of is None):
-            return row
-        row = row if end_of is None or row is not None else {"step": end_of.state.step, "epoch": end_of.state.epoch}
-        assert row is not None
-        if both := sorted(row.keys() & self._figures.keys()):
-            raise TrainingError(f"session.log: {', '.join(both)} is a figure of the trainer. Use another name.")
-        row |= {name: float(figure) for name, figure in self._figures.items()}
-        self._figures.clear()
+        if row is None and end_of is not None and self._figures:
+            row = {"step": end_of.state.step, "epoch": end_of.state.epoch}
+        if row is not None:
+            if both := sorted(row.keys() & self._figures.keys()):
+                raise TrainingError(f"session.log: {', '.join(both)} is a figure of the trainer. Use another name.")
+            row |= {name: float(figure) for name, figure in self._figures.items()}
+            self._figures.clear()
         return row

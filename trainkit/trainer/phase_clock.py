@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from threading import get_ident
 from time import perf_counter
@@ -47,8 +47,12 @@ class PhaseClock:
     """
 
     def __init__(self) -> None:
-        self._is_running, self._device = False, torch.device("cpu")
-        self._events: list[tuple[str | None, torch.cuda.Event]] | None = None
+        self._device: torch.device | None = None
+        """None while it does not measure."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._events: list[tuple[str | None, torch.cuda.Event]] = []
         self._seconds: dict[str | None, float] = {}
         self._part: str | None = None
         self._parts: dict[int, str | None] = {}
@@ -57,48 +61,43 @@ class PhaseClock:
 
     def begin(self, device: torch.device) -> None:
         """Discard all measurements, and measure on a device from now on."""
-        self._is_running, self._device = True, device
-        self._events = [] if device.type == "cuda" else None
-        self._seconds, self._part, self._parts, self._since = {}, None, {}, perf_counter()
+        self._device = device
+        self._reset()
 
     def stop(self) -> None:
         """Stop measuring."""
-        self._is_running = False
+        self._device = None
 
     def __call__(self, phase: str, step: int) -> None:
         """Receive a phase that begins."""
         del step
-        if self._is_running:
+        if self._device is not None:
             part = self._parts[get_ident()] = _PART_OF.get(phase)
-            self._mark(part)
+            self._mark(self._device, part)
 
     def end_step(self) -> None:
         """End the last part of a step: the time until the next phase does not belong to it."""
-        if self._is_running:
+        if self._device is not None:
             self._parts.pop(get_ident(), None)
-            self._mark(next(iter(self._parts.values()), None))
+            self._mark(self._device, next(iter(self._parts.values()), None))
 
-    def _mark(self, part: str | None) -> None:
-        if self._events is not None:
+    def _mark(self, device: torch.device, part: str | None) -> None:
+        if device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(torch.cuda.current_stream(device))
             self._events.append((part, event))
             if len(self._events) >= _MOST_EVENTS:
-                self._fold(wait=False)
+                self._fold(reached=lambda ended: bool(ended.query()))  # type: ignore[no-untyped-call]
             return
         now = perf_counter()
         self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
 
-    def _fold(self, *, wait: bool) -> None:
-        """Add up the time between the events so far, or between the events that the device has reached."""
-        if not self._events:
-            return
-        if wait:
-            torch.cuda.synchronize(self._device)
+    def _fold(self, reached: Callable[[torch.cuda.Event], bool]) -> None:
+        """Add up the time between the events so far, up to the first one that the device has not reached."""
         done = 0
         for (part, begun), (_, ended) in pairwise(self._events):
-            if not wait and not ended.query():  # type: ignore[no-untyped-call]
+            if not reached(ended):
                 break
             self._seconds[part] = self._seconds.get(part, 0.0) + begun.elapsed_time(ended) / 1e3
             done += 1
@@ -106,7 +105,9 @@ class PhaseClock:
 
     def lap(self) -> dict[str, float]:
         """Return the seconds of each part since `begin` or the last call; on a CUDA device, wait for it."""
-        self._fold(wait=True)
+        if self._events:
+            torch.cuda.synchronize(self._device)
+            self._fold(reached=lambda _: True)
         found = {part: self._seconds.get(part, 0.0) for part in PARTS}
         self._seconds = {}
         return found

@@ -11,8 +11,7 @@ from trainkit.callbacks.figures.shown import EvaluationFigures, figure_path
 from trainkit.errors import Problem
 from trainkit.objectives.tables import MAX_CELLS, Table
 from trainkit.report.drawing import confusion_request
-from trainkit.trainer.events import Run
-from trainkit.trainer.planned import Planned
+from trainkit.trainer.events import Planned, Run
 
 _log = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from trainkit.report.drawing import histograms_request
 from trainkit.report.numbers import evenly
 from trainkit.storage import naming
 from trainkit.strategies.base import GradientListener, PhaseListener, StepOutcome, UpdateTensors
-from trainkit.trainer.events import Callback, Row, Run
-from trainkit.trainer.planned import Planned
+from trainkit.trainer.events import Callback, Planned, Row, Run
 
 _log = logging.getLogger(__name__)
 

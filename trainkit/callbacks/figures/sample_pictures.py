@@ -19,8 +19,7 @@ from trainkit.objectives.details import WORST
 from trainkit.objectives.fields import input_of
 from trainkit.objectives.tables import Table
 from trainkit.report.drawing import samples_request
-from trainkit.trainer.events import Run
-from trainkit.trainer.planned import Planned
+from trainkit.trainer.events import Planned, Run
 
 
 @dataclass(frozen=True, kw_only=True)

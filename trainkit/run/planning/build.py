@@ -38,9 +38,8 @@ from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.model_transforms import NO_TRANSFORMS, ModelTransforms, apply_transforms, format_for
 from trainkit.strategies.model_transforms.trainable import why_untrainable
 from trainkit.trainer.checkpoint.loading import Loaded, load_below, newest_valid
-from trainkit.trainer.events import Callback
+from trainkit.trainer.events import Callback, Planned
 from trainkit.trainer.manifest import is_checkpoint
-from trainkit.trainer.planned import Planned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,9 @@ from trainkit.storage import naming
 from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensors.lazy_state import averaged_weights, model_weights
-from trainkit.trainer.batch_statistics import statistics_of
 from trainkit.trainer.checkpoint.loading import Loaded, load
 from trainkit.trainer.checkpoint.retention import EvaluatedIndex, Retention, exclusive
-from trainkit.trainer.evaluate import Evaluation, evaluate
+from trainkit.trainer.evaluate import Evaluation, evaluate, statistics_of
 from trainkit.trainer.events import State
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, is_checkpoint, list_complete
 

@@ -43,7 +43,9 @@ from trainkit.trainer.ownership import OwnershipToken, uncontested
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
 """Keys that earlier versions did not write -> their types."""
-_STATE: Final[Mapping[str, Kind]] = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
+_STATE: Final[Mapping[str, Kind]] = {
+    "step": int, "seconds": float, "best": (float, type(None)), "retries": int, "left_out": dict,
+}  # fmt: skip
 _LOSS_SCALE: Final[Mapping[str, Kind]] = {"scale": float, "good_steps": int, "overflows": int}
 _LEFT_OUT: Final[Mapping[str, Kind]] = {"count": int, "steps": list, "first": int, "last": int}
 _STREAM: Final[Mapping[str, Kind]] = {"epoch": int, "position": int}
@@ -63,10 +65,9 @@ def refuse_malformed(loaded: Loaded) -> None:
 
 def _check(meta: Any, step: int) -> None:
     expect_map(meta, _META, optional=_LATER)
-    state = expect_map(meta["state"], _STATE, optional={"left_out": dict, "skipped": int, "own_loss": bool})
+    state = expect_map(meta["state"], _STATE, optional={"own_loss": bool})
     expect_map(meta["loss_scale"], _LOSS_SCALE)
-    left_out = expect_map(state.get("left_out", {}), {}, optional=_LEFT_OUT)
-    expect_maps(left_out.get("steps", []), {"step": int})
+    expect_maps(expect_map(state["left_out"], _LEFT_OUT)["steps"], {"step": int})
     if meta.get("data") is not None:
         expect_map(meta["data"], {}, optional=_STREAM)
     if state["step"] != step:
