@@ -39,9 +39,9 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
     "numerics": {"Precision": "numerics.precision"},
     "objectives": {
         "Adversarial": "objectives.adversarial", "Classification": "objectives.classification",
-        "ConfusionMatrix": "objectives.confusion", "Distillation": "objectives.distillation",
+        "ConfusionMatrix": "objectives.metrics", "Distillation": "objectives.distillation",
         "LanguageModelling": "objectives.language_modelling", "ModelComputesLoss": "objectives.own_loss",
-        "PerClass": "objectives.confusion", "Regression": "objectives.regression",
+        "PerClass": "objectives.metrics", "Regression": "objectives.regression",
     },
     "schedules": {
         "Constant": "numerics.schedules", "Cosine": "numerics.schedules", "InverseSqrt": "numerics.schedules",

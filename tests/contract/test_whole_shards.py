@@ -24,8 +24,8 @@ from tests.support import reference, zoo
 from tests.support.pool import Pool
 from trainkit.errors import TrainingError
 from trainkit.numerics.precision import Value
-from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
 from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
 from trainkit.strategies.core.graphs import whole_shards
 from trainkit.strategies.core.graphs.whole_shards import ShardGraph
 from trainkit.strategies.model_transforms import ModelTransforms

@@ -15,9 +15,8 @@ from tests.contract.running import run, weights
 from tests.support import zoo
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, TrainingError
-from trainkit.objectives.base import Loss, Objective
-from trainkit.objectives.frozen import FrozenModel
-from trainkit.objectives.terms import add_terms
+from trainkit.objectives.base import Loss, Objective, add_terms
+from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.memory import memory_of, meta_model
 from trainkit.run.planning.plan import make_plan
 from trainkit.trainer.checkpoint.loading import load

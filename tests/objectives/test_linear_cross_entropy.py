@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.support.scores import ScoreBytes
-from trainkit.objectives.from_hidden import cross_entropy as chunked
-from trainkit.objectives.from_hidden.cross_entropy import score_rows
+from trainkit.objectives import linear_cross_entropy as chunked
+from trainkit.objectives.linear_cross_entropy import score_rows
 
 ROWS, FEATURES, WORDS = 37, 6, 29
 

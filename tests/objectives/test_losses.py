@@ -20,7 +20,8 @@ from trainkit.objectives import fields, language_modelling
 from trainkit.objectives.base import Collective
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.fields import exact
-from trainkit.objectives.language_modelling import LanguageModelling, Perplexity
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.metrics import Perplexity
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.objectives.regression import Regression
 

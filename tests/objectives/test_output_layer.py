@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
+from trainkit.objectives import linear_cross_entropy as chunked
 from trainkit.objectives.base import Loss
-from trainkit.objectives.from_hidden import cross_entropy
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.run.estimates.activations import TracedPass
@@ -141,7 +141,7 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
 ) -> None:
     import transformers  # slow: only this test pays for it
 
-    monkeypatch.setitem(cross_entropy.linear_cross_entropy.__kwdefaults__ or {}, "few", 0)
+    monkeypatch.setitem(chunked.linear_cross_entropy.__kwdefaults__ or {}, "few", 0)
     sizes = {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8, "tie_word_embeddings": family != "GPTJ"}
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "rotary_dim": 2}
@@ -161,7 +161,7 @@ def test_a_causal_model_of_transformers_is_scored_inside_unless_it_changes_its_s
 
 def test_the_planned_peak_does_not_hold_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     words, rows = 8192, 4 * 64
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * words * 16)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * words * 16)
     model = gpt(vocab_size=words, context=64)
     batch = (torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long))
 
@@ -178,7 +178,7 @@ def test_the_kernel_of_liger_gets_the_hidden_states_and_is_refused_elsewhere(mon
 
     def fused(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
         calls.append(settings)
-        return cross_entropy.linear_cross_entropy(hidden, weight, targets, bias=bias)
+        return chunked.linear_cross_entropy(hidden, weight, targets, bias=bias)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused = ((None, model, "needs Liger Kernel"), (SimpleNamespace(), model, "runs on GPUs, and there is none here"),

@@ -23,12 +23,10 @@ from trainkit.errors import DataError, TrainingError, ZeroWeightError
 from trainkit.inference.outputs import Outputs
 from trainkit.models.ensemble import Ensemble
 from trainkit.objectives.base import Collective, Loss, Metric
-from trainkit.objectives.classification import Classification, TopK
-from trainkit.objectives.confusion import ConfusionMatrix, PerClass
-from trainkit.objectives.details import Worst, class_details
+from trainkit.objectives.classification import Classification
 from trainkit.objectives.distillation import Distillation
 from trainkit.objectives.language_modelling import LanguageModelling
-from trainkit.objectives.metrics import gather_ragged
+from trainkit.objectives.metrics import ConfusionMatrix, PerClass, TopK, Worst, class_details, gather_ragged
 from trainkit.objectives.own_loss import ModelComputesLoss
 from trainkit.objectives.tables import Table, results_of
 
@@ -318,7 +316,9 @@ def test_padded_places_do_not_count() -> None:
     metric = ConfusionMatrix(2)
     metric.update(Loss(torch.tensor(0.0), 3, None, torch.zeros(2, 3, 2), labels), None)
 
-    assert metric.compute(Alone()).rows == (("0", 1.0, 0.0), ("1", 2.0, 0.0))
+    found = metric.compute(Alone())
+    assert isinstance(found, Table)
+    assert found.rows == (("0", 1.0, 0.0), ("1", 2.0, 0.0))
 
 
 def test_what_a_metric_gives_is_a_number_or_a_table() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.support.zoo import CLASSES, FEATURES, Net, fill
 from trainkit.objectives.base import Access, Loss, Model, Objective, Supervised
-from trainkit.objectives.frozen import FrozenModel
+from trainkit.objectives.distillation import FrozenModel
 
 
 class TwoTerms(Supervised):

@@ -21,9 +21,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Supervised
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.fields import scores_of
-from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
-from trainkit.objectives.from_hidden.output_layer import OutputLayer
 from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
+from trainkit.objectives.output_layer import OutputLayer
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
 

@@ -21,7 +21,7 @@ from trainkit.callbacks.tensorboard import grid, png_bytes
 from trainkit.data.remarks import remarks
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.files import write_atomically, write_json_atomically
-from trainkit.objectives.details import WORST
+from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import Table
 from trainkit.run.inference.job import Job, prepare, split_of
 from trainkit.run.inference.launch import run_job

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -13,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from trainkit.fields import at_least
-from trainkit.objectives.base import Collective, Loss, Metric, Model, Objective, RunningMean
+from trainkit.objectives.base import Loss, Metric, Model, Objective
+from trainkit.objectives.fields import input_of
+from trainkit.objectives.metrics import Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +64,17 @@ class Adversarial(Objective):
         return {"real": _Probability(0), "fake": _Probability(1)}
 
 
-class _Probability(Metric):
+class _Probability(Mean):
     def __init__(self, place: int) -> None:
-        self._place, self._tally = place, RunningMean()
+        super().__init__()
+        self._place = place
 
-    def update(self, loss: Loss, batch: Any) -> None:  # noqa: ARG002 - the scores are enough
+    def sum_and_count(self, loss: Loss) -> tuple[Tensor, float]:
         scores = loss.outputs[self._place]
-        self._tally.add(scores.detach().double().sigmoid().sum(), len(scores))
-
-    def compute(self, collective: Collective) -> float:
-        return self._tally.mean(collective)
+        return scores.detach().double().sigmoid().sum(), len(scores)
 
 
 def _images(batch: Any) -> Tensor:
     """Return the images of a batch, which may also have labels."""
-    first: Tensor = batch
-    if isinstance(batch, Mapping):
-        first = batch["input"]
-    elif isinstance(batch, tuple | list):
-        first = batch[0]
-    return first
+    images: Tensor = input_of(batch)
+    return images

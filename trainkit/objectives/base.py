@@ -9,42 +9,130 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
-from trainkit.errors import Problem
+from trainkit.errors import Problem, TrainingError
 from trainkit.objectives.fields import Fields, input_of, scores_of, split_batch, unused_fields
-from trainkit.objectives.from_hidden.loss import Loss
-from trainkit.objectives.from_hidden.output_layer import (
-    OutputLayer,
-    found_loss,
-    output_layer_of,
-    reason_for_scores,
-    scored_inside,
-)
+from trainkit.objectives.output_layer import OutputLayer, output_layer_of, reason_for_scores, scored_inside
 from trainkit.objectives.tables import Result
-
-__all__ = [
-    "Access",
-    "Collective",
-    "Details",
-    "Loss",
-    "Metric",
-    "Model",
-    "Objective",
-    "RunningMean",
-    "Supervised",
-    "needs_of",
-    "parameters_of",
-    "split_batch",
-]
 
 Model = Callable[..., Any]
 """The model that an objective runs: an nn.Module, or a strategy's wrapper of it."""
+
+
+@dataclass(slots=True)
+class Loss:
+    """The loss of one shard.
+
+    Example:
+        >>> import torch
+        >>> Loss(loss_sum=torch.tensor(6.0), weight=3.0).weight
+        3.0
+    """
+
+    loss_sum: Tensor
+    """() float32 (float64 in fp64 runs): the sum over this shard's targets, with its graph."""
+    weight: Tensor | float
+    """The number or weight of the summands: samples, tokens or class weights. A float needs no device work; a tensor is
+    ().
+    """
+    extra: Tensor | None = None
+    """() auxiliary loss, already a mean over the shard; the trainer scales it by the shard's share of the weight."""
+    outputs: Any = None
+    """The model's predictions, for metrics only, which must not use the graph."""
+    targets: Any = None
+    """The targets of the predictions, aligned with `outputs`."""
+    terms: Mapping[str, Tensor] | None = None
+    """Parts of the loss to log, by the names in `Objective.term_names`: each () a sum over this shard's targets.
+
+    Gradients come from `loss_sum` alone.
+    """
+    counted: Tensor | None = None
+    """Which targets count in the sum and the weight, for metrics: bool, one for each; None: all of them."""
+    class_dim: int = -1
+    """The dim of `outputs` with the classes, if they are scores of classes."""
+
+    @property
+    def classes(self) -> Tensor:
+        """The class of each target, for metrics: of probabilities, the most likely one."""
+        found: Tensor = self.targets
+        return found.argmax(self.class_dim) if found.is_floating_point() else found
+
+    @classmethod
+    def of_terms(
+        cls,
+        terms: Mapping[str, Tensor],
+        weight: Tensor | float,
+        *,
+        factors: Mapping[str, float] | None = None,
+        outputs: Any = None,
+        targets: Any = None,
+        counted: Tensor | None = None,
+        class_dim: int = -1,
+    ) -> Loss:
+        """Return the loss that adds up several terms, each logged without its factor.
+
+        Args:
+            terms: name -> () the sum over this shard's targets, with its graph.
+            weight: the number or weight of the targets; the same for all terms.
+            factors: name -> factor of the term in the loss; 1 if not given.
+            outputs: as in `Loss`.
+            targets: as in `Loss`.
+            counted: as in `Loss`.
+            class_dim: as in `Loss`.
+
+        Raises:
+            TrainingError: a factor is given for an unknown term.
+
+        Example:
+            >>> import torch
+            >>> terms = {"labels": torch.tensor(6.0), "norm": torch.tensor(10.0)}
+            >>> float(Loss.of_terms(terms, 3.0, factors={"norm": 0.1}).loss_sum)
+            7.0
+        """
+        if factors and not factors.keys() <= terms.keys():
+            unknown = ", ".join(sorted(factors.keys() - terms.keys()))
+            raise TrainingError(f"a factor is given for {unknown}, and the terms are {', '.join(terms)}.")
+        total: Tensor | None = None
+        for name, term in terms.items():
+            factor = factors.get(name) if factors else None
+            part = term if factor is None else term * factor
+            total = part if total is None else total + part
+        if total is None:
+            raise TrainingError("a loss without terms was given.")
+        return cls(total, weight, None, outputs, targets, terms, counted, class_dim)
+
+
+_PARTS: Final = tuple(one.name for one in fields(Loss))
+# An output layer may return a loss, and FSDP and device maps walk through the outputs of modules.
+register_pytree_node(
+    Loss,
+    lambda loss: ([getattr(loss, name) for name in _PARTS], None),
+    lambda values, _: Loss(*values),
+    serialized_type_name="trainkit.objectives.base.Loss",
+)
+
+
+def found_loss(outputs: object) -> Loss:
+    """Return the loss among the outputs of a model.
+
+    Raises:
+        TrainingError: the outputs do not hold exactly one.
+    """
+    leaves = tree_leaves(outputs, is_leaf=lambda leaf: isinstance(leaf, Loss))
+    found = [leaf for leaf in leaves if isinstance(leaf, Loss)]
+    if len(found) != 1:
+        raise TrainingError(
+            f"the outputs of the model contain the result of its output_layer() {len(found)} times, and once was "
+            "expected. Use objective.cross_entropy=plain."
+        )
+    return found[0]
 
 
 class Access(Enum):
@@ -242,9 +330,9 @@ class Supervised(Objective):
     def __init_subclass__(cls, **settings: Any) -> None:
         """Record whether `loss_from_hidden` is as specific as `score`, so that it may replace it."""
         super().__init_subclass__(**settings)
-        order = cls.__mro__
-        is_newer = order.index(_definer(order, "loss_from_hidden")) <= order.index(_definer(order, "score"))
-        cls._has_hidden_loss = is_newer and _definer(order, "loss") is Supervised
+        names = ("loss_from_hidden", "score", "loss")
+        hidden, score, loss = (next(at for at, kind in enumerate(cls.__mro__) if name in vars(kind)) for name in names)
+        cls._has_hidden_loss = hidden <= score and cls.__mro__[loss] is Supervised
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the targets of a sample or batch; several inputs are a tuple.
@@ -318,9 +406,33 @@ class Supervised(Objective):
         """Sum the loss of given outputs (the last stage of a pipeline calls this)."""
 
 
-def _definer(order: tuple[type, ...], name: str) -> type:
-    """Return the class that defines a method."""
-    return next(kind for kind in order if name in vars(kind))
+def add_terms(sums: dict[str, Tensor], objective: Objective, loss: Loss) -> None:
+    """Add the terms of a shard's loss to sums by name, detached; nothing is read from the device."""
+    terms = terms_of(objective, loss)
+    for name in objective.term_names:
+        seen = terms[name].detach()
+        sums[name] = sums[name] + seen if name in sums else seen
+
+
+def terms_of(objective: Objective, loss: Loss) -> Mapping[str, Tensor]:
+    """Return the terms of a shard's loss; empty if the objective names none.
+
+    Raises:
+        TrainingError: the terms are not those of `Objective.term_names`, or one is not a single number.
+    """
+    names, terms = objective.term_names, loss.terms or {}
+    if terms.keys() != set(names):
+        given, known = (", ".join(one) or "none" for one in (terms, names))
+        raise TrainingError(
+            f"{type(objective).__name__} gives the terms {given}, and its term_names are {known}: both must be the "
+            "same in every shard."
+        )
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.dim():
+            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"a {type(term).__name__}"
+            rule = "must be a tensor of one number: its sum over the shard"
+            raise TrainingError(f"{type(objective).__name__}: the term {name} is {found}, and {rule}.")
+    return terms
 
 
 def parameters_of(model: nn.Module) -> tuple[tuple[str, ...], bool]:

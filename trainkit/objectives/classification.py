@@ -1,45 +1,159 @@
-"""Classification: a class for each sample, or for each pixel, position or point of it."""
+"""Classification: a class for each sample, or for each pixel, position or point of it.
+
+Scores are (samples, classes, ...). Targets are the class of each place, (samples, ...) whole numbers, or its
+probabilities of all classes, in the shape of the scores: both as `torch.nn.functional.cross_entropy` has it.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
-from trainkit.errors import ConfigError, Problem
-from trainkit.fields import below, cosmetic, unit
-from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
-from trainkit.objectives.details import class_details
-from trainkit.objectives.fields import exact, scores_of
-from trainkit.objectives.metrics import fresh_metrics
-from trainkit.objectives.targets import ScoredClasses, class_loss
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.errors import ConfigError, DataError, Problem, TrainingError
+from trainkit.fields import below, cosmetic, maths, unit
+from trainkit.numerics.copies import constant_on
+from trainkit.objectives.base import Details, Loss, Metric, Supervised
+from trainkit.objectives.fields import IGNORED, counted_in, exact, scores_of, split_batch
+from trainkit.objectives.metrics import ScoredFields, TopK, class_details, fresh_metrics
+
+_NO_CLASS: Final = -(2**62)
+"""A class that no target has: torch's functions have no other way to ignore none."""
 
 
-class TopK(Metric):
-    """The fraction of targets whose class is among the k highest scores; k = 1 is accuracy.
+@dataclass(frozen=True, slots=True)
+class ClassLoss:
+    """The cross entropy of the classes of a shard."""
 
-    Targets that are ignored do not count; the class of probabilities is the most likely one.
+    loss_sum: Tensor
+    """() the sum over the targets that count."""
+    weight: Tensor | float
+    """Their number, or the sum of the weights of their classes: `loss_sum / weight` is the mean of torch."""
+    targets: Tensor
+    """The targets, int64 or in the dtype of the scores."""
+    counted: Tensor | None
+    """The result of `counted_in`."""
+
+
+def class_loss(
+    scores: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int | None = IGNORED,
+    class_weights: list[float] | None = None,
+    label_smoothing: float = 0.0,
+) -> ClassLoss:
+    """Sum the cross entropy of a shard, and its weight, so that sums over shards give the mean of torch.
+
+    Args:
+        scores: (samples, classes, ...) float32 or float64.
+        targets: (samples, ...) whole numbers, or probabilities of the shape of the scores.
+        ignore_index: the class that does not count; None: every target counts.
+        class_weights: a weight for each class. A place with probabilities weighs 1 nevertheless, as in torch.
+        label_smoothing: the share of each target that is spread evenly over the classes.
+
+    Raises:
+        DataError: the targets have another dtype, or are probabilities of which some would be ignored.
+        TrainingError: the targets have another shape than the scores.
+
+    Example:
+        >>> found = class_loss(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
+        >>> round(float(found.loss_sum), 4), found.weight
+        (2.7726, tensor(2))
+    """
+    targets = _fitting(scores, targets)
+    is_soft = targets.is_floating_point()
+    if is_soft and ignore_index is not None and ignore_index >= 0:
+        raise DataError(
+            f"the targets are probabilities, of which none is ignored, and objective.ignore_index={ignore_index}. Use "
+            "whole numbers as targets, or objective.ignore_index=null."
+        )
+    weights = None if class_weights is None else constant_on(class_weights, scores.dtype, scores.device)
+    rows, of_rows = scores, targets
+    if scores.dim() > 2 and torch.are_deterministic_algorithms_enabled():  # torch has no such kernel of masks for CUDA
+        rows = scores.movedim(1, -1).flatten(0, -2)
+        of_rows = targets.movedim(1, -1).flatten(0, -2) if is_soft else targets.flatten()
+    loss_sum = functional.cross_entropy(
+        rows,
+        of_rows,
+        weight=weights,
+        reduction="sum",
+        ignore_index=_NO_CLASS if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    counted = counted_in(targets, ignore_index)
+    weight: Tensor | float
+    if is_soft:
+        weight = float(targets.numel() // scores.shape[1])
+    elif weights is None:
+        weight = float(targets.numel()) if counted is None else counted.sum()
+    elif counted is None:
+        weight = weights[targets].sum()
+    else:
+        weight = torch.where(counted, weights[targets.where(counted, 0)], 0.0).sum()
+    return ClassLoss(loss_sum, weight, targets, counted)
+
+
+def _fitting(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the targets of some scores: int64, or in the dtype of the scores.
+
+    Raises:
+        DataError: their dtype is not that of classes.
+        TrainingError: their shape is not that of the scores.
+    """
+    dtype, has_classes = targets.dtype, scores.dim() > 1
+    places = (*scores.shape[:1], *scores.shape[2:])
+    if dtype.is_floating_point and has_classes and targets.shape == scores.shape:
+        return targets.to(scores.dtype)
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise DataError(
+            f"the targets are {str(dtype).removeprefix('torch.')}, and classes are whole numbers (int64), or "
+            f"probabilities of the shape of the scores: these are {tuple(scores.shape)}, and the targets "
+            f"{tuple(targets.shape)}. Convert them in the dataset, int(y), or use objective=regression."
+        )
+    if not has_classes or targets.shape != places:
+        wanted = f"the classes of {tuple(scores.shape)} are {places}" if has_classes else "there is no dim of classes"
+        raise TrainingError(
+            f"the model gives scores {tuple(scores.shape)} for targets {tuple(targets.shape)}: scores are (samples, "
+            f"classes, ...) and classes (samples, ...), and {wanted}."
+        )
+    return targets.long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredClasses(ScoredFields):
+    """The keys of an objective whose targets are classes."""
+
+    log_scores: ClassVar[bool] = True
+    class_dim: ClassVar[int] = 1
+
+    ignore_index: Annotated[int | None, maths(neutral=IGNORED)] = IGNORED
+    """The target that does not count, in the loss, its weight and the metrics; null: every target counts, so that the
+    weight of a step is known and need not be counted.
     """
 
-    def __init__(self, k: int = 1) -> None:
-        self._k = k
-        self._tally = RunningMean()
+    def weight_per_sample(self, sample: Any) -> float | None:
+        """Return None: targets that do not count are known only in the batch. With `ignore_index` null, return the
+        number of classes that a sample has: 1, or that of its mask.
+        """
+        counts = self.ignore_index is not None or sample is None
+        return None if counts else self.planned_weight_per_sample(sample)
 
-    def update(self, loss: Loss, batch: Any) -> None:
-        """Count one batch."""
-        del batch
-        scores, labels, dim = loss.outputs.detach(), loss.classes, loss.class_dim
-        if self._k == 1:
-            hits = scores.argmax(dim) == labels
-        else:
-            hits = (scores.topk(min(self._k, scores.shape[dim]), dim).indices == labels.unsqueeze(dim)).any(dim)
-        if loss.counted is None:
-            self._tally.add(hits.sum(), labels.numel())
-        else:
-            self._tally.add((hits & loss.counted).sum(), loss.counted.sum())
+    def planned_weight_per_sample(self, sample: Any) -> float:
+        """Return the number of classes that a sample has; 1 if it cannot be read."""
+        with suppress(Exception):  # what cannot be read is refused when the sample is scored
+            targets = torch.as_tensor(split_batch(sample, self.input, self.target)[1])
+            return float(max(1, targets[0].numel() if targets.is_floating_point() else targets.numel()))
+        return 1.0
 
-    def compute(self, collective: Collective) -> float:
-        """Return the fraction over all ranks."""
-        return self._tally.mean(collective)
+    @property
+    def plans_exactly(self) -> bool:
+        """Whether the planned weight is exact unless a target is ignored."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

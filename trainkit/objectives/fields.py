@@ -1,4 +1,6 @@
-"""Select the fields of a sample or batch, input and target, and the scores among the outputs of a model."""
+"""Select the fields of a sample or batch, input and target, the scores among the outputs of a model, and the targets
+that count.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ INPUTS: Final = ("input", "inputs", "x", "image", "images", "pixel_values", "inp
 """Keys of the input, if `objective.input` names none."""
 TARGETS: Final = ("target", "targets", "y", "label", "labels")
 """Keys of the target, if `objective.target` names none."""
+IGNORED: Final = -100
+"""The target that does not count by default, as in torch."""
 MOST_SCORES: Final = 2**24
 """Number of scores of a language model of which an evaluation makes copies at once: 64 MiB in float32."""
 
@@ -268,3 +272,20 @@ def parts_of(scores: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
 def exact(scores: Tensor) -> Tensor:
     """Return scores in float32, or float64 if they already are: a sum of logarithms in bf16 keeps two digits."""
     return scores if scores.dtype in {torch.float32, torch.float64} else scores.float()
+
+
+def counted_in(targets: Tensor, ignore_index: int | None) -> Tensor | None:
+    """Return which targets count: a bool tensor of their shape, on their device; None if all of them do.
+
+    The weight of a shard, its loss, hits and metrics are all sums over these targets. Probabilities of classes always
+    count, as in torch.
+
+    Args:
+        targets: whole numbers, or probabilities.
+        ignore_index: the target that does not count; None: every target counts.
+
+    Example:
+        >>> counted_in(torch.tensor([2, -100]), -100)
+        tensor([ True, False])
+    """
+    return None if ignore_index is None or targets.is_floating_point() else targets != ignore_index

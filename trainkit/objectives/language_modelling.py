@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import importlib
+import importlib.util
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.errors import Problem, TrainingError
+from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.extras import install_command
 from trainkit.fields import speed
-from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean, Supervised
-from trainkit.objectives.details import token_details
-from trainkit.objectives.fields import exact, parts_of, scores_of
-from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
-from trainkit.objectives.from_hidden.liger import liger_cross_entropy, liger_problems, refuse_scores
-from trainkit.objectives.from_hidden.output_layer import OutputLayer
-from trainkit.objectives.metrics import ScoredFields, fresh_metrics
-from trainkit.objectives.targets import IGNORED, counted_in
+from trainkit.objectives.base import Details, Loss, Metric, Supervised
+from trainkit.objectives.fields import IGNORED, counted_in, exact, parts_of, scores_of
+from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
+from trainkit.objectives.metrics import Perplexity, ScoredFields, fresh_metrics, token_details
+from trainkit.objectives.output_layer import OutputLayer, keeps_scores, offered_by
+
+_LIGER: Final = "liger_kernel.transformers.functional"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,12 @@ class LanguageModelling(ScoredFields, Supervised):
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, vocabulary) scores against (samples, length) int64 tokens."""
         outputs = scores_of(outputs, self.output)
-        if self.cross_entropy == "liger":
-            refuse_scores()
+        if self.cross_entropy == "liger" and torch.is_grad_enabled() and not keeps_scores():
+            rule = (
+                "is not used where the loss is computed from scores: under precision=fp16_mixed, strategy=pipeline, or "
+                "where activation_checkpointing computes the output layer again. Leave it out."
+            )
+            raise ConfigError([_without_liger(rule)])
         _refuse_shape(outputs, targets)
         loss_sum = self._loss_sum(outputs.flatten(0, -2), targets.flatten())
         return self._loss(loss_sum, outputs, targets)
@@ -93,23 +97,48 @@ class LanguageModelling(ScoredFields, Supervised):
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, features) hidden states against (samples, length) tokens."""
         _refuse_shape(hidden, targets)
-        only_eager = self.cross_entropy == "auto"
-        compute = partial(linear_cross_entropy, score=output.score, part=output.part, only_eager=only_eager)
-        if self.cross_entropy == "liger":
-            compute = partial(liger_cross_entropy, is_cut=output.part is not None)
-        loss_sum = compute(
-            hidden.flatten(0, -2),
-            output.layer.weight,
-            targets.flatten(),
-            bias=output.layer.bias,
+        layer, rows, wanted = output.layer, hidden.flatten(0, -2), targets.flatten()
+        if self.cross_entropy != "liger":
+            loss_sum = linear_cross_entropy(
+                rows,
+                layer.weight,
+                wanted,
+                bias=layer.bias,
+                ignore_index=self.ignore_index,
+                score=output.score,
+                part=output.part,
+                only_eager=self.cross_entropy == "auto",
+            )
+            return self._loss(loss_sum, None, targets)
+        if output.part is not None:
+            rule = "does not support a vocabulary that is cut over ranks. Leave it out with strategy=tensor_parallel."
+            raise ConfigError([_without_liger(rule)])
+        loss_sum = importlib.import_module(_LIGER).liger_fused_linear_cross_entropy(
+            rows,
+            layer.weight,
+            wanted.to(hidden.device),
+            layer.bias,
             ignore_index=self.ignore_index,
+            reduction="sum",
+            accum_dtype=torch.float32,
         )
         return self._loss(loss_sum, None, targets)
 
     def validate_model(self, model: nn.Module, sample: Any) -> list[Problem]:
-        """Return why the kernel of Liger cannot compute the loss of this model."""
+        """Return why the kernel of Liger cannot compute the loss of this model on this host."""
         found = super().validate_model(model, sample)
-        return [*found, *(liger_problems(model) if self.cross_entropy == "liger" else [])]
+        if self.cross_entropy != "liger":
+            return found
+        if not isinstance(offered_by(model), nn.Module):
+            kind = type(model).__name__
+            rule = f"needs the output layer of the model, and {kind} has no output_layer(). Leave it out."
+        elif importlib.util.find_spec(_LIGER.partition(".")[0]) is None:
+            rule = f"needs Liger Kernel: {install_command('liger', 'liger-kernel')}. Or leave it out."
+        elif not torch.cuda.is_available():
+            rule = "runs on GPUs, and there is none here. Leave it out: the default computes in chunks everywhere."
+        else:
+            return found
+        return [*found, _without_liger(rule)]
 
     def metrics(self) -> dict[str, Metric]:
         """Return perplexity, and the metrics of the config."""
@@ -120,29 +149,13 @@ class LanguageModelling(ScoredFields, Supervised):
         return token_details(dataset, batch_size=batch_size)
 
 
+def _without_liger(rule: str) -> Problem:
+    return Problem(key="objective.cross_entropy", value="liger", rule=rule)
+
+
 def _refuse_shape(rows: Tensor, targets: Tensor) -> None:
     if rows.shape[:-1] != targets.shape:
         raise TrainingError(
             f"the model gives {tuple(rows.shape)}, (samples, length, ...), and the targets are {tuple(targets.shape)}: "
             f"one token for each place, {tuple(rows.shape[:-1])}."
         )
-
-
-class Perplexity(Metric):
-    """exp(mean loss of a token): the number of equally likely tokens with the same loss."""
-
-    def __init__(self) -> None:
-        self._tally = RunningMean()
-
-    def update(self, loss: Loss, batch: Any) -> None:
-        """Count one batch."""
-        del batch
-        self._tally.add(loss.loss_sum, loss.weight)
-
-    def compute(self, collective: Collective) -> float:
-        """Return the perplexity over all ranks' tokens; infinity if the mean loss is too large."""
-        mean = self._tally.mean(collective)
-        try:
-            return math.exp(mean)
-        except OverflowError:
-            return math.inf

@@ -1,40 +1,335 @@
-"""Trainkit's metrics, and the adapter for torchmetrics classes."""
+"""Metrics of the objectives: means, tables of classes, and the adapter for torchmetrics classes.
+
+`class_details` and `token_details` return those of `trainkit evaluate` alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.fields import cosmetic, maths
-from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
-from trainkit.objectives.fields import Field
-from trainkit.objectives.tables import Result
+from trainkit.objectives.base import Collective, Details, Loss, Metric, RunningMean
+from trainkit.objectives.fields import Field, exact, parts_of
+from trainkit.objectives.tables import Result, Table
 
 MAX_DIMS: Final = 8
 """Most dims a gathered state of a torchmetrics class may have."""
+NUM_WORST: Final = 16
+"""Samples in the table of the highest losses."""
+WORST: Final = "worst"
+"""Name of that table."""
 
 
-class MeanOf(Metric):
-    """The mean of a quantity: a function of (outputs, targets) returns its sum and its count."""
+class Mean(Metric):
+    """A sum over a count."""
 
-    def __init__(self, sum_and_count: Any) -> None:
-        self._sum_and_count = sum_and_count
+    def __init__(self) -> None:
         self._tally = RunningMean()
+
+    @abstractmethod
+    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
+        """Return the sum and the count of one batch."""
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
         del batch
-        self._tally.add(*self._sum_and_count(loss.outputs.detach(), loss.targets))
+        self._tally.add(*self.sum_and_count(loss))
 
     def compute(self, collective: Collective) -> float:
         """Return the mean over all ranks."""
         return self._tally.mean(collective)
+
+
+class MeanOf(Mean):
+    """The mean of a quantity: a function of (outputs, targets) returns its sum and its count."""
+
+    def __init__(self, of_batch: Any) -> None:
+        super().__init__()
+        self._of_batch = of_batch
+
+    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
+        """Call the function."""
+        found: tuple[Tensor, Tensor | float] = self._of_batch(loss.outputs.detach(), loss.targets)
+        return found
+
+
+class TopK(Mean):
+    """The fraction of targets whose class is among the k highest scores; k = 1 is accuracy.
+
+    Targets that are ignored do not count; the class of probabilities is the most likely one.
+    """
+
+    def __init__(self, k: int = 1) -> None:
+        super().__init__()
+        self._k = k
+
+    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
+        """Count the hits and the targets of one batch."""
+        scores, labels, dim = loss.outputs.detach(), loss.classes, loss.class_dim
+        if self._k == 1:
+            hits = scores.argmax(dim) == labels
+        else:
+            hits = (scores.topk(min(self._k, scores.shape[dim]), dim).indices == labels.unsqueeze(dim)).any(dim)
+        if loss.counted is None:
+            return hits.sum(), labels.numel()
+        return (hits & loss.counted).sum(), loss.counted.sum()
+
+
+class Perplexity(Mean):
+    """exp(mean loss of a token): the number of equally likely tokens with the same loss."""
+
+    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
+        """Return the loss and the tokens of one batch."""
+        return loss.loss_sum, loss.weight
+
+    def compute(self, collective: Collective) -> float:
+        """Return the perplexity over all ranks' tokens; infinity if the mean loss is too large."""
+        mean = super().compute(collective)
+        try:
+            return math.exp(mean)
+        except OverflowError:
+            return math.inf
+
+
+class BitsPerByte(Mean):
+    """The mean loss of a byte of the text, in bits: comparable between tokenizers.
+
+    Args:
+        num_bytes: (vocabulary,) bytes of each token.
+    """
+
+    def __init__(self, num_bytes: Tensor) -> None:
+        super().__init__()
+        self._num_bytes = num_bytes.double()
+
+    def sum_and_count(self, loss: Loss) -> tuple[Tensor, Tensor | float]:
+        """Return the loss and the bytes of one batch."""
+        self._num_bytes = self._num_bytes.to(loss.targets.device)
+        if loss.counted is None:
+            return loss.loss_sum, self._num_bytes[loss.targets].sum()
+        sizes = self._num_bytes[torch.where(loss.counted, loss.targets, 0)]
+        return loss.loss_sum, torch.where(loss.counted, sizes, 0.0).sum()
+
+    def compute(self, collective: Collective) -> float:
+        """Return the bits per byte over all ranks."""
+        return super().compute(collective) / math.log(2)
+
+
+class ConfusionMatrix(Metric):
+    """One row per true class: the number of its samples predicted as each class. Counts are exact on any number of
+    ranks.
+
+    Outputs are scores with the classes in the dim `Loss.class_dim`, by default the last, targets class numbers of the
+    other dims, or probabilities, of which the most likely class counts.
+
+    Args:
+        num_classes: number of classes; None: that of the first scores. Outputs that are not scores of the classes of
+            their targets are then not counted.
+        names: names of the classes; their numbers by default, and if `num_classes` is None and names do not fit it.
+        ignore_index: the target of a padded place, which does not count.
+    """
+
+    gives_table: ClassVar[bool] = True
+
+    def __init__(
+        self, num_classes: int | None = None, names: Sequence[str] | None = None, ignore_index: int = -100
+    ) -> None:
+        if num_classes is not None and num_classes < 2:
+            raise ConfigError([Problem(key="num_classes", value=num_classes, rule="must be 2 or more.")])
+        if num_classes is not None and names is not None and len(names) != num_classes:
+            raise ConfigError([Problem(key="names", value=list(names), rule=f"must be {num_classes}, one per class.")])
+        self._is_sized, self._size, self._ignored = num_classes is not None, num_classes or 0, ignore_index
+        self._names = names
+        self._counts = torch.zeros(self._size**2 + 1, dtype=torch.float64)
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        if not self._is_sized and not _has_classes(loss):
+            return
+        scores, labels, size = loss.outputs.detach(), loss.classes.flatten(), loss.outputs.shape[loss.class_dim]
+        if not self._size:
+            self._size, self._counts = size, torch.zeros(size**2 + 1, dtype=torch.float64)
+        if size != self._size:
+            raise TrainingError(f"a confusion matrix of {self._size} classes got scores of {size}.")
+        guesses = scores.argmax(dim=loss.class_dim).flatten()
+        counted = labels != self._ignored
+        if loss.counted is not None:
+            counted &= loss.counted.flatten()
+        # Ignored targets are added to the last place.
+        places = torch.where(counted, labels * size + guesses, size**2)
+        self._counts = self._counts.to(scores.device)
+        self._counts.index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+
+    def compute(self, collective: Collective) -> Result:
+        """Return the table over all ranks; nothing if the number of classes is not known on any."""
+        size = max(int(one.item()) for one in collective.gather(torch.tensor([self._size])))
+        if not size:
+            return {}
+        counts = self._counts if self._size else self._counts.new_zeros(size**2 + 1)
+        fits = self._names is not None and len(self._names) == size
+        names = [*map(str, (self._names if fits else None) or range(size))]
+        return self._table(collective.sum(counts)[:-1].reshape(size, size).cpu(), names)
+
+    def _table(self, matrix: Tensor, names: Sequence[str]) -> Table:
+        """Return the table of (true class, guessed class) float64 counts."""
+        return Table.of(matrix, names)
+
+
+class PerClass(ConfusionMatrix):
+    """Precision, recall, F1 and number of samples of each class; NaN where a share is 0 / 0."""
+
+    def _table(self, matrix: Tensor, names: Sequence[str]) -> Table:
+        hits, true, guessed = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+        columns = (hits / guessed, hits / true, 2 * hits / (true + guessed), true)
+        rows = zip(names, *(column.tolist() for column in columns), strict=True)
+        return Table(columns=("class", "precision", "recall", "f1", "samples"), rows=tuple(rows))
+
+
+class CalibrationError(Metric):
+    """Expected calibration error, 15 bins: the mean difference between the confidence of predictions and their
+    accuracy. Outputs that are not scores of the classes of their targets are not counted.
+
+    Source: Guo et al. 2017, arXiv:1706.04599, section 2.
+    """
+
+    def __init__(self) -> None:
+        self._bins = torch.zeros(15, 3, dtype=torch.float64)  # targets, sum of confidences, hits
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        if not _has_classes(loss):
+            return
+        sure, guesses = exact(loss.outputs.detach()).softmax(loss.class_dim).max(loss.class_dim)
+        counted = torch.ones_like(sure) if loss.counted is None else loss.counted
+        rows = torch.stack([torch.ones_like(sure), sure, guesses == loss.classes], dim=-1).double()
+        places = (15 * sure).ceil().long().sub(1).clamp(0, 14)
+        self._bins = self._bins.to(sure.device)
+        self._bins.index_add_(0, places.flatten(), (rows * counted.unsqueeze(-1)).flatten(0, -2))
+
+    def compute(self, collective: Collective) -> Result:
+        """Return the error over all ranks; nothing if no target counts."""
+        targets, sure, hits = collective.sum(self._bins).unbind(1)
+        return float((sure - hits).abs().sum() / targets.sum()) if targets.any() else {}
+
+
+class Worst(Metric):
+    """The samples with the highest loss, highest first.
+
+    The loss of a sample is the mean over its targets that count; target, guess and the probability of the guess are
+    those of its worst place. Samples without a target that counts are left out, and so are outputs that are not scores
+    of the classes of their targets.
+
+    Args:
+        batch_size: samples of a batch of the evaluation.
+        count: samples to keep.
+    """
+
+    gives_table = True
+
+    def __init__(self, *, batch_size: int, count: int = NUM_WORST) -> None:
+        self._batch_size, self._count = batch_size, count
+        self._place = 0
+        self._kept = torch.zeros(0, 6, dtype=torch.float64)  # loss, batch, offset, target, guess, probability
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Keep the highest losses of this batch and of the previous ones."""
+        del batch
+        place, self._place = self._place, self._place + 1
+        if not _has_classes(loss):
+            return
+        outputs, targets = loss.outputs.detach(), loss.targets
+        counted = torch.ones_like(loss.classes, dtype=torch.bool) if loss.counted is None else loss.counted
+        found = [_of_samples(*part, dim=loss.class_dim) for part in parts_of(outputs, targets, counted)]
+        losses, *others = (torch.cat(part).double() for part in zip(*found, strict=True))
+        offsets = torch.arange(len(losses), dtype=torch.float64, device=losses.device)
+        places = torch.full_like(offsets, place)
+        rows = torch.stack([losses, places, offsets, *others], dim=1)
+        rows = torch.cat([self._kept.to(losses.device), rows])
+        order = rows[:, 0].nan_to_num(nan=math.inf).topk(min(self._count, len(rows))).indices
+        self._kept = rows[order]
+
+    def compute(self, collective: Collective) -> Table:
+        """Return one row per sample: its index in the split, loss, target, guess and the probability of the guess."""
+        rows = torch.full((self._count, 6), -math.inf, dtype=torch.float64)
+        rows[: len(self._kept)] = self._kept.cpu()
+        found = []
+        for rank, part in enumerate(collective.gather(rows)):
+            for loss, place, offset, *others in part.tolist():
+                if loss == -math.inf:  # a sample without a target, or no sample
+                    continue
+                sample = (int(place) * collective.num_ranks + rank) * self._batch_size + int(offset)
+                found.append((sample, loss, *others))
+        found.sort(key=lambda row: (-row[1] if not math.isnan(row[1]) else -math.inf, row[0]))
+        return Table(columns=("sample", "loss", "target", "guess", "probability"), rows=tuple(found[: self._count]))
+
+
+def _has_classes(loss: Loss) -> bool:
+    """Return whether outputs are scores of the classes of the targets."""
+    outputs, targets, dim = loss.outputs, loss.targets, loss.class_dim
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
+        return False
+    shape = list(outputs.shape)
+    del shape[dim]
+    return list(targets.shape) == (list(outputs.shape) if targets.is_floating_point() else shape)
+
+
+def _of_samples(outputs: Tensor, targets: Tensor, counted: Tensor, *, dim: int) -> tuple[Tensor, ...]:
+    """Return the mean loss of each sample, and the target, guess and probability at its worst place; (samples,) each.
+
+    A sample without a target that counts has the loss minus infinity.
+    """
+    samples, size = outputs.shape[0], outputs.shape[dim]
+    logs = exact(outputs).log_softmax(dim).movedim(dim, -1).reshape(samples, -1, size)
+    counted = counted.reshape(samples, -1)
+    if targets.is_floating_point():
+        shares = targets.movedim(dim, -1).reshape(samples, -1, size)
+        each, classes = -(shares * logs).sum(-1), shares.argmax(-1)
+    else:
+        classes = targets.reshape(samples, -1).where(counted, 0)
+        each = -logs.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    worst = each.where(counted, -math.inf).argmax(dim=1, keepdim=True)
+    best = logs.max(dim=-1)
+    chosen = (classes.gather(1, worst), best.indices.gather(1, worst), best.values.exp().gather(1, worst))
+    total, count = each.where(counted, 0.0).sum(dim=1), counted.sum(dim=1)
+    return torch.where(count > 0, total / count, -math.inf), *(one.squeeze(1) for one in chosen)
+
+
+def class_details(dataset: Any, *, batch_size: int) -> Details:
+    """Return the details of a classification: a table of classes, the confusion matrix, calibration, worst samples."""
+    names = getattr(dataset, "classes", None)
+    known = list(map(str, names)) if isinstance(names, list | tuple) else None
+    return Details(
+        metrics={
+            "classes": PerClass(names=known),
+            "confusion": ConfusionMatrix(names=known),
+            "calibration_error": CalibrationError(),
+            WORST: Worst(batch_size=batch_size),
+        }
+    )
+
+
+def token_details(dataset: Any, *, batch_size: int) -> Details:
+    """Return the details of a language model: bits per byte if the data has the bytes of each token, and the worst
+    windows.
+    """
+    worst: dict[str, Metric] = {WORST: Worst(batch_size=batch_size)}
+    sizes = getattr(dataset, "token_bytes", None)
+    if callable(sizes):
+        return Details(metrics={"bits_per_byte": BitsPerByte(torch.as_tensor(sizes())), **worst})
+    note = f"bits_per_byte is not measured: {type(dataset).__name__} has no token_bytes()."
+    return Details(metrics=worst, notes=(note,))
 
 
 class TorchMetric(Metric):

@@ -11,19 +11,17 @@ from torch import Tensor, nn
 
 from trainkit.errors import DataError, Problem, TrainingError
 from trainkit.fields import cosmetic, speed
-from trainkit.objectives.base import Loss, Metric, Model, Objective, parameters_of
-from trainkit.objectives.fields import named_fields, scores_of
-from trainkit.objectives.from_hidden.causal import has_plain_loss
-from trainkit.objectives.from_hidden.cross_entropy import linear_cross_entropy
-from trainkit.objectives.from_hidden.output_layer import (
+from trainkit.objectives.base import Loss, Metric, Model, Objective, found_loss, parameters_of
+from trainkit.objectives.fields import IGNORED, counted_in, named_fields, scores_of
+from trainkit.objectives.linear_cross_entropy import linear_cross_entropy
+from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.output_layer import (
     OutputLayer,
-    found_loss,
+    has_plain_loss,
     output_layer_of,
     reason_for_scores,
     scored_inside,
 )
-from trainkit.objectives.metrics import fresh_metrics
-from trainkit.objectives.targets import IGNORED, counted_in
 
 _OF_THE_LOSS: Final = frozenset({"num_items_in_batch", "shift_labels", "ignore_index", "weight"})
 """Fields that transformers passes on to its loss function."""

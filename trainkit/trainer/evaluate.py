@@ -17,9 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
-from trainkit.objectives.base import Access, Metric, Objective, RunningMean
+from trainkit.objectives.base import Access, Metric, Objective, RunningMean, terms_of
 from trainkit.objectives.tables import Table, results_of
-from trainkit.objectives.terms import terms_of
 from trainkit.strategies.base import LocalModel
 
 

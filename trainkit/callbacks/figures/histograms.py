@@ -21,7 +21,7 @@ from trainkit.errors import Problem
 from trainkit.fields import above, at_least, cosmetic, unit
 from trainkit.files import open_regular
 from trainkit.objectives.base import Collective
-from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.objectives.output_layer import offered_by
 from trainkit.report.drawing import histograms_request
 from trainkit.report.numbers import evenly
 from trainkit.storage import naming

@@ -15,8 +15,8 @@ from trainkit.callbacks.tensorboard import grid, images_in, png_bytes
 from trainkit.data.splits import read_sample
 from trainkit.errors import Problem
 from trainkit.numerics.generators import Untouched
-from trainkit.objectives.details import WORST
 from trainkit.objectives.fields import input_of
+from trainkit.objectives.metrics import WORST
 from trainkit.objectives.tables import Table
 from trainkit.report.drawing import samples_request
 from trainkit.trainer.events import Planned, Run

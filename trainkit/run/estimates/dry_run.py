@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.objectives.base import Loss, Model
-from trainkit.objectives.from_hidden.output_layer import Scored
 from trainkit.run.estimates.activations import TracedPass
 from trainkit.run.estimates.passes import example_batch, own_copy, recomputed_names
 from trainkit.run.planning.memory import stepped_optimizers
@@ -94,7 +93,7 @@ class _Recorder:
         def end(_module: nn.Module, _args: object, outputs: object) -> None:
             open_calls = (call for call in reversed(self.calls) if call.name == name and call.returned is None)
             call = next(open_calls)
-            call.returned, call.has_loss = _facts(outputs), isinstance(outputs, Scored)
+            call.returned, call.has_loss = _facts(outputs), isinstance(outputs, Loss)
 
         # Use functions: a copy of the module shares them, and so the same recorder.
         stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)

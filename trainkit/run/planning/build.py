@@ -31,7 +31,7 @@ from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision, converted_floats
 from trainkit.numerics.schedules import Schedule, TorchSchedule
 from trainkit.objectives.base import Objective, Supervised
-from trainkit.objectives.frozen import FrozenModel
+from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.adapters import converted
 from trainkit.strategies.base import LossWeighting, Numerics, PlanContext, Strategy
 from trainkit.strategies.core.replica import refuse_mismatch

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.frames import first_line, named_first_line, with_frames
-from trainkit.objectives.frozen import FrozenModel
+from trainkit.objectives.distillation import FrozenModel
 from trainkit.run.planning.build import build_model, config_of_run, frozen_models, make_optimizer
 from trainkit.run.planning.optimizers import named_optimizers
 from trainkit.run.planning.plan import RunPlan

@@ -28,8 +28,8 @@ from trainkit.frames import named_first_line, text_of, with_frames
 from trainkit.numerics.generators import GeneratorStates
 from trainkit.numerics.precision import buffers_apart
 from trainkit.objectives.base import Loss, Objective
-from trainkit.objectives.from_hidden.output_layer import scores_kept
-from trainkit.objectives.targets import ScoredClasses
+from trainkit.objectives.classification import ScoredClasses
+from trainkit.objectives.output_layer import scores_kept
 from trainkit.run.planning.build import build_model, build_objective, make_optimizer
 from trainkit.run.planning.coupling import kept_generators
 from trainkit.run.planning.optimizers import named_optimizers

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map
 
 from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
-from trainkit.objectives.base import Loss
-from trainkit.objectives.terms import add_terms
+from trainkit.objectives.base import Loss, add_terms
 from trainkit.strategies.base import Batch, LossWeighting, StepContext, UpdateParams
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.small_grads import SmallGrads

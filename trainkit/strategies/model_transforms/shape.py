@@ -14,8 +14,8 @@ from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_at_random, draws_nothing
-from trainkit.objectives.from_hidden.cross_entropy import score_rows
-from trainkit.objectives.from_hidden.output_layer import offered_by
+from trainkit.objectives.linear_cross_entropy import score_rows
+from trainkit.objectives.output_layer import offered_by
 from trainkit.strategies.model_transforms.autotuning import quiet_autotuning
 from trainkit.strategies.model_transforms.compiling import Compiled, CompiledFunction
 from trainkit.strategies.model_transforms.memory_format import (

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
-from trainkit.objectives.base import Loss, Supervised
-from trainkit.objectives.from_hidden.output_layer import output_layer_of, scored_inside
-from trainkit.objectives.terms import add_terms
+from trainkit.objectives.base import Loss, Supervised, add_terms
+from trainkit.objectives.output_layer import output_layer_of, scored_inside
 from trainkit.strategies.base import Batch, StateDict, StepContext
 from trainkit.strategies.collectives import RankGroup
 from trainkit.strategies.core.buffers import StepBuffers

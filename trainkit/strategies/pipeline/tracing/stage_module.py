@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.objectives.from_hidden.output_layer import Scored, found_loss
+from trainkit.objectives.base import Loss, found_loss
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import ParamRef, StageProgram, TensorMeta, Value
 
@@ -77,7 +77,7 @@ class StageModule(nn.Module):
             with nullcontext() if call.modes is None else call.modes.entered():
                 made = run(*args, **kwargs)
             tree_map(_keeper(values), call.outputs, made)
-        if any(isinstance(values[number], Scored) for number in self.stretch.sent):
+        if any(isinstance(values[number], Loss) for number in self.stretch.sent):
             return (found_loss([values[number] for number in self.stretch.sent]).loss_sum,)
         for number in self.stretch.sent:
             self.shapes[number].check(values[number])

@@ -11,16 +11,13 @@ Source: the chunks are those of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989)
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-
-__all__ = ["CutVocabulary", "ScoreRows", "linear_cross_entropy", "score_rows"]
 
 FEW_SCORES: Final = 2**20
 """Up to this many scores are computed at once, with the plain loss and its exact bits."""
@@ -111,48 +108,34 @@ def linear_cross_entropy(
         >>> round(linear_cross_entropy(hidden, weight, torch.tensor([1, -100])).item(), 4)
         1.3863
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if _autocasts(device) else hidden.dtype
     targets = targets.to(hidden.device)
     if part is None and hidden.shape[0] * weight.shape[0] <= few:
         scores = functional.linear(hidden, weight, bias)
         exact = scores.to(_sum_dtype(scores.dtype))
         return functional.cross_entropy(exact, targets, reduction="sum", ignore_index=ignore_index)
-    work = _Work(
-        targets, ignore_index=ignore_index, dtype=dtype, score=score, part=part, only_eager=only_eager
-    )  # fmt: skip
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
+    dtype, counts = product_dtype(hidden), targets != ignore_index
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, counts, dtype, score, part, only_eager)  # type: ignore[no-untyped-call]
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Arguments of the computation other than the tensors with gradients."""
-
-    targets: Tensor
-    _: KW_ONLY
-    ignore_index: int
-    dtype: torch.dtype
-    """The dtype of the products."""
-    score: ScoreRows
-    part: CutVocabulary | None
-    only_eager: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the loss together with its gradients; `backward` scales them."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - `apply` passes by position
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        work: _Work,
+        targets: Tensor,
+        counts: Tensor,
+        dtype: torch.dtype,
+        score: ScoreRows,
+        part: CutVocabulary | None,
+        only_eager: bool,
     ) -> Tensor:
-        """Compute chunk by chunk."""
-        dtype, targets, part = work.dtype, work.targets, work.part
-        ctx.only_eager = work.only_eager
+        """Compute chunk by chunk, with products in `dtype`."""
+        ctx.only_eager = only_eager
         wide = _sum_dtype(dtype)
         needed = ctx.needs_input_grad
         rows, layer = hidden.detach(), weight.detach()
@@ -160,27 +143,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_hidden = torch.empty_like(rows) if needed[0] else None
         by_weight = torch.zeros_like(layer, dtype=wide) if needed[1] else None
         by_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
-        counts = targets != work.ignore_index
-        with _without_autocast(hidden.device.type):
+        device = hidden.device.type
+        with torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext():
             layer, shift = layer.to(dtype), None if bias is None else bias.detach().to(dtype)
             for chunk in _chunks(rows.shape[0], layer):
                 given, counted = rows[chunk].to(dtype), counts[chunk]
                 own = targets[chunk].where(counted, 0)
                 scores = functional.linear(given, layer, shift)
-                losses, gradient = work.score(scores, own) if part is None else _score_part(scores, own, part)
+                losses, gradient = score(scores, own) if part is None else _score_part(scores, own, part)
                 del scores
                 total += losses.where(counted, 0.0).sum()
                 factor = counted.unsqueeze(1).to(dtype)
                 if by_hidden is not None:
                     by_hidden[chunk] = (gradient @ layer) * factor
-                if by_weight is not None:
-                    _add_product(by_weight, gradient.t(), given * factor)
+                if by_weight is not None and wide is dtype:
+                    by_weight.addmm_(gradient.t(), given * factor)
+                elif by_weight is not None:
+                    by_weight += gradient.t() @ (given * factor)
                 if by_bias is not None:
                     by_bias += (factor.t() @ gradient).squeeze(0)
                 del gradient  # before the next chunk
         if by_hidden is not None and part is not None:
             by_hidden = part.total(by_hidden)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(by_hidden, by_weight, by_bias)
         return total
 
@@ -188,14 +173,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients in place: a second backward pass is an error of autograd."""
-        by_hidden, by_weight, by_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if by_hidden is None else by_hidden.mul_(factor),
-            None if by_weight is None else by_weight.mul_(factor).to(weight_dtype),
-            None if by_bias is None else by_bias.mul_(factor).to(bias_dtype),
-            None,
-        )
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in found), *(None,) * 6
 
 
 def _score_part(scores: Tensor, targets: Tensor, part: CutVocabulary) -> tuple[Tensor, Tensor]:
@@ -233,21 +212,15 @@ def _chunks(rows: int, layer: Tensor) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add a matrix product to a sum, which may be in a wider dtype."""
-    if total.dtype is one.dtype:
-        total.addmm_(one, other)
-    else:
-        total += one @ other
-
-
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of products of a tensor: that of autocast inside of it."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if _autocasts(device) else tensor.dtype
+
+
 def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()

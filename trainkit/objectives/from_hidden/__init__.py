@@ -1,1 +1,0 @@
-"""Losses that are computed in the output layer of a model, from the hidden states."""
