@@ -10,12 +10,11 @@ import pytest
 from tests.data.samples import CPU, Numbered
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import Reading
-from trainkit.data.reading.dealt import DealtReader
-from trainkit.data.reading.iterable import Stream, StreamReader, stream_reader
+from trainkit.data.reading.iterable import DealtOrder, Stream
 from trainkit.data.reading.loader import Loader
 from trainkit.data.sets.json_lines import JsonLines
 from trainkit.errors import ConfigError, DataError
-from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
+from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket, shards_of_rank
 
 
 def loader_of(
@@ -113,16 +112,16 @@ def test_more_samples_than_the_files_have_and_a_source_without_files_are_refused
 @pytest.mark.parametrize(
     ("distribute", "sizes", "kind"),
     [
-        ("samples", (4, 4, 4, 4), StreamReader),
-        ("files", (16,), DealtReader),
-        ("auto", (8, 8), DealtReader),
-        ("auto", (16,), StreamReader),
+        ("samples", (4, 4, 4, 4), SampleOrder),
+        ("files", (16,), DealtOrder),
+        ("auto", (8, 8), DealtOrder),
+        ("auto", (16,), SampleOrder),
     ],
 )
 def test_auto_deals_files_where_each_shard_can_have_one(distribute: Any, sizes: tuple[int, ...], kind: type) -> None:
     stream = Stream(source=Numbered(*sizes), num_samples=16, distribute=distribute)
     plan = BatchPlan(num_samples=16, global_size=4, micro_size=2)
-    assert type(stream_reader(stream, plan, device=CPU, settings=LoaderSettings(), seed=0)) is kind
+    assert type(stream.order(plan)) is kind
 
 
 def test_looking_for_files_counts_no_lines(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.reading.in_process import InProcessReader
-from trainkit.data.reading.reader import Reader
+from tests.data.samples import make_loader
+from trainkit.data.reading.loader import Loader
 from trainkit.errors import DataError
-from trainkit.numerics.batch import BatchPlan, Positions, SampleOrder, Ticket
+from trainkit.numerics.batch import Ticket
 
 NUM_STEPS = 9
 
@@ -32,15 +32,12 @@ class Numbers:
         return torch.full((self.size,), float(index))
 
 
-def reader_of(dataset: Any) -> InProcessReader:
-    plan = BatchPlan(num_samples=10, global_size=4, micro_size=4)  # batches of 4, 4 and 2
-    positions = Positions(plan, SampleOrder(num_samples=10, seed=0, shuffle=False))
-    reader = Reader(dataset, seed=0)
-    return InProcessReader(reader, positions, shards_at=lambda _: (0,), num_steps=NUM_STEPS, move=lambda batch: batch)
+def reader_of(dataset: Any) -> Loader:
+    return make_loader(dataset, shuffle=False, micro_size=4)  # batches of 4, 4 and 2
 
 
-def numbers(source: InProcessReader, step: int) -> list[float]:
-    found: list[float] = source.read(Ticket(step, (0,)))[0].flatten().tolist()
+def numbers(source: Loader, step: int) -> list[float]:
+    found: list[float] = source.fetch(Ticket(step, (0,)))[0].flatten().tolist()
     return found
 
 
@@ -52,7 +49,7 @@ def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once() -> None
 
 
 def test_a_batch_is_read_before_its_step_but_none_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.data.reading.in_process._BURST_S", 60.0)  # a busy machine may pause for longer
+    monkeypatch.setattr("trainkit.data.reading.source._BURST_S", 60.0)  # a busy machine may pause for longer
     data = Numbers()
     numbers(reader_of(data), 7)
     assert data.read == [4, 5, 6, 7, 8, 9]

@@ -17,7 +17,7 @@ from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches
 from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.hooks import DataHooks, Reading, UserCollate
 from trainkit.data.reading.loader import Loader
-from trainkit.data.reading.workers import read_ahead, results, shut_down
+from trainkit.data.reading.source import Source
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
@@ -195,12 +195,9 @@ def test_a_worker_that_ends_or_cannot_send_is_an_error_instead_of_a_wait(
 ) -> None:
     hooks = DataHooks(collate=UserCollate(function=lambda samples: [x for x, _ in samples], name="keep"))
     reading = Reading(device=CPU, settings=LoaderSettings(num_workers=1, cache=False), hooks=hooks, seed=0)
-    ahead = read_ahead(Ending(act), [(0, [0, 1, 2, 3], [4], None), (0, [4, 5], [2], None)], reading)
-    try:
-        with pytest.raises(kind, match=said):
-            list(results(ahead))
-    finally:
-        shut_down(ahead)
+    source = Source(Ending(act), reading, trains=False)
+    with pytest.raises(kind, match=said):
+        list(source.ahead(iter([(0, np.arange(4), [4], None), (0, np.arange(4, 6), [2], None)])))
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tests.data.samples import CPU, InMemorySquares, Numbered, Squares, make_loader
-from trainkit.data import stored
+from trainkit.data.reading import pinned_ring
 from trainkit.data.reading.iterable import Stream
-from trainkit.data.reading.pinned_ring import Event, PinnedRing
+from trainkit.data.reading.pinned_ring import CopyStream, PinnedRing
 from trainkit.numerics.batch import Ticket
 
 
-class Device:
+class Device(CopyStream):
     """A device whose copies end when the host waits for them, and not before."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Device:
     def is_pinned(self, tensor: Tensor) -> bool:
         return id(tensor) in self.pinned
 
-    def copy(self, host: Tensor) -> tuple[Tensor, Event]:
+    def copy(self, host: Tensor) -> tuple[Tensor, Any]:
         moved, number, log = torch.empty_like(host), self._copies, self.log
         self._copies += 1
         log.append(f"copy {number}")
@@ -44,7 +44,7 @@ class Device:
 
         return moved, Ended()
 
-    def join(self, moved: Sequence[Tensor], event: Event) -> None:
+    def join(self, moved: Sequence[Tensor], event: Any) -> None:
         del moved
         self.log.append("kernels wait")
         self.last = event
@@ -108,7 +108,7 @@ def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
     dataset: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    monkeypatch.setattr(stored, "CudaCopies", lambda _: device)
+    monkeypatch.setattr(pinned_ring, "CopyStream", lambda _: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))  # the dataset does not fit there
     batches = make_loader(dataset, device=torch.device("cuda"), **settings)
     for step in range(2):

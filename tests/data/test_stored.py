@@ -26,7 +26,7 @@ from trainkit.data.sets.unlabelled import ImageFiles, TextLines
 from trainkit.data.splits import part_of
 from trainkit.data.stored import ImagesInMemory, Normalisation, Samples, Stored, stored_of, travelling_bytes
 from trainkit.errors import DataError
-from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.batch import BatchPlan, SampleOrder, Ticket
 
 META = torch.device("meta")
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -96,7 +96,7 @@ def test_batches_of_training_and_evaluation_are_those_of_the_class(name: str, so
     dataset = DATASETS[name](folder)
     assert stored_of(dataset) is not None
     loader = loader_of(dataset, SOURCES[source])
-    order = DataHooks().order(dataset, seed=7, shuffle=True).indices(0, 0, 4).tolist()
+    order = SampleOrder(num_samples=len(dataset), seed=7).indices(0, 0, 4).tolist()
     for shard, batch in enumerate(loader.fetch(Ticket(0, (0, 1)))):
         places = order[2 * shard : 2 * shard + 2]
         assert are_equal(batch, collate([dataset[place] for place in places], places))
@@ -181,7 +181,7 @@ def test_a_class_that_reads_otherwise_is_read_by_its_own_method() -> None:
     dataset = Mirrored()
     assert stored_of(dataset) is None
     (batch, _) = loader_of(dataset, LoaderConfig(cache=False)).fetch(Ticket(0, (0, 1)))
-    order = DataHooks().order(dataset, seed=7, shuffle=True).indices(0, 0, 2).tolist()
+    order = SampleOrder(num_samples=len(dataset), seed=7).indices(0, 0, 2).tolist()
     assert torch.equal(batch[0], torch.stack([dataset[place][0] for place in order]))
 
 

@@ -18,7 +18,7 @@ from trainkit.config.targets.build import build_callable, hooks_in
 from trainkit.data.reading.collate import CollateFunction, collate, shape_text
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError, Problem, TrainkitError
-from trainkit.numerics.batch import Order, SampleOrder
+from trainkit.numerics.batch import BatchPlan, Order, SampleOrder
 from trainkit.numerics.generators import Untouched, generators_of, hash64, mix64_array
 from trainkit.numerics.randomness import transform_key
 
@@ -231,30 +231,42 @@ class DataHooks:
             sampler=None if sampler is None else UserSampler(function=sampler[0], name=sampler[1]),
         )
 
-    def refuse_misfits(self, dataset: Any, *, cache: object) -> None:
-        """Refuse functions that do not fit the training split; computes the weights of a sampler.
+    def refuse_misfits(self, dataset: Any, settings: LoaderConfig) -> None:
+        """Refuse functions and settings that do not fit the training split; computes the weights of a sampler.
 
         Args:
             dataset: the training split.
-            cache: the value of `loader.cache`.
+            settings: the `loader` keys of the config.
 
         Raises:
             ConfigError: keys exclude each other, or one has no effect on this dataset.
             DataError: the sampler fails, or does not give a weight for each sample.
         """
-        if self.collate is not None and cache is True:
-            rule = "data.collate makes its batches of single samples. Use auto."
-            raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
-        if self.sampler is None:
-            return
+        problems = []
         if isinstance(dataset, Stream):
-            rule = "an iterable dataset has its own order. Use a map-style dataset, or leave it out."
-            raise ConfigError([Problem(key="data.sampler", value=self.sampler.name, rule=rule)])
-        if not getattr(dataset, "is_declared", False):  # made-up samples have no weights
+            rules: dict[tuple[str, Any], str] = {
+                ("loader.num_workers", settings.num_processes and settings.num_workers): (
+                    "an iterable dataset is read by the training process, in its own order. Use 0, or give the dataset "
+                    "__len__ and __getitem__, so that workers can read its samples."
+                ),
+                ("loader.cache", settings.cache is True): "an iterable dataset cannot be cached. Use auto.",
+                ("data.sampler", self.sampler and self.sampler.name): (
+                    "an iterable dataset has its own order. Use a map-style dataset, or leave it out."
+                ),
+            }
+            problems = [Problem(key=key, value=value, rule=rule) for (key, value), rule in rules.items() if value]
+        elif self.collate is not None and settings.cache is True:
+            rule = "data.collate makes its batches of single samples. Use auto."
+            problems = [Problem(key="loader.cache", value=True, rule=rule)]
+        if problems:
+            raise ConfigError(problems)
+        if self.sampler is not None and not getattr(dataset, "is_declared", False):  # made-up samples have no weights
             self.sampler.cumulative(dataset)
 
-    def order(self, dataset: Any, *, seed: int, shuffle: bool) -> Order:
+    def order(self, dataset: Any, plan: BatchPlan, *, seed: int, shuffle: bool) -> Order:
         """Return which sample is at which position of an epoch."""
+        if isinstance(dataset, Stream):
+            return dataset.order(plan)
         if self.sampler is None:
             return SampleOrder(num_samples=len(dataset), seed=seed, shuffle=shuffle)
         return WeightedOrder(cumulative=self.sampler.cumulative(dataset), seed=seed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,17 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from trainkit.config.sections import LoaderConfig as LoaderSettings
-from trainkit.data.reading.collate import MoveBatch, collate, shape_text, to_device
-from trainkit.data.reading.pinned_ring import CudaCopies, PinnedRing
+from trainkit.data.reading.collate import collate, shape_text
 from trainkit.errors import DataError
 from trainkit.numerics.copies import constant_on
 from trainkit.numerics.generators import Untouched
 
 _READS: Final = ("__getitem__", "__getitems__", "gather", "tensors")
 """Methods of a dataset that return samples."""
-_TAKES_STORED: Final = frozenset({"cpu", "cuda", "meta"})
-"""Kinds of devices on which every dtype of stored samples is converted; for others, the host converts them."""
 
 
 @dataclass(frozen=True)
@@ -117,35 +112,6 @@ def _are_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     same = one.dtype == other.dtype and one.shape == other.shape
     return same and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def batch_mover(device: torch.device, settings: LoaderSettings) -> MoveBatch:
-    """Return the function that moves the batches of a source: through a ring of page-locked buffers to CUDA.
-
-    Example:
-        >>> batch = torch.ones(2)
-        >>> batch_mover(torch.device("cpu"), LoaderSettings())(batch) is batch
-        True
-    """
-    if device.type == "cuda" and settings.pin_memory is not False:
-        return PinnedRing(CudaCopies(device), device).move
-    return partial(to_device, device=device)
-
-
-def widening(move: Callable[[Any], Any], stored: Stored | None, device: torch.device) -> Callable[[Any], Any]:
-    """Return the function that moves a batch to a device and converts it to the batch of its class.
-
-    Args:
-        move: returns a batch, of any structure, on the device.
-        stored: the form of the batches; None: that of the class.
-        device: the target device.
-    """
-    if stored is None:
-        return move
-    widened = stored.widened
-    if device.type in _TAKES_STORED:
-        return lambda batch: widened(move(batch))
-    return lambda batch: move(widened(batch))
 
 
 def travelling_bytes(dataset: Any, sample: Any, *, collates: bool) -> int:

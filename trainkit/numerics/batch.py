@@ -280,7 +280,7 @@ def _even_micro(global_size: int, num_replicas: int) -> int:
     return next(fits, 0)
 
 
-Request = tuple[int, list[int], list[int], list[int] | None]
+Request = tuple[int, NDArray[np.int64], list[int], list[int] | None]
 """An epoch, samples of it, the sizes of the shards that they form, and their positions if samples repeat."""
 
 _BLOCK: Final = 1 << 16
@@ -302,38 +302,22 @@ class Positions:
         self.order = order
         self._epoch = -1
         self._start = 0
-        self.block: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._block: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         """The samples at the positions from the block's start on."""
-        self.version = 0
-        """Number of computed blocks, by which a copy on a device is recognised as outdated."""
-
-    def spans(self, ticket: Ticket) -> list[tuple[int, int]]:
-        """Return the ranges of `block` that the shards take, in the ticket's order, adjacent ones joined."""
-        plan = self.plan
-        epoch, batch_start, batch_stop = plan.batch_range(ticket.step)
-        if epoch != self._epoch or batch_start < self._start or batch_stop > self._start + len(self.block):
-            last = min(plan.num_samples, max(batch_stop, batch_start + _BLOCK))
-            self.block = self.order.indices(epoch, batch_start, last)
-            self._epoch, self._start = epoch, batch_start
-            self.version += 1
-        offset = self._start
-        if ticket.shards == tuple(range(-(-(batch_stop - batch_start) // plan.micro_size))):  # all, in their order
-            return [(batch_start - offset, batch_stop - offset)]
-        joined: list[tuple[int, int]] = []
-        for shard in ticket.shards:
-            _, start, stop = plan.shard_range(ticket.step, shard)
-            if joined and joined[-1][1] == start - offset:
-                joined[-1] = (joined[-1][0], stop - offset)
-            else:
-                joined.append((start - offset, stop - offset))
-        return joined
 
     def indices(self, ticket: Ticket) -> NDArray[np.int64]:
         """Return the samples of the ticket's shards, one shard after the other."""
-        spans = self.spans(ticket)
-        if len(spans) == 1:
-            return self.block[slice(*spans[0])]
-        return np.concatenate([self.block[start:stop] for start, stop in spans])
+        plan = self.plan
+        epoch, batch_start, batch_stop = plan.batch_range(ticket.step)
+        if epoch != self._epoch or batch_start < self._start or batch_stop > self._start + len(self._block):
+            last = min(plan.num_samples, max(batch_stop, batch_start + _BLOCK))
+            self._block = self.order.indices(epoch, batch_start, last)
+            self._epoch, self._start = epoch, batch_start
+        if ticket.shards == tuple(range(-(-(batch_stop - batch_start) // plan.micro_size))):  # all, in their order
+            return self._block[batch_start - self._start : batch_stop - self._start]
+        ranges = [plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
+        parts = [self._block[start - self._start : stop - self._start] for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def sizes(self, ticket: Ticket) -> list[int]:
         """Return the number of samples of each of the ticket's shards."""
@@ -341,8 +325,9 @@ class Positions:
 
     def request(self, ticket: Ticket) -> Request:
         """Return the request to a reader for a ticket."""
-        places = None
+        indices, places = self.indices(ticket), None
+        sizes = [len(indices)] if len(ticket.shards) == 1 else self.sizes(ticket)
         if not isinstance(self.order, SampleOrder):
             ranges = [self.plan.shard_range(ticket.step, shard)[1:] for shard in ticket.shards]
             places = [place for start, stop in ranges for place in range(start, stop)]
-        return self.plan.epoch(ticket.step), self.indices(ticket).tolist(), self.sizes(ticket), places
+        return self.plan.epoch(ticket.step), indices, sizes, places

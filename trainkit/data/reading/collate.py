@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -180,11 +181,10 @@ def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def shards_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut a batch into its shards, as views."""
-    shards, start = [], 0
-    for size in sizes:
-        shards.append(narrow(batch, start, size))
-        start += size
-    return shards
+    if type(batch) is tuple and [1 for one in batch if type(one) is not Tensor] == []:  # a third of the time
+        return list(zip(*([part.data for part in one.split(sizes)] for one in batch), strict=True))
+    ends = accumulate(sizes)
+    return [narrow(batch, end - size, size) for size, end in zip(sizes, ends, strict=True)]
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

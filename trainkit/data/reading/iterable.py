@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from itertools import accumulate
+from typing import Annotated, Any, Final, Literal, Protocol, TypeGuard
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.targets.build import resolve_target
 from trainkit.data.declaration import Declared
-from trainkit.data.reading.collate import CollateFunction, MoveBatch, collate
-from trainkit.data.reading.dealt import DealtReader, FileSource, has_files
-from trainkit.data.stored import batch_mover
+from trainkit.data.reading.collate import CollateFunction
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.fields import at_least, maths
-from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.batch import BatchPlan, Order, Request, SampleOrder
 from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
+
+_END: Final = object()
+
+
+class FileSource(Protocol):
+    """A source of a stream that knows its files: required by `data.distribute=files`."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Names of the files, in their order."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Samples of each file."""
+
+    def read(self, file: str) -> Iterator[Any]:
+        """Iterate the samples of one file from its start."""
+
+
+def has_files(source: object) -> TypeGuard[FileSource]:
+    """Return whether a source is a `FileSource`, without reading its properties: `sizes` may read every file.
+
+    Example:
+        >>> has_files([1, 2])
+        False
+    """
+    names = {*dir(type(source)), *getattr(source, "__dict__", ())}
+    return names >= {"files", "sizes", "read"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +58,7 @@ class Stream:
 
     Every rank iterates the whole stream and keeps the items of its own shards, so that each sample is used exactly
     once, on any number of ranks. The order is the stream's own; a source with `set_epoch` receives the epoch. With
-    `distribute=files` each shard of a step has files of its own (`trainkit.data.reading.dealt`).
+    `distribute=files` each shard of a step has files of its own (`DealtOrder`).
 
     Example:
         >>> stream = Stream(source=[(0.0, 1), (0.5, 0)], num_samples=2)
@@ -130,6 +158,11 @@ class Stream:
             return None
         return source if self.distribute == "files" or len(source.files) >= num_shards else None
 
+    def order(self, plan: BatchPlan) -> Order:
+        """Return the item at each position of an epoch: an index in the stream, or in the sequence of all files."""
+        is_dealt = self.files_for(plan.num_shards(0)) is not None
+        return DealtOrder(plan) if is_dealt else SampleOrder(num_samples=len(self), seed=0, shuffle=False)
+
     def too_short(self, position: int) -> DataError:
         """Return the error of a source that ends before its `num_samples`."""
         name = type(self._current).__name__
@@ -144,72 +177,150 @@ class Stream:
         return self.source if self.split == "train" else self.val_source
 
 
-def stream_reader(
-    stream: Stream,
-    plan: BatchPlan,
-    *,
-    device: torch.device,
-    settings: LoaderSettings,
-    seed: int,
-    collate: CollateFunction = collate,
-) -> StreamReader | DealtReader:
-    """Return the reader of a stream.
+class DealtOrder:
+    """The sample of the sequence of all files at each position of an epoch, if files are dealt to the shards of a step.
 
-    Raises:
-        ConfigError: a key of `loader` or `data` is not possible with this stream.
+    The sequence is cut into as many parts as a step has shards, and shard s of every step takes the next samples of
+    part s, so that a rank reads the files of its own shards only. The samples of a shard depend on the step and the
+    shard alone: ranks need no communication, and a run resumes on any number of ranks as long as the cut of a step is
+    the same.
+
+    Example:
+        >>> order = DealtOrder(BatchPlan(num_samples=10, global_size=4, micro_size=2))
+        >>> order.indices(0, 0, 10)
+        array([0, 1, 6, 7, 2, 3, 8, 9, 4, 5])
     """
-    if settings.num_processes:
-        rule = (
-            "an iterable dataset is read by the training process, in its own order. Use 0, or give the dataset "
-            "__len__ and __getitem__, so that workers can read its samples."
-        )
-        raise ConfigError([Problem(key="loader.num_workers", value=settings.num_workers, rule=rule)])
-    if settings.cache is True:
-        rule = "an iterable dataset cannot be cached. Use auto."
-        raise ConfigError([Problem(key="loader.cache", value=True, rule=rule)])
-    move, files = batch_mover(device, settings), stream.files_for(plan.num_shards(0))
-    if files is not None:
-        return DealtReader(files, plan, move=move, seed=seed, collate=collate)
-    return StreamReader(stream, plan, move=move, seed=seed, collate=collate)
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self._global_size, self._num_whole = plan.global_size, plan.num_samples // plan.global_size
+        steps = [0] * (self._num_whole > 0) + [plan.steps_per_epoch - 1] * (plan.steps_per_epoch > self._num_whole)
+        sizes = {step: [plan.shard_size(step, shard) for shard in range(plan.num_shards(step))] for step in steps}
+        whole, last = sizes.get(0, []) if self._num_whole else [], sizes.get(self._num_whole, [])
+        # A short last step may have fewer shards than the others.
+        whole, last = (one + [0] * (plan.num_shards(0) - len(one)) for one in (whole, last))
+        begins = [0, *accumulate(self._num_whole * one + other for one, other in zip(whole, last, strict=True))]
+        self._first = np.concatenate([begin + np.arange(one) for begin, one in zip(begins, whole, strict=False)])
+        self._stride = np.repeat(whole, whole)
+        ends = [begin + self._num_whole * one for begin, one in zip(begins, whole, strict=False)]
+        self._last = np.concatenate([end + np.arange(one) for end, one in zip(ends, last, strict=True)])
+
+    def indices(self, _epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions [start, stop) of an epoch, (stop - start,) int64."""
+        step, within = np.divmod(np.arange(start, stop), self._global_size)
+        found, is_whole = np.empty(stop - start, dtype=np.int64), step < self._num_whole
+        found[is_whole] = self._first[within[is_whole]] + step[is_whole] * self._stride[within[is_whole]]
+        found[~is_whole] = self._last[within[~is_whole]]
+        return found
 
 
 class StreamReader:
-    """Reads the shards of a stream by position; going back restarts the epoch.
+    """Reads the samples of requests from a sequence: a stream, or all files of its source, each file from its start.
 
-    Random numbers drawn while an item is read depend on (seed, epoch, position) alone.
+    Going back restarts the epoch of a stream. Random numbers drawn while a sample is read depend on (seed, epoch, index
+    in the sequence) alone.
+
+    Args:
+        stream: the stream.
+        seed: keys the random numbers.
+        collate: makes the batch of a shard.
+        plan: how samples form steps and shards, by which files may be dealt; None: the whole stream is read.
+
+    Raises:
+        ConfigError: the files have fewer samples than an epoch.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        plan: BatchPlan,
-        *,
-        move: MoveBatch,
-        seed: int,
-        collate: CollateFunction = collate,
-    ) -> None:
-        self._stream = stream
-        self._plan = plan
-        self._move = move
-        self._seed = seed
-        self._collate = collate
+    def __init__(self, stream: Stream, *, seed: int, collate: CollateFunction, plan: BatchPlan | None = None) -> None:
+        self._stream, self._seed, self._collate, self._plan = stream, seed, collate, plan
+        self._files = None if plan is None else stream.files_for(plan.num_shards(0))
+        self._starts = [0, *accumulate([len(stream)] if self._files is None else self._files.sizes)]
         self._epoch = -1
-        self._position = 0
-        self._items: Iterator[Any] = iter(())
+        self._open: dict[int, Iterator[Any]] = {}
+        """Index of the next sample -> the iterator that gives it; one for each part that is read."""
+        if plan is not None and self._starts[-1] < plan.num_samples:
+            rule = f"is more than the {self._starts[-1]:,} samples that data.source.sizes adds up to."
+            raise ConfigError([Problem(key="data.num_samples", value=plan.num_samples, rule=rule)])
 
-    def read(self, ticket: Ticket) -> list[Any]:
-        """Read the shards in stream order, skipping those of other ranks; return them in the ticket's order."""
+    def ahead(self, requests: Iterable[Request]) -> Generator[list[Any]]:
+        """Yield the batches of each request, one for each shard; none is read before it is asked for.
+
+        Raises:
+            DataError: the stream, or a file, has another number of samples.
+        """
+        for request in requests:
+            yield self._read(*request)
+
+    def _read(
+        self, epoch: int, indices: NDArray[np.int64], sizes: Sequence[int], keys: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Return the batch of each shard; arguments are those of `Reader.read`."""
+        places: list[int] = indices.tolist()
+        keys, ends, found = places if keys is None else keys, list(accumulate(sizes)), dict[int, Any]()
         with Untouched(seed=0):
-            found = {shard: self._shard(*self._plan.shard_range(ticket.step, shard)) for shard in sorted(ticket.shards)}
-        batches: list[Any] = self._move([found[shard] for shard in ticket.shards])
-        return batches
+            # in the order of the stream, which skips the shards of other ranks
+            for start, end in sorted(zip([0, *ends], ends, strict=False), key=lambda one: places[one[0]]):
+                samples = [self._sample(epoch, index) for index in places[start:end]]
+                seed_host(shard_key(self._seed, epoch, keys[start]))
+                found[end] = self._collate(samples, places[start:end])
+        return [found[end] for end in ends]
 
-    def state(self) -> dict[str, Any]:
-        """Return epoch and position, and the source's own state if it has one."""
-        return {"epoch": self._epoch, "position": self._position, "source": self._stream.state_dict()}
+    def _sample(self, epoch: int, index: int) -> Any:
+        number = bisect_right(self._starts, index) - 1
+        follows = epoch == self._epoch + 1 and len(self._stream) in self._open
+        if epoch != self._epoch:
+            self._epoch, self._open = epoch, {}
+        before = [at for at in self._open if at == index or (self._files is None and at < index)]
+        if before:
+            at = before[0]
+            items = self._open.pop(at)
+        else:
+            at = self._starts[number]
+            seed_host(sample_key(self._seed, epoch, -1 - number))
+            if self._files is not None:
+                items = iter(self._files.read(self._files.files[number]))
+            else:
+                self._open.clear()
+                items = self._stream.following(epoch) if follows else self._stream.from_begin(epoch)
+        for place in range(at, index + 1):
+            seed_host(sample_key(self._seed, epoch, place))
+            if (item := next(items, _END)) is _END:
+                raise self._ended(number, place - self._starts[number])
+        if self._files is not None and index + 1 == self._starts[number + 1]:
+            if next(items, _END) is not _END:
+                rule = f"holds more than the {self._files.sizes[number]} samples of data.source.sizes."
+                raise DataError(f"{self._files.files[number]} {rule}")
+        else:
+            self._open[index + 1] = items
+        return item
+
+    def _ended(self, number: int, position: int) -> DataError:
+        if self._files is None:
+            return self._stream.too_short(position)
+        name, size = self._files.files[number], self._files.sizes[number]
+        return DataError(f"{name} ended after {position} samples, but data.source.sizes gives {size}.")
+
+    @property
+    def _cut(self) -> list[int]:
+        """Return what determines the samples of a shard where files are dealt."""
+        assert self._plan is not None
+        return [self._plan.num_samples, self._plan.global_size, self._plan.num_shards(0)]
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state before a step: how files are dealt, or the position and the source's own state."""
+        assert self._plan is not None
+        if self._files is not None:  # positions follow from the step
+            is_inside = step % self._plan.steps_per_epoch != 0
+            return {"distribute": "files", "cut": self._cut, "inside_epoch": is_inside}
+        return {"epoch": self._epoch, "position": next(iter(self._open), 0), "source": self._stream.state_dict()}
 
     def load_state(self, state: dict[str, Any] | None) -> str:
-        """Restore a position if the source can; otherwise the first read skips items from the start of its epoch."""
+        """Restore a position if the source can; otherwise the first read skips samples; return a line that says how.
+
+        Raises:
+            ConfigError: the epoch was begun with another cut of a step, so that samples would be read twice or never.
+        """
+        if self._files is not None:
+            self._refuse_other_cut(state or {})
+            return "each shard reads the same files of the stream as before; each part continues inside its file"
         if state is None:
             return (
                 "the checkpoint has no state of the stream: its position is found by skipping from the start of the "
@@ -218,32 +329,20 @@ class StreamReader:
         source = state.get("source")
         if source is None or state["epoch"] < 0:
             return "the stream has no state_dict: its position is found by skipping from the start of the epoch"
-        self._items = self._stream.items(state["epoch"], source)
-        self._epoch, self._position = state["epoch"], state["position"]
-        return f"the stream resumes from its own state, at sample {self._position} of epoch {self._epoch}"
+        self._epoch, at = state["epoch"], state["position"]
+        self._open = {at: self._stream.items(self._epoch, source)}
+        return f"the stream resumes from its own state, at sample {at} of epoch {self._epoch}"
 
-    def close(self) -> None:
-        """Release the iterator."""
-        self._items = iter(())
-        self._epoch = -1
-
-    def _shard(self, epoch: int, start: int, stop: int) -> Any:
-        if epoch != self._epoch or start < self._position:
-            seed_host(sample_key(self._seed, epoch, -1))
-            follows = epoch == self._epoch + 1 and self._position == len(self._stream)
-            self._items = self._stream.following(epoch) if follows else self._stream.from_begin(epoch)
-            self._epoch, self._position = epoch, 0
-        for _ in range(start - self._position):
-            self._next()
-        samples = [self._next() for _ in range(stop - start)]
-        seed_host(shard_key(self._seed, epoch, start))
-        return self._collate(samples, range(start, stop))
-
-    def _next(self) -> Any:
-        seed_host(sample_key(self._seed, self._epoch, self._position))
-        try:
-            item = next(self._items)
-        except StopIteration:
-            raise self._stream.too_short(self._position) from None
-        self._position += 1
-        return item
+    def _refuse_other_cut(self, state: dict[str, Any]) -> None:
+        assert self._plan is not None
+        match state.get("cut"):
+            case [_, _, int(old)] if old > 0:
+                shards, micro_size = str(old), -(-self._plan.global_size // old)
+            case _:
+                shards, micro_size = "another number of", self._plan.micro_size
+        if state.get("inside_epoch") and state.get("cut") != self._cut:
+            rule = (
+                f"cuts a step into {self._cut[2]} shards, and the epoch began with {shards}. Each file belongs to a "
+                f"shard: samples would be read twice or never. Give batch.micro_size={micro_size}."
+            )
+            raise ConfigError([Problem(key="batch.micro_size", value=self._plan.micro_size, rule=rule)])

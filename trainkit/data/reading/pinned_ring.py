@@ -7,10 +7,10 @@ previous step; the host runs ahead of the device unless a step synchronises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final, Protocol
+from functools import cache, partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,29 +21,6 @@ _ALIGNMENT: Final = 512
 """Each tensor in a buffer starts at a multiple of this number of bytes, as torch's own allocations on CUDA do."""
 _DEPTH: Final = 3
 """Buffers of a ring: the host fills one while another is copied, and the third waits on the device for its step."""
-
-
-class Event(Protocol):
-    """An event on the copy stream."""
-
-    def synchronize(self) -> None:
-        """Wait, on the host, until the device has reached the event."""
-
-
-class CopyStream(Protocol):
-    """The operations of a device that a ring needs."""
-
-    def buffer(self, size: int) -> Tensor:
-        """Return (size,) uint8 page-locked memory of the host."""
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of the host is page-locked already."""
-
-    def copy(self, host: Tensor) -> tuple[Tensor, Event]:
-        """Begin a copy to the device; return the tensor there, and the event of its end."""
-
-    def join(self, moved: Sequence[Tensor], event: Event) -> None:
-        """Let the stream of the kernels wait for an event; it uses these tensors from then on."""
 
 
 @cache
@@ -59,35 +36,47 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-class CudaCopies:
+class CopyStream:
     """The stream of a CUDA device for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _stream_of(device)
 
     def buffer(self, size: int) -> Tensor:
-        """Return page-locked memory."""
+        """Return (size,) uint8 page-locked memory of the host."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is page-locked."""
+        """Return whether a tensor of the host is page-locked already."""
         return tensor.is_pinned()
 
     def copy(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Begin a copy on the stream."""
+        """Begin a copy to the device; return the tensor there, and the event of its end."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             moved = host.to(self._device, non_blocking=True)
             event.record(self._stream)
         return moved, event
 
-    def join(self, moved: Sequence[Tensor], event: Event) -> None:
-        """Let the current stream wait, and keep the memory of the tensors until it has used them."""
-        assert isinstance(event, torch.cuda.Event)
+    def join(self, moved: Sequence[Tensor], event: torch.cuda.Event) -> None:
+        """Let the stream of the kernels wait for an event; the memory of the tensors is kept until it has used them."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in moved:
             tensor.record_stream(current)
+
+
+def mover_to(device: torch.device, *, pins: bool) -> Callable[[Any], Any]:
+    """Return the function that moves batches to a device: to CUDA through a ring of page-locked buffers, if wanted.
+
+    Example:
+        >>> batch = torch.ones(2)
+        >>> mover_to(torch.device("cpu"), pins=True)(batch) is batch
+        True
+    """
+    if device.type == "cuda" and pins:
+        return PinnedRing(CopyStream(device), device).move
+    return partial(to_device, device=device)
 
 
 @dataclass(kw_only=True)
@@ -95,7 +84,7 @@ class _Slot:
     """A page-locked buffer, and the end of the last copy from it."""
 
     buffer: Tensor
-    copied: Event | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class PinnedRing:
@@ -120,17 +109,17 @@ class PinnedRing:
         """Return the batch, of any structure, on the device."""
         joint = [one for one in tensors_in(batch) if _is_plain(one) and not self._copies.is_pinned(one)]
         moved = dict(zip(map(id, joint), self._moved(joint), strict=True))
-        return to_device(
-            batch, self._device, lambda tensor: self._alone(tensor) if id(tensor) not in moved else moved[id(tensor)]
-        )
 
-    def _alone(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device without using a buffer: it is page-locked, or not a plain one of the host."""
-        if not _is_plain(tensor):
-            return tensor.to(self._device, non_blocking=True)
-        found, event = self._copies.copy(tensor)
-        self._copies.join([found], event)
-        return found
+        def move(tensor: Tensor) -> Tensor:
+            if id(tensor) in moved:
+                return moved[id(tensor)]
+            if not _is_plain(tensor):
+                return tensor.to(self._device, non_blocking=True)
+            found, event = self._copies.copy(tensor)  # it is page-locked
+            self._copies.join([found], event)
+            return found
+
+        return to_device(batch, self._device, move)
 
     def _moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pack tensors into the next buffer, copy it, and return views of the tensors in the copy."""
@@ -140,21 +129,17 @@ class PinnedRing:
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        slot = self._next_slot(end)
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % len(self._slots)
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        if slot.buffer.numel() < end:
+            slot.buffer = self._copies.buffer(end)
         for tensor, start in zip(tensors, starts, strict=True):
             _view(slot.buffer, start, tensor).copy_(tensor)
         moved, slot.copied = self._copies.copy(slot.buffer[:end])
         self._copies.join([moved], slot.copied)
         return [_view(moved, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]
-
-    def _next_slot(self, size: int) -> _Slot:
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % len(self._slots)
-        if slot.copied is not None:
-            slot.copied.synchronize()
-        if slot.buffer.numel() < size:
-            slot.buffer = self._copies.buffer(size)
-        return slot
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from trainkit.data.reading.collate import CollateFunction, collate, shards_of
+from trainkit.data.reading.collate import CollateFunction, collate
 from trainkit.errors import DataError
 from trainkit.numerics.generators import seed_host
 from trainkit.numerics.randomness import sample_key, shard_key
@@ -33,28 +34,20 @@ class Reader:
         ...     def __getitem__(self, index):
         ...         return torch.rand(1)
         >>> once, again = Reader(Noise(), seed=0), Reader(Noise(), seed=0)
-        >>> torch.equal(once.batch(0, [3, 5])[1], again.batch(0, [5])[0])
+        >>> torch.equal(once.read(0, np.array([3, 5]), [2])[1], again.read(0, np.array([5]), [1])[0])
         True
     """
 
     def __init__(self, dataset: Any, *, seed: int, collate: CollateFunction | None = None) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._collate = collate
+        self._dataset, self._seed, self._collate = dataset, seed, collate
         self._collate_draws = False
         self._many = getattr(dataset, "__getitems__", None)
         self.draws = False
         """Whether a sample has drawn random numbers."""
 
-    def batch(self, epoch: int, indices: Sequence[int]) -> Any:
-        """Read and collate samples.
-
-        Raises:
-            DataError: a sample cannot be read or collated; names its index.
-        """
-        return collate(self._samples(epoch, indices, indices), indices)
-
-    def read(self, epoch: int, indices: Sequence[int], sizes: Sequence[int], keys: Sequence[int] | None = None) -> Any:
+    def read(
+        self, epoch: int, indices: NDArray[np.int64], sizes: Sequence[int], keys: Sequence[int] | None = None
+    ) -> Any:
         """Read and collate the samples of several shards: one batch of all, or, with a collate, one batch per shard.
 
         The result of a collate may depend on all samples of its batch, so it is called with the samples of one shard,
@@ -69,92 +62,65 @@ class Reader:
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
-        keys = indices if keys is None else keys
+        places: list[int] = indices.tolist()
+        keys = places if keys is None else keys
         if self._collate is None:
-            return collate(self._samples(epoch, indices, keys), indices)
-        ends = list(accumulate(sizes))
-        return [
-            self._collated(self._collate, epoch, indices[end - size : end], keys[end - size : end])
-            for size, end in zip(sizes, ends, strict=True)
-        ]
-
-    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Split the result of `read` into one batch per shard of the given sizes."""
-        if self._collate is not None:
-            return list(batch)
-        return [batch] if len(sizes) == 1 else shards_of(batch, sizes)
+            return collate(self._samples(epoch, places, keys), places)
+        ranges = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return [self._collated(self._collate, epoch, places[part], keys[part]) for part in ranges]
 
     def _collated(self, function: CollateFunction, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Any:
         """Collate one shard; random numbers depend on (seed, epoch, first sample of the shard)."""
         if not (self.draws or self._collate_draws):
-            _watch().begin()
-            batch = function(self._unkeyed(indices), indices)
-            if not _watch().broken:
+            batch, drew = watched(lambda: function(self._unkeyed(indices), indices))
+            if not drew:
                 return batch
+        samples = self._samples(epoch, indices, keys)
         if not self._collate_draws:  # find out which of the two drew numbers
-            samples = self._samples(epoch, indices, keys)
-            _watch().begin()
-            batch = function(samples, indices)
-            if not _watch().broken:
+            batch, self._collate_draws = watched(lambda: function(samples, indices))
+            if not self._collate_draws:
                 return batch
-            self._collate_draws = True
-        samples = self._samples(epoch, indices, keys)  # read again: a collate may change its samples
+            samples = self._samples(epoch, indices, keys)  # read again: a collate may change its samples
         seed_host(shard_key(self._seed, epoch, keys[0]))
         return function(samples, indices)
 
     def _samples(self, epoch: int, indices: Sequence[int], keys: Sequence[int]) -> Sequence[Any]:
         if not self.draws:
-            _watch().begin()
-            samples = self._unkeyed(indices)
-            if not _watch().broken:
+            samples, self.draws = watched(lambda: self._unkeyed(indices))
+            if not self.draws:
                 return samples
-            self.draws = True
-        return [self._keyed(epoch, index, key) for index, key in zip(indices, keys, strict=True)]
+        keyed = []
+        for index, key in zip(indices, keys, strict=True):
+            seed_host(sample_key(self._seed, epoch, key))
+            keyed += self._one_by_one([index])
+        return keyed
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
-        if self._many is not None:
-            try:
-                return _one_for_each(indices, self._many(indices))
-            except DataError:
-                raise
-            except Exception:  # noqa: BLE001, S110 - reading one by one below names the sample that fails
-                pass
-        dataset, index = self._dataset, -1
-        samples = []
+        if self._many is None:
+            return self._one_by_one(indices)
+        try:
+            found: Sequence[Any] = self._many(indices)
+        except DataError:
+            raise
+        except Exception:  # noqa: BLE001 - reading one by one names the sample that fails
+            return self._one_by_one(indices)
+        if isinstance(found, Mapping) or len(found) != len(indices):
+            raise DataError(
+                f"__getitems__ of the dataset gives a {type(found).__name__} of {len(found)} for {len(indices)} "
+                "indices. It must give a list with the sample of each index, as __getitem__ does."
+            )
+        return found
+
+    def _one_by_one(self, indices: Sequence[int]) -> list[Any]:
+        dataset, index, samples = self._dataset, -1, []
         try:
             for index in indices:
                 samples.append(dataset[index])
+        except DataError:
+            raise
         except Exception as error:
-            raise _unreadable(index, error) from error
+            raise DataError(f"sample {index} cannot be read: {type(error).__name__}: {error}") from error
         return samples
-
-    def _keyed(self, epoch: int, index: int, key: int) -> Any:
-        seed_host(sample_key(self._seed, epoch, key))
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise _unreadable(index, error) from error
-
-
-def _one_for_each(indices: Sequence[int], found: Any) -> Sequence[Any]:
-    """Return the samples that `__getitems__` gave.
-
-    Raises:
-        DataError: it gave another number of samples, or columns.
-    """
-    if isinstance(found, Mapping) or len(found) != len(indices):
-        raise DataError(
-            f"__getitems__ of the dataset gives a {type(found).__name__} of {len(found)} for {len(indices)} indices. "
-            "It must give a list with the sample of each index, as __getitem__ does."
-        )
-    samples: Sequence[Any] = found
-    return samples
-
-
-def _unreadable(index: int, error: Exception) -> DataError:
-    if isinstance(error, DataError):
-        return error
-    return DataError(f"sample {index} cannot be read: {type(error).__name__}: {error}")
 
 
 class RngWatch:
@@ -190,11 +156,11 @@ class RngWatch:
         )
 
 
-def result_without_draws(read: Callable[[], _T]) -> _T | None:
-    """Return the result of `read`; None if it draws from a default generator."""
-    _watch().begin()
-    found = read()
-    return None if _watch().broken else found
+def watched(read: Callable[[], _T]) -> tuple[_T, bool]:
+    """Return the result of `read`, and whether it drew from a default generator."""
+    watch = _watch()
+    watch.begin()
+    return read(), watch.broken
 
 
 def _next_of_torch(generator: torch.Generator) -> int:

@@ -72,7 +72,7 @@ Change = tuple[int, Tensor, Tensor]
 def _changes(plan: RunPlan, step: int, names: Collection[str]) -> Mapping[str, Sequence[Change]]:
     """Return what the first shards of a step do to buffers; each starts from the same ones."""
     hooks, dataset, cfg = plan.components.hooks, plan.components.datasets["train"], plan.cfg
-    positions = Positions(plan.batch, hooks.order(dataset, seed=cfg.seed, shuffle=cfg.loader.shuffle))
+    positions = Positions(plan.batch, hooks.order(dataset, plan.batch, seed=cfg.seed, shuffle=cfg.loader.shuffle))
     precision, found = plan.components.precision, {name: list[Change]() for name in names}
     for shard in range(_SHARDS):
         model, objective = precision.adapt(build_model(cfg)), build_objective(cfg)

@@ -237,7 +237,7 @@ def make_plan(
     facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
     replicas, batch = together(
         parts.refuse_unknown_fields,
-        lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cache=cfg.loader.cache),
+        lambda: parts.hooks.refuse_misfits(parts.datasets["train"], cfg.loader),
         lambda: _refuse(callback_problems(parts.planned(cfg))),
         then=lambda: _cut(cfg, parts, facts, backend, launch),
     )

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from trainkit.bounded import Kind, expect_map, expect_maps
 from trainkit.config.schema import RunConfig
-from trainkit.data.reading.dealt import DealtOrder
-from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Positions, Ticket
@@ -137,11 +135,8 @@ def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[
 
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
     """Return a function that returns the samples of a ticket: indices of the dataset, or positions in a stream."""
-    train = plan.components.datasets["train"]
-    if isinstance(train, Stream) and train.files_for(plan.batch.num_shards(0)) is not None:
-        return DealtOrder(plan=plan.batch).indices
-    shuffle = plan.cfg.loader.shuffle and not isinstance(train, Stream)
-    order = plan.components.hooks.order(train, seed=plan.cfg.seed, shuffle=shuffle)
+    cfg, hooks = plan.cfg, plan.components.hooks
+    order = hooks.order(plan.components.datasets["train"], plan.batch, seed=cfg.seed, shuffle=cfg.loader.shuffle)
     positions = Positions(plan.batch, order)
     return lambda ticket: positions.indices(ticket).tolist()
 
