@@ -42,10 +42,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from benchmarks import report
 from tests.support.serving import serving
 from trainkit.errors import LinkError
-from trainkit.strategies.parameter_server.server.main import serve
-from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
-from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, variables_of
+from trainkit.strategies.updates.client import ParameterServerClient
+from trainkit.strategies.updates.links import AuthenticatedListener, connect
+from trainkit.strategies.updates.server import VariableServer
+from trainkit.strategies.updates.variables import VariableShards, variables_of
 
 SIZES_MB = (0.4, 10, 100)
 TENSORS = 16
@@ -91,7 +91,8 @@ def serve_trainkit(told: Any, size_mb: float) -> None:
     listener = AuthenticatedListener("ps:0", token=TOKEN)
     told.send(listener.address)
     with suppress(LinkError):  # the end of the benchmark
-        serve(listener, VariableShards(variables_of(Model(size_mb), torch.float32), 1), 0, make_optimizer=sgd)
+        shares = VariableShards(variables_of(Model(size_mb), torch.float32), 1)
+        VariableServer(shares, 0, make_optimizer=sgd).serve(listener)
 
 
 @contextmanager
@@ -99,7 +100,8 @@ def trainkit(size_mb: float) -> Iterator[Move]:
     model = Model(size_mb)
     with running(serve_trainkit, size_mb) as address:
         shares = VariableShards(variables_of(model, torch.float32), 1)
-        servers = ParameterServerClient.connect([address], shares, token=TOKEN, name="chief", timeout_s=60)
+        link = connect(address, token=TOKEN, name="chief", peer="ps:0", timeout_s=60)
+        servers = ParameterServerClient([link], shares)
         servers.load_state({f"param/{name}": param.detach() for name, param in model.named_parameters()}, version=0)
 
         def move(grads: list[Tensor], into: list[Tensor]) -> None:
@@ -346,7 +348,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torch.distributed.rpc", serve.__module__])
+    mp.get_context("forkserver").set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed.rpc", VariableServer.__module__]
+    )
     rounds, sizes = (2, SIZES_MB[:2]) if options.quick else (options.rounds, SIZES_MB)
     with ExitStack() as stack:
         ways: dict[str, Any] = {"trainkit": trainkit, "a bare socket": bare_socket, "a pair of gloo ranks": gloo_pair}

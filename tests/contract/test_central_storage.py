@@ -21,11 +21,11 @@ from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.central_storage.executor import AsyncCentralExecutor
-from trainkit.strategies.central_storage.strategy import CentralStorage
+from trainkit.strategies.central_storage import AsyncCentralExecutor, CentralStorage
 from trainkit.strategies.core import copies
 from trainkit.strategies.core.copies import ThreadWork
 from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.updates.scheduler import PendingUpdate
 from trainkit.trainer.checkpoint.loading import load
 
 pytestmark = pytest.mark.pairwise
@@ -166,9 +166,9 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps whose gradients were applied, in that order."""
     steps, apply = [], AsyncCentralExecutor._apply
 
-    def noted(executor: AsyncCentralExecutor, sent: Any, found: Any) -> Any:
-        steps.append(sent.ticket.step)
-        return apply(executor, sent, found)
+    def noted(executor: AsyncCentralExecutor, update: PendingUpdate) -> Any:
+        steps.append(update.items[0].ticket.step)
+        return apply(executor, update)
 
     monkeypatch.setattr(AsyncCentralExecutor, "_apply", noted)
     return steps

@@ -17,11 +17,10 @@ from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.strategies.base import SetupRequest
-from trainkit.strategies.central_storage.executor import CentralExecutor
-from trainkit.strategies.central_storage.strategy import CentralStorage
+from trainkit.strategies.central_storage import CentralExecutor, CentralStorage
 from trainkit.strategies.core.copies import ComputingCopies
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, is_compiled
-from trainkit.strategies.parameter_server.worker_task import read_when_looked_up
+from trainkit.strategies.updates.worker import read_when_looked_up
 
 pytestmark = pytest.mark.usefixtures("fresh_graphs")
 

@@ -17,7 +17,7 @@ from tests.contract.stepping import TASKS, Case, oracle, train
 from tests.support.pool import Pool
 from trainkit.objectives.base import needs_of
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.parameter_server.strategy import ParameterServer
+from trainkit.strategies.parameter_server import ParameterServer
 
 PLACES: Final[dict[str, dict[str, Any]]] = {
     "one_device": {},

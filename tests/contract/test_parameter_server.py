@@ -25,9 +25,8 @@ from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.core import copies
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.parameter_server.coordinator.staleness import BOUNDED, Policy, Staleness
-from trainkit.strategies.parameter_server.coordinator.update_log import read_record
-from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.updates.client import ParameterServerClient
+from trainkit.strategies.updates.scheduler import BOUNDED, Policy, Staleness, read_record
 
 pytestmark = pytest.mark.pairwise
 
@@ -171,7 +170,7 @@ def test_a_replay_has_the_bits_of_the_run_it_follows(mode: str, tmp_path: Path, 
     (recorded,) = train_in_threads(store, replace(first, folder=tmp_path))
     again = served(replace(case, slowed={2: 0.05}), 3, 1, **chosen, replay=str(tmp_path))
     (replayed,) = train_in_threads(store, again)
-    reads = [line.version - part.read for line in read_record(tmp_path / "updates.jsonl") for part in line.parts]
+    reads = [line.version - part.version for line in read_record(tmp_path / "updates.jsonl") for part in line.items]
     assert mode == "sync" or max(reads) > 0
     assert [key for key, tensor in recorded.state.items() if not torch.equal(tensor, replayed.state[key])] == []
 
@@ -182,7 +181,7 @@ def test_every_policy_uses_every_step_once(policy: Policy, tmp_path: Path, store
     case = replace(CLASSES, num_steps=12, folder=tmp_path, slowed={2: 0.05})
     (chief,) = train_in_threads(store, served(case, 3, 1, mode="async", staleness=staleness))
     lines = list(read_record(tmp_path / "updates.jsonl"))
-    assert sorted(part.ticket.step for line in lines for part in line.parts) == list(range(12))
+    assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(12))
     assert policy != "drop" or max(line.staleness for line in lines) <= 1
     assert len(chief.losses) == 12
 
@@ -193,7 +192,7 @@ def test_a_training_continued_in_async_mode_repeats_unfinished_steps(tmp_path: P
     assert len(chief.losses) == 12
     lines = list(read_record(tmp_path / "updates.jsonl"))
     assert [line.version for line in lines] == list(range(12))
-    assert sorted(part.ticket.step for line in lines for part in line.parts) == list(range(12))
+    assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(12))
 
 
 @pytest.mark.parametrize("spares", [1, 2])
@@ -209,7 +208,7 @@ def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
     order = SampleOrder(num_samples=37, seed=base.seed)
     lines = list(read_record(tmp_path / "updates.jsonl"))
     for epoch in range(3):
-        tickets = [part.ticket for line in lines[3 * epoch : 3 * epoch + 3] for part in line.parts]
+        tickets = [part.ticket for line in lines[3 * epoch : 3 * epoch + 3] for part in line.items]
         spans = [plan.shard_range(ticket.step, ticket.shards[0]) for ticket in tickets]
         assert sorted(index for span in spans for index in order.indices(*span).tolist()) == list(range(37))
     if mode == "duplicate":
@@ -292,7 +291,7 @@ def test_a_whole_run_tells_its_staleness_and_evaluates_the_model_that_the_server
     result = run(tmp_path / "run", "strategy=parameter_server", "strategy.mode=async", *overrides)
     assert sum(result["staleness"]["counts"].values()) == result["steps"] == 20
     lines = list(read_record(tmp_path / "run" / "updates.jsonl"))
-    assert sorted(part.ticket.step for line in lines for part in line.parts) == list(range(20))
+    assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(20))
     model, points = zoo.Net().double(), zoo.Points("val")
     model.load_state_dict(weights(result))
     loss_sum, weight = zoo.classes_sum(model, (points.inputs.double(), points.targets))

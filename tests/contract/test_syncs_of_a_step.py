@@ -25,8 +25,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import Batch, GraphSettings, PlanContext, StepOutcome
 from trainkit.strategies.core.graphs.whole import WholeGraph
 from trainkit.strategies.model_transforms import ModelTransforms
-from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport
-from trainkit.strategies.parameter_server.worker_task import Mode, Worker
+from trainkit.strategies.updates.worker import Mode, Worker, WorkOrder, WorkReport
 from trainkit.trainer.loop import TrainingLoop
 
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -113,9 +112,9 @@ def calls_of_a_worker(store: tuple[str, int], case: Case) -> dict[str, Calls]:
     """What the only worker calls for the last step, by phase; the data that the test makes are left out."""
     trace, execute = StepTrace(), Worker._execute
 
-    def traced(worker: Worker, order: WorkOrder, channel: WorkChannel) -> WorkReport:
+    def traced(worker: Worker, order: WorkOrder) -> WorkReport:
         with trace if order.step == case.num_steps - 1 else nullcontext():
-            return execute(worker, order, channel)
+            return execute(worker, order)
 
     with patch.object(Worker, "_execute", traced), patch.object(stepping, "ignore_phase", trace.listen):
         train_in_threads(store, case)

@@ -11,9 +11,9 @@ from tests.support.pool import Place, Pool
 from trainkit.numerics.deferred import build_deferred, lazy_init_values
 from trainkit.strategies.collectives import GroupCollective, broadcast_values
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, variables_of
 from trainkit.strategies.pipeline.strategy import StageParams
 from trainkit.strategies.tensors.layouts import FlatBuffer, in_layout, make_dense
+from trainkit.strategies.updates.variables import VariableShards, variables_of
 
 CPU = torch.device("cpu")
 

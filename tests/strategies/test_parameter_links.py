@@ -20,10 +20,9 @@ import torch
 from tests.strategies.test_parameter_store import Net, equal, gradients, optimizer_of
 from tests.support.serving import TOKEN, serving
 from trainkit.errors import LinkError, TrainingError
-from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener, connect
-from trainkit.strategies.parameter_server.wire.transport import Connection
+from trainkit.strategies.updates.links import AuthenticatedListener, Connection, connect
 
-HEAD = struct.Struct("!4s16sIQ")
+HEAD = struct.Struct("!4sI")
 
 
 @pytest.fixture
@@ -38,11 +37,12 @@ def ends() -> Iterator[list[Connection]]:
 
 
 @pytest.mark.parametrize(("wait", "said"), [
-    (lambda link: link.read([torch.zeros(2)]), "a sent 16 bytes where 8 were expected"),
+    (lambda link: link.tensors(15), "a sent 16 unexpected bytes"),
+    (lambda link: link.tensors(99, {"grad": torch.zeros(2)}), "a sent 16 unexpected bytes"),
     (lambda link: link.receive(), "a sent 16 unexpected bytes"),
 ])  # fmt: skip
 def test_numbers_that_nobody_waits_for_end_the_connection(ends: list[Connection], wait: Any, said: str) -> None:
-    ends[0].send("push", {}, [torch.zeros(4)])
+    ends[0].send("push", {}, {"grad": torch.zeros(4)})
     ends[1].receive()
     with pytest.raises(LinkError, match=said):
         wait(ends[1])
@@ -51,7 +51,7 @@ def test_numbers_that_nobody_waits_for_end_the_connection(ends: list[Connection]
 
 
 def test_a_peer_that_stops_in_the_middle_is_given_up(ends: list[Connection]) -> None:
-    ends[0]._connection.sendall(HEAD.pack(b"tkl1", b"pull", 100, 0) + b"{")
+    ends[0]._connection.sendall(HEAD.pack(b"tkl2", 100) + b"{")
     with pytest.raises(LinkError, match=r"a sent nothing for 0\.3 s"):
         ends[1].receive()
 
@@ -66,9 +66,9 @@ def test_sending_leaves_the_patience_of_who_waits_alone(ends: list[Connection]) 
 def test_who_pulls_when_the_run_ends_finds_the_connection_closed() -> None:
     with serving(Net(), optimizer_of("sgd"), loads=False) as farm:
         worker = farm.client()
-        worker.links[0].send("pull", {"have": "1", "dtype": "float32", "version": 0})
+        worker.links[0].send("pull", {"skip": [], "dtype": "float32", "version": 0})
     with pytest.raises(LinkError, match=r"ps:0 (closed the connection|is gone)"):
-        worker.answer(0, "pulled")
+        worker.answer(0)
     worker.close()
 
 
@@ -94,14 +94,25 @@ def test_an_unreachable_peer_is_waited_for_while_the_training_lasts() -> None:
         connect(address, timeout_s=600, is_over=lambda: True, **to)  # type: ignore[arg-type]
 
 
-HELLO = json.dumps({"name": "worker:1", "nonce": "0" * 64}).encode()
+HELLO = {"name": "worker:1", "nonce": "0" * 64}
+
+
+def framed(kind: Any, meta: Any, tensors: Any = ()) -> bytes:
+    """A frame of any content."""
+    text = json.dumps([kind, meta, tensors]).encode()
+    return HEAD.pack(b"tkl2", len(text)) + text
+
+
 GARBAGE = [
     random.Random(5).randbytes(199),
-    HEAD.pack(b"tkl1", b"hello", 2**32 - 1, 2**64 - 1),
-    HEAD.pack(b"tkl1", b"hello", 60_000, 0) + b"[" * 60_000,
-    HEAD.pack(b"tkl1", b"push", len(HELLO), 2**40) + HELLO,
-    HEAD.pack(b"tkl1", b"hello", len(HELLO), 0) + HELLO + HEAD.pack(b"tkl1", b"proof", 2, 0) + b"{}",
-    HEAD.pack(b"tkl1", b"\xff" * 16, 2, 0) + b"{}",
+    HEAD.pack(b"tkl2", 2**32 - 1),
+    HEAD.pack(b"tkl2", 60_000) + b"[" * 60_000,
+    HEAD.pack(b"tkl2", 900) + b"[" * 900,
+    framed("push", HELLO, [["x", "float32", 2**40]]),
+    framed("hello", HELLO, [["x", "float32", 2**40]]),
+    framed("hello", HELLO) + framed("proof", {}),
+    framed("hello", HELLO, [["x", "object", -1]]),
+    framed(["hello"], [HELLO], 3),
 ]
 """Half frames, frames of too much, frames of nothing known, noise."""
 
@@ -122,18 +133,24 @@ def test_malformed_frames_of_strangers_do_no_harm() -> None:
         worker.close()
 
 
-HALF = {"have": "1", "dtype": "float32"}
-BAD: list[tuple[str, dict[str, Any], list[torch.Tensor]]] = [
-    ("push", {"keys": ["a"], "have": "f" * 60_000, "dtype": "float32"}, []),
-    ("push", {"keys": ["a"], "have": "1", "dtype": "object"}, []),
-    ("push", {"keys": ["a"], **HALF}, [torch.zeros(3)]),
-    ("push", {"keys": ["a"], **HALF, "rows": {"0": 10**9}}, []),
-    ("push", {"keys": ["a"], **HALF, "rows": {"0": 1}}, [torch.tensor([-1], dtype=torch.int32), torch.ones(37)]),
-    ("push", {"keys": "a" * 200, **HALF}, []),
-    ("rows", {"piece": 0, "count": 1, "dtype": "float32"}, [torch.tensor([101])]),
-    ("rows", {"piece": 99, "count": 1, "dtype": "float32"}, []),
-    ("pull", {**HALF, "version": "x"}, []),
-    ("load", {"key": "param/large.weight", "shape": [2**40], "dtype": "float32"}, []),
+PULL = {"version": 0, "dtype": "float32", "skip": []}
+ROWS = torch.tensor([101])
+BAD: list[tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = [
+    ("push", {"key": "a"}, {"99": torch.zeros(3)}),
+    ("push", {"key": "a"}, {"-1": torch.zeros(3)}),
+    ("push", {"key": "a"}, {"0": torch.zeros(3)}),
+    ("push", {"key": "a"}, {"0": torch.zeros(10**6)}),
+    ("push", {"key": "a"}, {"0.rows": ROWS}),
+    ("push", {"key": "a"}, {"0.rows": ROWS, "0.values": torch.ones(37)}),
+    ("push", {"key": "a"}, {"0.rows": torch.tensor([2, 1]), "0.values": torch.ones(74)}),
+    ("push", {"key": "a" * 2000}, {}),
+    ("push", {"keys": ["a"]}, {}),
+    ("rows", {"piece": 0, "dtype": "float32"}, {"rows": ROWS}),
+    ("rows", {"piece": 99, "dtype": "float32"}, {"rows": ROWS}),
+    ("pull", PULL | {"version": "x"}, {}),
+    ("pull", PULL | {"dtype": "object"}, {}),
+    ("pull", PULL | {"skip": ["0"]}, {}),
+    ("load", {"key": "param/large.weight", "shape": [2**40]}, {}),
 ]
 
 
@@ -150,10 +167,10 @@ def test_an_invalid_request_of_an_authenticated_peer_is_refused_or_ends_its_conn
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_push_leaves_nothing() -> None:
-    text = json.dumps({"keys": ["a"], "have": "1", "dtype": "float32"}).encode()
+    push = framed("push", {"key": "a"}, [["0", "float32", 37 * 101]])
     with serving(Net(), optimizer_of("sgd")) as farm:
         before, worker = farm.chief.state(), farm.client()
-        worker.links[0]._connection.sendall(HEAD.pack(b"tkl1", b"push", len(text), 4 * 37 * 101) + text + bytes(99))
+        worker.links[0]._connection.sendall(push + bytes(99))
         worker.close()
         with pytest.raises(TrainingError, match="ps:0 refuses: there is no gradient a"):
             farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])

@@ -13,8 +13,8 @@ from torch import nn
 from tests.launchers.launches import launch_of
 from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.parameter_server.coordinator.staleness import Staleness, staleness_summary
-from trainkit.strategies.parameter_server.strategy import ParameterServer
+from trainkit.strategies.parameter_server import ParameterServer
+from trainkit.strategies.updates.scheduler import Staleness, staleness_summary
 
 ANY, REPRODUCIBLE = PlanContext(), PlanContext(numerics=Numerics(reproducible=True))
 REPLACED = {"workers": 3, "spare_replicas": 1, "spare_mode": "replace"}

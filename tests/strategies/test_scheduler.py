@@ -14,15 +14,17 @@ import pytest
 
 from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.strategies.parameter_server.coordinator.async_scheduler import AsyncScheduler
-from trainkit.strategies.parameter_server.coordinator.replay_scheduler import ReplayScheduler
-from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
-from trainkit.strategies.parameter_server.coordinator.staleness import Decision, Policy, Staleness
-from trainkit.strategies.parameter_server.coordinator.sync_scheduler import SyncScheduler
-from trainkit.strategies.parameter_server.coordinator.update_log import (
-    GradientRef,
+from trainkit.strategies.updates.scheduler import (
+    AsyncScheduler,
+    Decision,
+    PendingUpdate,
+    Policy,
+    ReplayScheduler,
+    Staleness,
+    SyncScheduler,
     UpdateLog,
-    UpdateRecord,
+    WorkItem,
+    WorkScheduler,
     read_record,
 )
 
@@ -38,7 +40,7 @@ def synchronous(workers: int = 4, spares: int = 0, **more: Any) -> WorkScheduler
 
 
 def with_workers(scheduler: WorkScheduler, workers: int) -> WorkScheduler:
-    scheduler.recall({}, 0)
+    scheduler.recall({}, 0, None)
     for index in range(workers):
         scheduler.join(f"w{index}")
     return scheduler
@@ -51,7 +53,7 @@ def taken(scheduler: WorkScheduler, worker: str) -> WorkItem:
 
 
 def applied(scheduler: WorkScheduler, item: WorkItem, read: int) -> PendingUpdate | None:
-    scheduler.report(item.number, read)
+    scheduler.report(item.number, item.worker, read)
     merge = scheduler.next_ready_update()
     if merge is not None:
         scheduler.merged(merge)
@@ -71,7 +73,6 @@ def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
     first, second = taken(scheduler, "w0"), taken(scheduler, "w1")
     assert applied(scheduler, second, 0) is not None
     assert applied(scheduler, first, 0) is None
-    assert [one.ticket.step for one in scheduler.pop_discarded()] == [0]
     assert taken(scheduler, "w0").ticket == Ticket(0, (0, 1, 2, 3))
     assert scheduler.late == {"w0": 1}
 
@@ -107,8 +108,7 @@ def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result
         merge = applied(scheduler, item, 0)
     assert merge is not None
     assert merge.items[0].worker == "w4"
-    scheduler.report(items[0].number, 0)
-    assert [one.number for one in scheduler.pop_discarded()] == [items[0].number]
+    assert not scheduler.report(items[0].number, "w0", 0)
     assert scheduler.late == {"w0": 1}
 
 
@@ -128,8 +128,7 @@ def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_
     assert merge is not None
     assert [one.ticket for one in merge.items] == [Ticket(0, (1,)), Ticket(0, (2,)), Ticket(0, (3,)), Ticket(1, (0,))]
     assert taken(scheduler, "w1").ticket == Ticket(0, (0,))
-    scheduler.report(items[0].number, 0)
-    assert [one.worker for one in scheduler.pop_discarded()] == ["w0"]
+    assert not scheduler.report(items[0].number, "w0", 0)
 
 
 def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
@@ -139,13 +138,13 @@ def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
     assert applied(scheduler, second, 0) is None
     merge = applied(scheduler, first, 0)
     assert merge is not None
-    assert merge.items == (first, second)
+    assert merge.tickets == (first.ticket, second.ticket)
 
 
 def test_an_overflowed_step_is_scheduled_again() -> None:
     scheduler = synchronous(4)
     for index in range(4):
-        scheduler.report(taken(scheduler, f"w{index}").number, 0)
+        scheduler.report(taken(scheduler, f"w{index}").number, f"w{index}", 0)
     merge = scheduler.next_ready_update()
     assert merge is not None
     scheduler.requeue_after_overflow(merge)
@@ -174,7 +173,6 @@ class Trial:
             if name not in self.busy and (item := self.scheduler.next(name)) is not None:
                 self.busy[name] = item
                 self.reads[item.number] = self.scheduler.version
-                self.scheduler.pulled(item.number)
         name = self.random.choice(sorted(self.busy))
         if self.random.random() < 0.05 and not isinstance(self.scheduler, ReplayScheduler):
             self.scheduler.leave(name)
@@ -182,7 +180,7 @@ class Trial:
             self.scheduler.join(name)
         elif name not in self.names[:2] or self.random.random() < 0.2:  # two are slow
             item = self.busy.pop(name)
-            self.scheduler.report(item.number, self.reads[item.number])
+            self.scheduler.report(item.number, name, self.reads[item.number])
         while (merge := self.scheduler.next_ready_update()) is not None:
             self.scheduler.merged(merge)
             self.made.append(merge)
@@ -193,7 +191,7 @@ def used(made: list[PendingUpdate]) -> Counter[tuple[int, int]]:
 
 
 SCHEDULERS: dict[str, Callable[[], WorkScheduler]] = {
-    "async": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(), until=20),
+    "async": lambda: AsyncScheduler(plan=PLAN, until=20),
     "drop": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(policy="drop", bound=2), until=20),
     "bound": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(policy="bound", bound=1), until=20),
     "sync": lambda: SyncScheduler(plan=PLAN, until=20),
@@ -224,7 +222,7 @@ def test_nothing_is_lost_or_used_twice_over_a_resume(kind: str, stop: int) -> No
     made = first.made[:stop]
     assert len(first.made) == stop
     scheduler = SCHEDULERS[kind]()
-    scheduler.recall(json.loads(json.dumps(first.scheduler.remember())), stop)
+    scheduler.recall(json.loads(json.dumps(first.scheduler.remember())), stop, 20)
     second = Trial(scheduler, 2, 4)
     second.run(20 - stop)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}
@@ -253,7 +251,7 @@ def test_a_record_is_read_as_it_was_written_and_cut_where_a_checkpoint_is_contin
         record.note(merge)
     record.close()
     lines = list(read_record(tmp_path / "updates.jsonl"))
-    assert lines == [UpdateRecord.of(merge) for merge in trial.made]
+    assert [line.text() for line in lines] == [merge.text() for merge in trial.made]
     UpdateLog(tmp_path / "updates.jsonl", 4).close()
     assert list(read_record(tmp_path / "updates.jsonl")) == lines[:4]
 
@@ -270,23 +268,22 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: str, workers: int) -> None:
     recorded = Trial(SCHEDULERS[kind](), 4, 4)
     recorded.run(20)
-    script = [UpdateRecord.of(merge) for merge in recorded.made]
-    scheduler = ReplayScheduler(script=script, staleness=Staleness(), until=20)
-    scheduler.recall({}, 0)
+    scheduler = ReplayScheduler(script=recorded.made)
+    scheduler.recall({}, 0, 20)
     replayed = Trial(scheduler, 5, workers)
     replayed.run(20)
 
     def told(made: list[PendingUpdate]) -> list[tuple[tuple[Ticket, ...], tuple[int, ...]]]:
-        return [(tuple(one.ticket for one in merge.items), merge.reads) for merge in made]
+        return [(merge.tickets, tuple(one.version for one in merge.items)) for merge in made]
 
     assert told(replayed.made) == told(recorded.made)
 
 
 def test_a_replay_that_cannot_continue_raises_an_error() -> None:
-    made = [UpdateRecord(step, (GradientRef(Ticket(step, (0,)), 0, f"w{step}"),)) for step in range(2)]
-    scheduler = ReplayScheduler(script=made, staleness=Staleness(), until=3)
+    items = [WorkItem(worker=f"w{step}", ticket=Ticket(step, (0,)), version=0) for step in range(2)]
+    scheduler = ReplayScheduler(script=[PendingUpdate(version=step, items=(one,)) for step, one in enumerate(items)])
     with pytest.raises(TrainingError, match=r"cannot continue from step 1: update 1 .* computed at version 0"):
-        scheduler.recall({}, 1)
-    scheduler.recall({}, 0)
+        scheduler.recall({}, 1, 3)
+    scheduler.recall({}, 0, 3)
     with pytest.raises(TrainingError, match=r"the recorded run made 2 updates, and this run needs more"):
         Trial(scheduler, 0, 2).run(3)

@@ -16,10 +16,10 @@ from tests.strategies.test_parameter_store import Net, gradients, optimizer_of
 from tests.support import zoo
 from tests.support.second_device import META, SecondDevice, There, fetch, send
 from tests.support.serving import serving, state_of
-from trainkit.strategies.central_storage.strategy import CentralStorage
+from trainkit.strategies.central_storage import CentralStorage
 from trainkit.strategies.core.copies import ComputingCopies
-from trainkit.strategies.parameter_server.wire.variable_shards import tensors_of
 from trainkit.strategies.tensors.staging import Parcel, assembled, moved, strided_parts
+from trainkit.strategies.updates.variables import tensors_of
 
 CPU = torch.device("cpu")
 STEPS = 3

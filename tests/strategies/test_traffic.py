@@ -22,7 +22,7 @@ from trainkit.strategies.data_parallel.strategy import Mirrored, MultiWorkerMirr
 from trainkit.strategies.fsdp.strategy import Fsdp
 from trainkit.strategies.local_sgd.strategy import LocalSgd
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.parameter_server.strategy import ParameterServer
+from trainkit.strategies.parameter_server import ParameterServer
 from trainkit.strategies.traffic import ModuleCall, StepCut, TensorFacts, traffic_of
 from trainkit.strategies.traffic.tables import AT_MOST
 

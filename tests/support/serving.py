@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any
 
 import torch
 from torch import nn
 
 from trainkit.errors import LinkError
-from trainkit.strategies.parameter_server.server.main import serve
-from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
-from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, unsaved_of, variables_of
+from trainkit.strategies.updates.client import ParameterServerClient
+from trainkit.strategies.updates.links import AuthenticatedListener, Connection, connect
+from trainkit.strategies.updates.server import MakeOptimizer, VariableServer
+from trainkit.strategies.updates.variables import VariableShards, unsaved_of, variables_of
 
 TOKEN = b"a token of 32 bytes, as a run has"
-
-MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,13 @@ class Farm:
 
     def client(self, name: str = "worker:0", **settings: object) -> ParameterServerClient:
         """Connections of a worker; the caller closes them."""
-        return ParameterServerClient.connect(
-            self.addresses,
-            self.shares,
-            token=TOKEN,
-            name=name,
-            timeout_s=60,
-            **settings,  # type: ignore[arg-type]
-        )
+        return ParameterServerClient(links_to(self.addresses, name), self.shares, **settings)  # type: ignore[arg-type]
+
+
+def links_to(addresses: Sequence[tuple[str, int]], name: str) -> list[Connection]:
+    """Connections of a task to all servers."""
+    named = {f"ps:{index}": address for index, address in enumerate(addresses)}
+    return [connect(where, token=TOKEN, name=name, peer=peer, timeout_s=60) for peer, where in named.items()]
 
 
 @contextmanager
@@ -52,15 +48,13 @@ def serving(
         over = Event()
         listeners = [AuthenticatedListener(f"ps:{index}", token=TOKEN, timeout_s=5) for index in range(servers)]
         for index, listener in enumerate(listeners):
-            settings = {"make_optimizer": make_optimizer, "timeout_s": timeout_s, "stopped": over.is_set}
-            thread = Thread(target=_run, args=(listener, shares, index, settings))
+            server = VariableServer(shares, index, make_optimizer, timeout_s=timeout_s)
+            thread = Thread(target=_run, args=(server, listener, over.is_set))
             thread.start()
             stack.callback(thread.join)
         stack.callback(over.set)
         addresses = [listener.address for listener in listeners]
-        chief = ParameterServerClient.connect(
-            addresses, shares, token=TOKEN, name="chief", timeout_s=60
-        )  # the first optimizer is slow
+        chief = ParameterServerClient(links_to(addresses, "chief"), shares)
         stack.callback(chief.close)
         farm = Farm(shares, addresses, chief)
         if loads:
@@ -69,9 +63,9 @@ def serving(
         chief.shutdown()
 
 
-def _run(listener: AuthenticatedListener, shares: VariableShards, index: int, settings: Mapping[str, Any]) -> None:
+def _run(server: VariableServer, listener: AuthenticatedListener, stopped: Callable[[], bool]) -> None:
     with suppress(LinkError):  # the test ended early, and says why itself
-        serve(listener, shares, index, **settings)
+        server.serve(listener, stopped)
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd
@@ -12,12 +12,15 @@ from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.core.buffers import sample_dims_of
 from trainkit.strategies.core.refusals import whole_problem
 from trainkit.strategies.tensors.layouts import dense_strides, part_strides
+from trainkit.strategies.traffic import Transfer
+from trainkit.strategies.traffic.tables import AT_MOST, Lookups
 
 Kind = Literal["param", "frozen", "buffer"]
 """Trainable parameters, frozen parameters, and buffers."""
@@ -121,17 +124,6 @@ def unsaved_of(model: nn.Module) -> dict[str, Tensor]:
     return {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
-def layout_digest(variables: Sequence[Variable], num_servers: int) -> str:
-    """Return a digest by which two tasks check that they have the same variables and the same partition.
-
-    Example:
-        >>> len(layout_digest([], 1))
-        64
-    """
-    lines = [f"{one.kind} {one.name} {one.shape} {one.dtype} {one.strides} {one.saved}" for one in variables]
-    return hashlib.sha256("\n".join([str(num_servers), *lines]).encode()).hexdigest()
-
-
 _SNAP: Final = 0.05
 """Largest distance by which a boundary moves to the edge of a variable, as a fraction of a server's shard; two
 boundaries make 10 %.
@@ -170,9 +162,14 @@ class RowShard:
         return self.start == 0 and self.stop == self.variable.num_rows
 
     @property
+    def num_rows(self) -> int:
+        """Number of its rows."""
+        return self.stop - self.start
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the part."""
-        return (self.stop - self.start, *self.variable.shape[1:]) if self.variable.shape else ()
+        return (self.num_rows, *self.variable.shape[1:]) if self.variable.shape else ()
 
     @property
     def strides(self) -> tuple[int, ...] | None:
@@ -182,7 +179,7 @@ class RowShard:
     @property
     def numel(self) -> int:
         """Number of elements of the part."""
-        return (self.stop - self.start) * self.variable.row_numel
+        return self.num_rows * self.variable.row_numel
 
     @property
     def num_bytes(self) -> int:
@@ -192,15 +189,12 @@ class RowShard:
     @property
     def region(self) -> tuple[slice, ...]:
         """Region of the part in the full tensor."""
-        return tuple(slice(0, size) for size in self.variable.shape) if self.is_whole else self._cut
+        whole = tuple(slice(0, size) for size in self.variable.shape)
+        return whole if self.is_whole else (slice(self.start, self.stop), *whole[1:])
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a full tensor, as a view."""
         return whole if self.is_whole else whole[self.start : self.stop]
-
-    @property
-    def _cut(self) -> tuple[slice, ...]:
-        return (slice(self.start, self.stop), *(slice(0, size) for size in self.variable.shape[1:]))
 
 
 class VariableShards:
@@ -220,7 +214,9 @@ class VariableShards:
     def __init__(self, variables: Sequence[Variable], num_servers: int) -> None:
         self.variables = tuple(variables)
         self.num_servers = num_servers
-        self.digest = layout_digest(self.variables, num_servers)
+        lines = [f"{one.kind} {one.name} {one.shape} {one.dtype} {one.strides} {one.saved}" for one in self.variables]
+        self.digest = hashlib.sha256("\n".join([str(num_servers), *lines]).encode()).hexdigest()
+        """Two tasks with the same one have the same variables and the same partition."""
         trained = [variable.dtype for variable in self.variables if variable.kind == "param"]
         self.master_dtype = trained[0] if trained else torch.float32
         parts: list[list[RowShard]] = [[] for _ in range(num_servers)]
@@ -233,6 +229,10 @@ class VariableShards:
     def bytes_of(self, server: int) -> int:
         """Return the bytes of the variables that a server holds."""
         return sum(piece.num_bytes for piece in self.pieces[server])
+
+    def most_bytes(self, server: int) -> int:
+        """Return the limit of the numbers of a frame: the widest numbers, and an index, for each element."""
+        return 1024 + 32 * sum(piece.numel for piece in self.pieces[server])
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -249,6 +249,11 @@ class VariableShards:
         return tuple(dict.fromkeys(piece.variable.name for piece in params if chooses(piece)))
 
 
+def row_dtype(num_rows: int) -> torch.dtype:
+    """Return the dtype of transferred row indices."""
+    return torch.int32 if num_rows < 2**31 else torch.int64
+
+
 def _cut(variables: Sequence[Variable], places: Sequence[int], num_servers: int) -> list[list[RowShard]]:
     """Return the pieces of some variables on each server."""
     chosen = [variables[place] for place in places]
@@ -256,15 +261,13 @@ def _cut(variables: Sequence[Variable], places: Sequence[int], num_servers: int)
     inner = [_boundary(chosen, edges, server, num_servers) for server in range(1, num_servers)]
     found = []
     for first, last in pairwise([(0, 0), *inner, (len(chosen), 0)]):
-        numbers = range(first[0], last[0] + (last[1] > 0)) if first != last else ()
-        found.append([_rows(chosen[number], places[number], number, first, last) for number in numbers])
+        own = []
+        for number in range(first[0], last[0] + (last[1] > 0)) if first != last else ():
+            start = first[1] if number == first[0] else 0
+            stop = last[1] if number == last[0] else chosen[number].num_rows
+            own.append(RowShard(place=places[number], variable=chosen[number], start=start, stop=stop))
+        found.append(own)
     return found
-
-
-def _rows(variable: Variable, place: int, number: int, first: tuple[int, int], last: tuple[int, int]) -> RowShard:
-    start = first[1] if number == first[0] else 0
-    stop = last[1] if number == last[0] else variable.num_rows
-    return RowShard(place=place, variable=variable, start=start, stop=stop)
 
 
 def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, num_servers: int) -> tuple[int, int]:
@@ -304,3 +307,95 @@ def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
     parts = f"{shares.num_servers} servers would have parts of {', '.join(shares.split)}"
     problem = whole_problem("optimizer._target_", facts.optimizer, facts, parts, "strategy.servers=1")
     return [] if problem is None else [problem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVolume:
+    """The bytes that workers and servers exchange in a step, before a run starts.
+
+    A worker reads the rows of each lookup in a sparse table from the servers that hold them, and pushes the rows of a
+    work order's gradient; they are counted as spread evenly over the table.
+    """
+
+    model: nn.Module
+    """The model; unchanged."""
+    shards: VariableShards
+    """The parts of the servers."""
+    servers: Sequence[int]
+    """Ranks of the servers."""
+    workers: Sequence[int]
+    """The ranks of the tasks that compute."""
+    num_shards: int
+    """Shards of a step."""
+    lookups: Mapping[int, Lookups]
+    """Lookups of a shard, by the index of the sparse table."""
+    pushes_rows: bool
+    """Whether gradients of sparse tables are pushed as rows, not as dense ones."""
+
+    def transfers(self, *, pulls: int, read_width: int, pushes: int, width: int) -> tuple[Transfer, ...]:
+        """Return the transfers of a step with so many pulls and pushes, by the bytes of a number."""
+        per_worker = -(-pushes // len(self.workers))
+        found = [
+            Transfer(
+                what="variables",
+                how="pull",
+                flows={pair[::-1]: size for pair, size in self._flows(self._pulled(read_width), pulls).items()},
+                messages=2,
+            ),
+            Transfer(
+                what="gradients", how="push", flows=self._flows(self._pushed(width), pushes), messages=2 * per_worker
+            ),
+        ]
+        if self.lookups:
+            calls = 2 * sum(one.calls for one in self.lookups.values()) * -(-self.num_shards // len(self.workers))
+            asked, read, pushed = [0.0] * len(self.servers), [0.0] * len(self.servers), [0.0] * len(self.servers)
+            for server, pieces in enumerate(self.shards.pieces):
+                for piece in pieces:
+                    if (one := self.lookups.get(piece.place)) is not None:
+                        share, values = piece.num_rows / piece.variable.num_rows, piece.variable.row_numel * width
+                        reads = min(one.reads, one.calls * one.table.num_embeddings) * self.num_shards * share
+                        asked[server] += reads * torch.int64.itemsize
+                        read[server] += reads * values
+                        rows = one.rows(-(-self.num_shards // pushes)) * share
+                        pushed[server] += rows * (row_dtype(piece.variable.num_rows).itemsize + values)
+            both = self._flows(asked, 1) | {pair[::-1]: size for pair, size in self._flows(read, 1).items()}
+            what = "rows of sparse tables"
+            found.append(Transfer(what=what, how="pull", flows=both, messages=calls, note=AT_MOST))
+            if self.pushes_rows:
+                flows, what = self._flows(pushed, pushes), "rows of sparse gradients"
+                found.append(Transfer(what=what, how="push", flows=flows, messages=0, note=AT_MOST))
+        return tuple(found)
+
+    def _flows(self, sizes: Sequence[float], count: int) -> dict[tuple[int, int], float]:
+        """Return the bytes from workers to servers, if each server gets so many bytes so often."""
+        pairs = [(worker, place) for place in range(len(self.servers)) for worker in self.workers]
+        return {
+            (worker, self.servers[place]): sizes[place] * count / len(self.workers)
+            for worker, place in pairs
+            if sizes[place]
+        }
+
+    def _pulled(self, width: int) -> list[float]:
+        def size(piece: RowShard) -> int:
+            if piece.place in self.lookups or piece.variable.kind == "frozen":
+                return 0
+            return piece.numel * width if piece.variable.kind == "param" else piece.num_bytes
+
+        return [sum(map(size, pieces)) for pieces in self.shards.pieces]
+
+    def _pushed(self, width: int) -> list[float]:
+        updated = {
+            f"{name}.{buffer}" if name else buffer
+            for name, module in self.model.named_modules()
+            if isinstance(module, _BatchNorm)
+            for buffer, _ in module.named_buffers(recurse=False)
+        }
+
+        def size(piece: RowShard) -> int:
+            if self.pushes_rows and piece.place in self.lookups:
+                return 0
+            if piece.variable.kind == "param":
+                return piece.numel * width
+            return piece.numel * self.shards.master_dtype.itemsize if piece.variable.name in updated else 0
+
+        return [sum(map(size, pieces)) for pieces in self.shards.pieces]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -13,8 +14,9 @@ from torch import nn
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES
-from trainkit.errors import Problem
+from trainkit.errors import LinkError, Problem
 from trainkit.fields import above, at_least, at_most, maths, placement
+from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.copies import copied
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Access, needs_of
@@ -25,16 +27,24 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.memory import ModelMemory
 from trainkit.strategies.model_transforms import uncompiled
-from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
-from trainkit.strategies.parameter_server.coordinator.state import CoordinatorExecutor
-from trainkit.strategies.parameter_server.coordinator.update_log import FILE
-from trainkit.strategies.parameter_server.settings import PsSettings, run_server, run_worker
-from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems, variables_of
-from trainkit.strategies.parameter_server.wire.volume import pulls_of, pushes_of, rows_of
-from trainkit.strategies.parameter_server.worker_task import sparse_tables
 from trainkit.strategies.scaling import Remedies, Scaled
 from trainkit.strategies.traffic import StepCut, Transfer, precision_of
 from trainkit.strategies.traffic.tables import lookups_of
+from trainkit.strategies.updates.chief import OWN, Chief
+from trainkit.strategies.updates.client import ParameterServerClient
+from trainkit.strategies.updates.links import AddressBook, Connection
+from trainkit.strategies.updates.scheduler import (
+    FILE,
+    AsyncScheduler,
+    ReplayScheduler,
+    Staleness,
+    SyncScheduler,
+    WorkScheduler,
+    read_record,
+)
+from trainkit.strategies.updates.server import VariableServer
+from trainkit.strategies.updates.variables import StepVolume, VariableShards, split_problems, variables_of
+from trainkit.strategies.updates.worker import Worker, WorkerReplicas, sparse_tables
 
 _ACCEPT = Staleness()
 
@@ -86,11 +96,10 @@ class ParameterServer(Strategy):
 
     def facts_in(self, context: PlanContext) -> Facts:
         """Return whether several workers update asynchronously, updates mix shards of steps, or numbers are rounded."""
-        mixes = self.spare_mode == "replace" and self.spare_replicas > 0
         rule = "its workers and servers run no loop: the chief assigns their work. Use strategy=multi_worker_mirrored."
         return replace(
             super().facts_in(context),
-            changes_maths=(self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full",
+            changes_maths=(self.mode == "async" and self.workers != 1) or self._replaces or self.transfer != "full",
             is_asynchronous=self.mode == "async",
             withheld_calls={LoopCall.session: rule},
         )
@@ -115,16 +124,56 @@ class ParameterServer(Strategy):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems of the fields, with each other and with the context."""
-        return _limits(self, context)
+        if context.launch is not None and (found := self.launch_problems(context.launch)):
+            return found
+        is_async, is_sync, workers = self.mode == "async", self.mode == "sync", self.num_workers(context)
+        exact, spares, devices = context.numerics.reproducible, self.spare_replicas, self.devices_per_worker
+        unused = "has no effect {}. Leave it out.".format
+        never_stale = unused("with strategy.mode=sync: gradients are never stale")
+        never_waits = unused("with strategy.mode=async: no step waits for all its gradients")
+        key, policy = "strategy.spare_replicas", self.staleness.policy
+        found = []
+
+        def refuse(key: str, value: object, rule: str, *, holds: bool) -> None:
+            if holds:
+                found.append(Problem(key=key, value=value, rule=rule))
+
+        rule = f"spares are among strategy.workers={workers}, and at least one must compute. Use {workers - 1} or less."
+        refuse(key, spares, rule if is_sync else never_waits, holds=spares >= (workers if is_sync else 1))
+        key, rule = "strategy.spare_mode", unused("without strategy.spare_replicas")
+        replaces = self.spare_mode == "replace" and (is_async or not spares)
+        refuse(key, self.spare_mode, rule if is_sync else never_waits, holds=replaces)
+        rule = "with strategy.spare_mode=replace, which shards make a step depends on time. Use duplicate, or false."
+        refuse("numerics.reproducible", True, rule, holds=is_sync and self._replaces and exact)
+        refuse("strategy.staleness.policy", policy, never_stale, holds=is_sync and policy != "accept")
+        refuse("strategy.warmup_steps", self.warmup_steps, never_stale, holds=is_sync and self.warmup_steps > 0)
+        key, rule = (
+            "strategy.devices_per_worker",
+            f"and this host has {context.num_gpus} GPUs. Use that many, or fewer.",
+        )
+        refuse(key, devices, rule, holds=0 < context.num_gpus < devices)
+        rule = "with strategy.spare_mode=replace, an update is made of single shards. Use duplicate, or 1."
+        refuse(key, devices, rule, holds=devices > 1 and self._replaces)
+        rule = (
+            "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or false."
+        )
+        refuse("strategy.transfer", self.transfer, rule, holds=self.transfer != "full" and exact)
+        if self.replay is not None:
+            found += no_rollback("strategy.replay follows the record of another run", context)
+            rule = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
+            is_there = (Path(self.replay).expanduser() / FILE).is_file()
+            refuse("strategy.replay", self.replay, rule, holds=not is_there)
+        if is_async:
+            found += async_problems(context)
+        elif self._replaces:
+            found += no_rollback("with strategy.spare_mode=replace the first shards that arrive make a step", context)
+        return [*found, *self.staleness.problems()]
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
         """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
-        found = split_problems(
-            VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context)), context
-        )
-        replaces = self.spare_mode == "replace" and self.spare_replicas > 0
-        if replaces and any(dim is not None for dim in sample_dims_of(model).values()):
+        found = split_problems(self._shares(model, precision, context), context)
+        if self._replaces and any(dim is not None for dim in sample_dims_of(model).values()):
             rule = "adds up shards of several steps, and the model keeps state per sample. Use duplicate."
             found.append(Problem(key="strategy.spare_mode", value=self.spare_mode, rule=rule))
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
@@ -148,7 +197,7 @@ class ParameterServer(Strategy):
             return ()
         why = {
             "the gradients of several workers are applied as they arrive": self.mode == "async",
-            "the first shards that arrive make a step": self.spare_mode == "replace" and self.spare_replicas > 0,
+            "the first shards that arrive make a step": self._replaces,
             "numbers are sent as bfloat16": self.transfer != "full",
         }
         reasons = ", ".join(text for text, holds in why.items() if holds)
@@ -219,28 +268,24 @@ class ParameterServer(Strategy):
             return None
         lookups = dict(zip(sparse_tables(model), named.values(), strict=True))
         precision = precision_of(context)
-        shards = VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context))
+        shards = self._shares(model, precision, context)
         tasks = [task for task in self.tasks(context) if not task.is_evaluator]
-        workers = [task.rank for task in tasks if task.role != "ps"]
-        servers = [task.rank for task in tasks if task.role == "ps"]
         narrow = torch.bfloat16 if self.transfer == "bf16" else None
+        volume = StepVolume(
+            model=model,
+            shards=shards,
+            servers=[task.rank for task in tasks if task.role == "ps"],
+            workers=[task.rank for task in tasks if task.role != "ps"],
+            num_shards=cut.num_shards,
+            lookups=lookups,
+            pushes_rows=not (context.numerics.reproducible and self.mode == "sync"),
+        )
         orders = 1 if self.mode == "async" else -(-cut.num_shards // self.devices_per_worker)
-        pulls = orders if self.mode == "async" else min(orders, len(workers))
-        width = (narrow or shards.master_dtype).itemsize
-        read = (narrow or precision.model_dtype).itemsize
-        are_dense = context.numerics.reproducible and self.mode == "sync"
-        return (
-            pulls_of(shards, servers, workers, pulls=pulls, width=read, tables=lookups),
-            pushes_of(model, shards, servers, workers, pushes=orders, width=width, tables=() if are_dense else lookups),
-            *rows_of(
-                lookups,
-                shards,
-                servers,
-                workers,
-                num_shards=cut.num_shards,
-                pushes=0 if are_dense else orders,
-                width=width,
-            ),
+        return volume.transfers(
+            pulls=orders if self.mode == "async" else min(orders, len(volume.workers)),
+            read_width=(narrow or precision.model_dtype).itemsize,
+            pushes=orders,
+            width=(narrow or shards.master_dtype).itemsize,
         )
 
     def scaled(self, replicas: int, context: PlanContext) -> Scaled:
@@ -256,36 +301,100 @@ class ParameterServer(Strategy):
             ),
         )
 
-    def setup(self, request: SetupRequest) -> CoordinatorExecutor:
+    def setup(self, request: SetupRequest) -> Chief:
         """Make the chief's models, one for evaluation and one for computing, and connect to the servers.
 
         A thread computes while this one evaluates: two threads must not compile, so the evaluated model is eager.
         """
         computing = _replica(replace(request, model=copied(request.model)))
         uncompiled(request.model)
-        return CoordinatorExecutor(self._settings(), request, _replica(request), computing)
-
-    def run_auxiliary(self, context: TaskContext) -> None:
-        """Run a worker or a server until the chief ends it."""
-        settings = self._settings()
-        if context.identity.task.role == "ps":
-            run_server(settings, context)
-        else:
-            run_worker(settings, context, _replica(context))
-
-    def _settings(self) -> PsSettings:
-        return PsSettings(
-            num_servers=self.num_servers(PlanContext()),
-            num_devices=self.devices_per_worker,
+        eval_model = _replica(request)
+        addresses = AddressBook(request.identity, self.timeout_s)
+        shares = self._shares(eval_model.model, request.precision)
+        return Chief(
+            request,
+            eval_model,
+            addresses,
+            self._connect(addresses, shares, OWN),
+            scheduler=self._scheduler(request.training.plan),
+            work=lambda: self._work(request, computing),
             mode=self.mode,
-            spares=self.spare_replicas,
-            replaces=self.spare_mode == "replace" and self.spare_replicas > 0,
-            staleness=self.staleness,
-            warmup_steps=self.warmup_steps,
-            transfer=torch.bfloat16 if self.transfer == "bf16" else None,
-            replay=self.replay,
+            mixes=self._replaces,
             timeout_s=self.timeout_s,
         )
+
+    def run_auxiliary(self, context: TaskContext) -> None:
+        """Run a worker or a server until the chief ends it.
+
+        Raises:
+            LinkError: the connection to the chief or a server broke.
+        """
+        addresses, task = AddressBook(context.identity, self.timeout_s), context.identity.task
+        if addresses.is_over:
+            return
+        if task.role == "ps":
+            shares = self._shares(context.precision.adapt(context.model), context.precision)
+            listener = addresses.listener(str(task))
+            addresses.publish(str(task), listener.address)
+            context.on_phase("idle", 0)
+            server = VariableServer(shares, task.index, context.make_optimizer, context.on_phase, self.timeout_s)
+            server.serve(listener, lambda: addresses.is_over)
+            return
+        context.on_phase("idle", 0)
+        try:
+            self._work(context, _replica(context))
+        except LinkError:
+            if not addresses.is_over:
+                raise
+
+    def _work(self, request: SetupRequest, replica: Replica) -> None:
+        """Run a worker until the chief ends it; the chief's own on a thread, whose waiting the chief reports."""
+        addresses, task = AddressBook(request.identity, self.timeout_s), request.identity.task
+        is_own = self.runs_loop(task)
+        name, shares = OWN if is_own else str(task), self._shares(replica.model, replica.precision)
+        devices = [replica.device] * self.devices_per_worker
+        if replica.device.type != "cpu":
+            first, count = replica.device.index or 0, torch.cuda.device_count()
+            devices = [torch.device("cuda", (first + place) % count) for place in range(self.devices_per_worker)]
+        with ExitStack() as stack:
+            servers = self._connect(addresses, shares, f"worker:{OWN}" if is_own else name)
+            stack.enter_context(closing(servers))
+            data = request.open_data(replica.device)
+            link = stack.enter_context(closing(addresses.connect(OWN, name=name)))
+            replicas = stack.enter_context(closing(WorkerReplicas(replica, devices)))
+            worker = Worker(replicas, servers, data, request.training, mode=self.mode, mixes=self._replaces)
+            worker.run(link, (lambda _step: None) if is_own else (lambda step: request.on_phase("idle", step)))
+
+    def _connect(self, addresses: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
+        """Connect to all servers, for one thread of a task."""
+        links: list[Connection] = []
+        try:
+            for index in range(shares.num_servers):
+                links.append(addresses.connect(f"ps:{index}", name=name))  # noqa: PERF401 - closed if a later one fails
+            narrow = torch.bfloat16 if self.transfer == "bf16" else None
+            return ParameterServerClient(links, shares, transfer=narrow, timeout_s=self.timeout_s)
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
+
+    def _shares(self, model: nn.Module, precision: Precision, context: PlanContext | None = None) -> VariableShards:
+        """Return the partition of the variables over the servers."""
+        return VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context or PlanContext()))
+
+    def _scheduler(self, plan: BatchPlan) -> WorkScheduler:
+        if self.replay is not None:
+            script = list(read_record(Path(self.replay).expanduser() / FILE))
+            return ReplayScheduler(script=script, staleness=self.staleness)
+        if self.mode == "async":
+            return AsyncScheduler(plan=plan, staleness=self.staleness, warmup_steps=self.warmup_steps)
+        width, spares = self.devices_per_worker, self.spare_replicas
+        return SyncScheduler(plan=plan, spares=spares, width=width, replaces=self._replaces)
+
+    @property
+    def _replaces(self) -> bool:
+        """Whether an update may contain shards of several steps."""
+        return self.spare_mode == "replace" and self.spare_replicas > 0
 
     def _on_device(self, task: Task, num_gpus: int, place: int) -> Task:
         """Return a task with its device: the CPU for servers and evaluator, the GPUs in turn for workers."""
@@ -303,72 +412,3 @@ def _by_role(counts: Mapping[str, int]) -> tuple[Task, ...]:
 def _replica(request: SetupRequest) -> Replica:
     """Return a task's replica; the servers sum its gradients."""
     return Replica(build_parts(request, make_reducer=no_reducer))
-
-
-def _limits(strategy: ParameterServer, facts: PlanContext) -> list[Problem]:
-    """Return every problem of a strategy's fields, with each other and with the context."""
-    if facts.launch is not None and (found := strategy.launch_problems(facts.launch)):
-        return found
-    of_mode = _of_async(strategy, facts) if strategy.mode == "async" else _of_sync(strategy, facts)
-    rest = (*_of_devices(strategy, facts), *_of_transfer(strategy, facts), *_of_replay(strategy, facts))
-    return [*of_mode, *strategy.staleness.problems(), *rest]
-
-
-def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    workers = strategy.num_workers(facts)
-    if strategy.spare_replicas >= workers:
-        rule = f"spares are among strategy.workers={workers}, and at least one must compute. Use {workers - 1} or less."
-        yield Problem(key="strategy.spare_replicas", value=strategy.spare_replicas, rule=rule)
-    if strategy.spare_mode != "duplicate" and not strategy.spare_replicas:
-        yield _unused_key("spare_mode", strategy.spare_mode, "without strategy.spare_replicas")
-    if strategy.spare_mode == "replace" and strategy.spare_replicas:
-        yield from no_rollback("with strategy.spare_mode=replace the first shards that arrive make a step", facts)
-    if strategy.spare_mode == "replace" and facts.numerics.reproducible:
-        rule = "with strategy.spare_mode=replace, which shards make a step depends on time. Use duplicate, or false."
-        yield Problem(key="numerics.reproducible", value=True, rule=rule)
-    beside = "with strategy.mode=sync: gradients are never stale"
-    if strategy.staleness.policy != "accept":
-        yield _unused_key("staleness.policy", strategy.staleness.policy, beside)
-    if strategy.warmup_steps:
-        yield _unused_key("warmup_steps", strategy.warmup_steps, beside)
-
-
-def _of_async(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    beside = "with strategy.mode=async: no step waits for all its gradients"
-    if strategy.spare_replicas:
-        yield _unused_key("spare_replicas", strategy.spare_replicas, beside)
-    if strategy.spare_mode != "duplicate":
-        yield _unused_key("spare_mode", strategy.spare_mode, beside)
-    yield from async_problems(facts)
-
-
-def _of_devices(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    """Validate the number of devices per worker."""
-    count = strategy.devices_per_worker
-    if facts.num_gpus and count > facts.num_gpus:
-        rule = f"and this host has {facts.num_gpus} GPUs. Use that many, or fewer."
-        yield Problem(key="strategy.devices_per_worker", value=count, rule=rule)
-    if count > 1 and strategy.spare_mode == "replace" and strategy.spare_replicas:
-        rule = "with strategy.spare_mode=replace, an update is made of single shards. Use duplicate, or 1."
-        yield Problem(key="strategy.devices_per_worker", value=count, rule=rule)
-
-
-def _of_transfer(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    if strategy.transfer != "full" and facts.numerics.reproducible:
-        rule = (
-            "rounds transferred numbers, and numerics.reproducible promises the bits of one device. Use full, or false."
-        )
-        yield Problem(key="strategy.transfer", value=strategy.transfer, rule=rule)
-
-
-def _of_replay(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    if strategy.replay is None:
-        return
-    yield from no_rollback("strategy.replay follows the record of another run", facts)
-    if not (Path(strategy.replay).expanduser() / FILE).is_file():
-        rule = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
-        yield Problem(key="strategy.replay", value=strategy.replay, rule=rule)
-
-
-def _unused_key(key: str, value: object, why: str) -> Problem:
-    return Problem(key=f"strategy.{key}", value=value, rule=f"has no effect {why}. Leave it out.")

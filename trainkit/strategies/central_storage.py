@@ -1,0 +1,440 @@
+"""Central storage: the variables on one device, copies that compute on several devices of one process.
+
+Updates follow a step of all threads; or, asynchronously, they are applied as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.bounded import whole_numbers
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Task
+from trainkit.data.reading.collate import to_device
+from trainkit.errors import Problem
+from trainkit.fields import maths, placement
+from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
+from trainkit.strategies.base import (
+    Batch,
+    Executor,
+    Facts,
+    JsonMap,
+    LeftOut,
+    LocalModel,
+    LoopCall,
+    PlanContext,
+    SetupRequest,
+    StateDict,
+    Status,
+    StepContext,
+    StepCounter,
+    StepOutcome,
+    Strategy,
+    ignore_phase,
+)
+from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, computing_copy, sum_of, total_of
+from trainkit.strategies.core.optimizer import OptimizerStepper, Updater
+from trainkit.strategies.core.refusals import async_problems, launch_problems
+from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
+from trainkit.strategies.core.sparse import scatter_to_all_params
+from trainkit.strategies.core.synchronous import build_parts
+from trainkit.strategies.core.update import apply_update
+from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
+from trainkit.strategies.memory import ModelMemory
+from trainkit.strategies.model_transforms import uncompiled
+from trainkit.strategies.updates.scheduler import AsyncScheduler, PendingUpdate, WorkItem
+
+_CPU_THREADS = 2
+"""Default number of copies on a host without GPUs: as many as mirrored has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralStorage(Strategy):
+    """Keep parameters and optimizer in one place, and compute on several devices, in one process.
+
+    One thread per compute device works on a copy of the model. In `sync` the copies are refreshed after every update,
+    the gradients of all shards are summed where the variables are, and make one update: the training of one device. In
+    `async` a thread computes whole steps from the current variables, and each gradient is applied when it arrives, by
+    the optimizer of that thread: a different training, which depends on the speed of the threads. GPUs hold no
+    optimizer state.
+
+    Example:
+        >>> strategy = CentralStorage(compute_devices=("/gpu:0", "/gpu:1"))
+        >>> strategy.num_replicas(PlanContext(num_gpus=2)), strategy.tasks(PlanContext(num_gpus=2))[0].device
+        (2, 'cpu')
+
+    Source: tf.distribute.experimental.CentralStorageStrategy; in-graph replication, Abadi et al. 2016,
+    arXiv:1605.08695, section 4.4.
+    """
+
+    facts: ClassVar[Facts] = Facts(compiles="model")
+
+    parameter_device: Annotated[int | str, placement] = "auto"
+    """Device of the parameters and the optimizer; `auto`: the CPU, or the only compute device."""
+    compute_devices: Annotated[tuple[int | str, ...] | None, placement] = None
+    """Devices with one thread each, `[0,1]`; null: all GPUs, else two on the CPU. `cpu` may be named several times."""
+    mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"
+    """`sync`: one update of all gradients of a step; `async`: one update per gradient, when it arrives."""
+
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return problems: devices that do not exist or are repeated, and processes that have no work."""
+        if found := self.launch_problems(context.launch):
+            return found
+        key, names = "strategy.compute_devices", self.compute_devices
+        problems = device_list_problems(key, names, context.num_gpus, because="A GPU computes one copy.")
+        if self.parameter_device != "auto":
+            problems += device_problems("strategy.parameter_device", self.parameter_device, context.num_gpus)
+        if self.mode == "async":
+            problems += async_problems(context)
+            if context.average is not None:
+                rule = "each copy has its own optimizer, which averages only its own updates. Use strategy.mode=sync."
+                problems.append(Problem(key="average", rule=rule))
+        if not problems and context.numerics.reproducible and self.num_replicas(context) > context.numerics.lanes:
+            rule = f"more devices than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
+            problems.append(Problem(key=key, value=self.num_replicas(context), rule=rule))
+        return problems
+
+    def facts_in(self, context: PlanContext) -> Facts:
+        """Return whether threads update as gradients arrive; a step of its own loop ends with `step()` alone."""
+        if self.mode == "sync":
+            rule = "its threads compute and update as one. Use step(), or strategy=mirrored."
+            return replace(super().facts_in(context), withheld_calls={LoopCall.apart: rule})
+        rule = "strategy.mode=async has no step that ends before the next one. Use mode=sync."
+        return replace(
+            super().facts_in(context),
+            changes_maths=len(self._computing(context.num_gpus)) > 1,
+            is_asynchronous=True,
+            withheld_calls={LoopCall.session: rule},
+        )
+
+    def num_replicas(self, context: PlanContext) -> int:
+        """Return the number of compute devices, which share a step; 1 in `async`, where each computes whole steps."""
+        return 1 if self.mode == "async" else len(self._computing(context.num_gpus))
+
+    def notes(self, model: nn.Module, context: PlanContext) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+        """Return a note if asynchronous updates train differently."""
+        if not self.facts_in(context).changes_maths:
+            return ()
+        count = len(self._computing(context.num_gpus))
+        line = f"central_storage: {count} threads apply gradients as they arrive"
+        return (f"{line}: a different training from that of one device, and another every time.",)
+
+    def num_slots(self, num_gpus: int) -> int:
+        """Return the number of devices, or of CPU cores, that have their own thread."""
+        return max(1, len(self._computing(num_gpus)))
+
+    def launch_problems(self, launch: LaunchEnvironment | None) -> list[Problem]:
+        """Return the problem of more than one process."""
+        return launch_problems(launch, named="central_storage", called="central storage")
+
+    def tasks(self, context: PlanContext) -> tuple[Task, ...]:
+        """Return one task, on the parameter device; it computes on the devices of the copies."""
+        computing = tuple(dict.fromkeys(self._computing(context.num_gpus)))
+        return (Task(role="worker", index=0, rank=0, device=self._home(context.num_gpus), computes_on=computing),)
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a whole replica, the gradients of the other copies and their sum."""
+        copies = self._gradient_copies(context)
+        return ModelMemory.whole(model, gradient_copies=copies)
+
+    def _gradient_copies(self, context: PlanContext) -> int:
+        """Return the copies of all gradients: with lanes, those of each lane and of the tree; in `async` also copies of
+        parameters.
+        """
+        if self.mode == "async":
+            return 2 * len(self._computing(context.num_gpus))
+        if context.numerics.reproducible:
+            return context.numerics.lanes + context.numerics.lanes.bit_length()
+        count = self.num_replicas(context)
+        return 0 if count == 1 else count
+
+    def setup(self, request: SetupRequest) -> CentralExecutor:
+        """Put the variables on the parameter device, and a copy on each compute device."""
+        variables = Replica(build_parts(request))
+        devices = [torch.device(name) for name in self._computing(torch.cuda.device_count())]
+        for device in devices:
+            request.precision.apply_globally(device.type, reproducible=request.numerics.reproducible)
+        is_async = self.mode == "async"
+        phases = [ignore_phase if is_async or place else request.on_phase for place in range(len(devices))]
+        copies = [
+            computing_copy(variables, device, shares=not is_async, on_phase=on_phase)
+            for device, on_phase in zip(devices, phases, strict=True)
+        ]
+        local = LocalModel(
+            # the evaluated model must not change during evaluation, nor be compiled: in `async` the copies compute all
+            # the time
+            model=uncompiled(variables.model) if is_async else copies[0].model,
+            device=variables.device if is_async else devices[0],
+            device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),
+            data_ranks=variables.data_ranks,
+            precision=request.precision,
+            lanes=variables.lanes,
+        )
+        computing = ComputingCopies(variables, copies)
+        if not is_async:
+            return CentralExecutor(computing, local, request.training)
+        masters = variables.masters
+        more = [OptimizerStepper(request.make_optimizer(masters), list(masters.values())) for _ in devices[1:]]
+        return AsyncCentralExecutor(computing, local, request.training, [variables.stepper, *more])
+
+    def _computing(self, num_gpus: int) -> list[str]:
+        """Return the devices of the model copies."""
+        if self.compute_devices is None:
+            return [f"cuda:{index}" for index in range(num_gpus)] or ["cpu"] * _CPU_THREADS
+        return [parse_device(name) or "cpu" for name in self.compute_devices]
+
+    def _home(self, num_gpus: int) -> str:
+        """Return the parameter device."""
+        if self.parameter_device != "auto":
+            return parse_device(self.parameter_device) or "cpu"
+        computing = self._computing(num_gpus)
+        return computing[0] if len(computing) == 1 else "cpu"
+
+
+class CentralExecutor(Executor):
+    """The variables in one place, and the copies that compute with them."""
+
+    def __init__(self, copies: ComputingCopies, local: LocalModel, training: StepContext) -> None:
+        self._copies, self._variables, self._local, self._training = copies, copies.source, local, training
+
+    @property
+    def local(self) -> LocalModel:
+        """The model that is evaluated."""
+        return self._local
+
+    def assign(self, step: int) -> tuple[int, ...]:
+        """Return all shards: the threads share them."""
+        return tuple(range(self._training.plan.num_shards(step)))
+
+    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:  # noqa: ARG002 - the loop ends
+        """Yield the position's step, whole."""
+        while True:
+            step = position.step
+            yield Ticket(step, self.assign(step))
+
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Run forward and backward on all threads, and update the variables once."""
+        copies, variables, training, device = self._copies, self._variables, self._training, self._local.device
+        copies.set_loss_scale(self._local.loss_scale)
+        works = self._works(ticket, batches)
+        if variables.packing is None:
+            works[0].agree_on_grad_layout()
+            copies.settle(works[0].replica)
+        assert variables.packing is not None
+        variables.buffers.begin_step()
+        num_shards = training.plan.num_shards(ticket.step)
+        partials = self._partials(works, num_shards)
+        sums = variables.reducer.reduce(partials, num_shards=num_shards, packing=variables.packing)
+        variables.set_sparse(copies.copies[0].sparse)
+        if variables.exchanged is not None:
+            sums = scatter_to_all_params(variables, sums, {})
+        variables.on_phase("update", ticket.step)
+        loss_sum = sum_of([work.loss_sum.to(device) for work in works if work.loss_sum is not None])
+        variables.begin_update(ticket.step)
+        status, norm = apply_update(variables, sums, works[0].divisor, training.rule(ticket.step), loss_sum=loss_sum)
+        self._local.set_loss_scale(variables.loss_scale)
+        copies.refresh()
+        variables.end_update(ticket.step)
+        left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
+        counted = sum_of([work.weight.to(device) for work in works if isinstance(work.weight, Tensor)])
+        known = sum(work.weight for work in works if not isinstance(work.weight, Tensor))
+        weight = known if counted is None else counted + known
+        terms = _terms(works, device)
+        return StepOutcome(ticket.step, status, loss_sum, weight, norm, left_out, terms=terms)
+
+    def _works(self, ticket: Ticket, batches: Sequence[Batch]) -> list[ThreadWork]:
+        """Return the share of the shards of each copy, with the batches on its device."""
+        given, copies, plan = dict(zip(ticket.shards, batches, strict=True)), self._copies.copies, self._training.plan
+        num_shards, lanes, works = plan.num_shards(ticket.step), self._variables.lanes, []
+        for place, copy in enumerate(copies):
+            own = shards_of_rank(num_shards, rank=place, num_ranks=len(copies), lanes=lanes)
+            own_batches = [to_device(given[shard], copy.device) for shard in own]
+            works.append(ThreadWork(copy, Ticket(ticket.step, own), own_batches, self._training))
+        return works
+
+    def _partials(self, works: Sequence[ThreadWork], num_shards: int) -> Iterator[tuple[int, Sums]]:
+        """Yield (lane, its sums) on the variables' device, in an order that does not depend on the threads' speed."""
+        device, lanes, copies = self._variables.device, self._variables.lanes, self._copies
+        in_turn = copies.may_compile((place, work.batches) for place, work in enumerate(works))
+        found = [dict(one) for one in copies.run(lambda work: work.sums(device), works, in_turn=in_turn)]
+        if lanes is None:
+            yield 0, total_of([own[0] for own in found if own])
+            return
+        for lane in lane_order(lanes):
+            if lane < num_shards:
+                yield lane, found[lane % len(works)][lane]
+
+    def state_dict(self) -> StateDict:
+        """Return the state of the variables."""
+        return replica_state(self._variables)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore the tensors of a checkpoint of any strategy, and copy them to the copies."""
+        restore_replica(self._variables, state)
+        self._copies.refresh(frozen=True)
+
+    def recover(self, step: int) -> bool:
+        """Restore the buffers of an interrupted step."""
+        return self._variables.recover(step)
+
+    def swap_averages(self) -> bool:
+        """Exchange the variables and their averages."""
+        found = self._variables.swap_averages()
+        self._copies.refresh()
+        return found
+
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - there is no other rank
+        """End the threads."""
+        self._copies.close()
+
+
+def _terms(works: Sequence[ThreadWork], device: torch.device) -> dict[str, Tensor]:
+    """Return the terms of the loss, summed over the threads with shards."""
+    found: dict[str, Tensor] = {}
+    for work in works:
+        for name, term in work.terms.items():
+            found[name] = found[name] + term.to(device) if name in found else term.to(device)
+    return found
+
+
+class AsyncCentralExecutor(CentralExecutor):
+    """The variables and the copies, each of which computes whole steps and has its own optimizer over the variables."""
+
+    def __init__(
+        self, copies: ComputingCopies, local: LocalModel, training: StepContext, steppers: Sequence[Updater]
+    ) -> None:
+        super().__init__(copies, local, training)
+        self._steppers = list(steppers)
+        self._scheduler = AsyncScheduler(plan=training.plan)
+        for place in range(len(steppers)):
+            self._scheduler.join(str(place))
+        self._chosen: WorkItem | None = None
+        """The work of the ticket that was yielded last."""
+        self._running: dict[Future[tuple[ThreadWork, Sums, int]], WorkItem] = {}
+        """Steps in progress, in the order of assignment."""
+        self._arrived: dict[int, tuple[ThreadWork, Sums, int]] = {}
+        """Gradients by the number of their work item."""
+        self._recalled: JsonMap = {}
+        self._lock = Lock()
+        """Held while all variables are read or written."""
+
+    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
+        """Yield whole steps, first the unfinished ones of an earlier start; empty tickets wait for the rest."""
+        self._scheduler.recall(self._recalled, position.step, until)
+        while True:
+            idle = self._idle
+            self._chosen = self._scheduler.next(idle[0]) if idle else None
+            yield Ticket(position.step, ()) if self._chosen is None else self._chosen.ticket
+
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Assign a step to an idle copy; if none is left, apply the first gradient that arrives.
+
+        Args:
+            ticket: a whole step; an empty one only waits.
+            batches: one per shard, on the variables' device.
+
+        Returns:
+            The applied update, as the step of its version; or the outcome of a step in progress.
+        """
+        if self._chosen is not None:
+            self._send(self._chosen, batches)
+            if self._idle:
+                return StepOutcome(ticket.step, Status.handed_out, None, 0.0)
+        self._variables.on_phase("reduce", ticket.step)  # the time in which the copies compute
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        first = next(future for future in self._running if future in done)
+        item = self._running.pop(first)
+        self._arrived[item.number] = found = first.result()
+        self._scheduler.report(item.number, item.worker, found[2])
+        update = self._scheduler.next_ready_update()
+        assert update is not None, "each gradient makes an update"
+        return self._apply(update)
+
+    @property
+    def _idle(self) -> list[str]:
+        busy = {item.worker for item in self._running.values()}
+        return [worker for worker in map(str, range(len(self._steppers))) if worker not in busy]
+
+    def _send(self, item: WorkItem, batches: Sequence[Batch]) -> None:
+        copies, place = self._copies, int(item.worker)
+        copy = copies.copies[place]
+        work = ThreadWork(copy, item.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
+        if self._variables.packing is None:
+            work.agree_on_grad_layout()
+            copies.settle(work.replica)
+        compiles = copies.may_compile([(place, work.batches)])
+        if compiles:
+            wait(self._running)
+        future = copies.submit(self._computed, work)
+        self._running[future] = item
+        if compiles:
+            wait([future])
+
+    def _computed(self, work: ThreadWork) -> tuple[ThreadWork, Sums, int]:
+        """Read the current variables and compute a whole step with them, on a thread; return their version, too."""
+        with self._lock:
+            self._copies.refresh(work.replica)
+            version = self._scheduler.version
+        ((_, sums),) = work.sums(self._variables.device)
+        return work, sums, version
+
+    def _apply(self, update: PendingUpdate) -> StepOutcome:
+        """Update the variables by the optimizer of the copy that computed."""
+        (item,), variables, local = update.items, self._variables, self._local
+        work, sums, _ = self._arrived.pop(item.number)
+        variables.on_phase("update", item.ticket.step)
+        with self._lock:
+            variables.use_stepper(self._steppers[int(item.worker)])
+            variables.set_sparse(work.replica.sparse)
+            variables.buffers.begin_step()
+            rule = self._training.rule(update.version)
+            status, norm = apply_update(variables, sums, work.divisor, rule, loss_sum=work.loss_sum)
+            local.step_metrics["staleness"] = float(update.staleness)
+            self._scheduler.merged(update)
+        weight = work.weight.to(local.device) if isinstance(work.weight, Tensor) else work.weight
+        assert work.loss_sum is not None
+        losses = work.loss_sum.to(local.device)
+        left_out = (LeftOut(update.version, update.tickets),) if status is Status.skipped else ()
+        terms = {name: term.to(local.device) for name, term in work.terms.items()}
+        return StepOutcome(update.version, status, losses, weight, norm, left_out, update.tickets, terms)
+
+    def state_dict(self) -> StateDict:
+        """Return the variables and the first copy's optimizer state; that of other copies in slots `NAME@COPY`."""
+        variables = self._variables
+        variables.use_stepper(self._steppers[0])
+        found = replica_state(variables)
+        for place, stepper in enumerate(self._steppers[1:], start=1):
+            for key, tensor in stepper.state(variables.masters).items():
+                kind, slot, name = key.split("/", 2)
+                found[f"{kind}/{slot}@{place}/{name}"] = tensor
+        return found
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore a state of `state_dict`, or of another strategy, whose optimizer state every copy then uses."""
+        variables = self._variables
+        variables.use_stepper(self._steppers[0])
+        restore_replica(variables, state)
+        for place, stepper in enumerate(self._steppers[1:], start=1):
+            own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
+            stepper.restore(variables.masters, own or state)
+        self._copies.refresh(frozen=True)
+
+    def recover(self, step: int) -> bool:
+        """Return False: other threads are in the middle of their steps."""
+        del step
+        return False
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return the steps that are assigned and not applied."""
+        return self._scheduler.remember()
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Assign these steps again, before any other."""
+        self._recalled = {"handed_out": whole_numbers(extra.get("handed_out", []))}

@@ -1,1 +1,0 @@
-"""Variables in one place, and one thread per device that computes with them."""

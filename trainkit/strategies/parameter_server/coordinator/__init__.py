@@ -1,1 +1,0 @@
-"""The coordinator: it assigns work to workers, schedules updates and keeps the update log."""

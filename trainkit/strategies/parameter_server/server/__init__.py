@@ -1,1 +1,0 @@
-"""A server: it holds a shard of the variables, aggregates gradients and applies updates."""

@@ -1,1 +1,0 @@
-"""Connections between tasks: authentication, frames, messages and the client of the servers."""

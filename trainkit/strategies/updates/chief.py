@@ -1,0 +1,376 @@
+"""The chief: it assigns work to the workers, makes the servers apply updates of their gradients, and evaluates."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from math import isfinite
+from threading import Thread
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trainkit.adapters.average import AVERAGE
+from trainkit.errors import CheckpointError, LinkError, TrainingError
+from trainkit.strategies.base import (
+    Batch,
+    Executor,
+    JsonMap,
+    LeftOut,
+    SetupRequest,
+    StateDict,
+    Status,
+    StepCounter,
+    StepOutcome,
+    Ticket,
+)
+from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
+from trainkit.strategies.core.step import LossDivisor
+from trainkit.strategies.tensors.layouts import FlatBuffer
+from trainkit.strategies.updates.client import ParameterServerClient
+from trainkit.strategies.updates.links import AddressBook, Connection
+from trainkit.strategies.updates.scheduler import FILE, PendingUpdate, UpdateLog, WorkScheduler, staleness_summary
+from trainkit.strategies.updates.server import SumOptions, lane_sum
+from trainkit.strategies.updates.variables import tensors_of, unsaved_of
+from trainkit.strategies.updates.worker import Mode, WorkOrder, WorkReport, gradient_keys
+
+OWN: Final = "chief"
+"""Name of the worker in the chief's own process."""
+_POLL_S: Final = 1.0
+"""Seconds between two checks for workers that have been silent for long."""
+
+
+class Chief(Executor):
+    """The chief's process: the model that is evaluated, the workers, and the updates.
+
+    Messages of workers arrive in one queue; all methods run on the main thread. Another thread is a worker as in other
+    processes.
+
+    Args:
+        eval_model: the model that is evaluated; its loss scale is adjusted here.
+        servers: the connections to the servers.
+        work: runs the chief's own worker, on a thread.
+        mixes: whether an update may contain shards of several steps.
+        timeout_s: seconds that a worker may take for one work item.
+    """
+
+    def __init__(
+        self,
+        request: SetupRequest,
+        eval_model: Replica,
+        addresses: AddressBook,
+        servers: ParameterServerClient,
+        *,
+        scheduler: WorkScheduler,
+        work: Callable[[], None],
+        mode: Mode,
+        mixes: bool,
+        timeout_s: float,
+    ) -> None:
+        self._request, self._eval_model, self._training = request, eval_model, request.training
+        self._addresses, self._servers, self._listener = addresses, servers, addresses.listener(OWN)
+        self._scheduler, self._mode, self._mixes, self._timeout_s = scheduler, mode, mixes, timeout_s
+        numerics = eval_model.numerics
+        self._lanes = numerics.lanes if numerics.reproducible else None
+        """Lanes of the reproducible order of summation."""
+        self._thread = Thread(target=self._run_worker, args=(work,), name="chief's worker", daemon=True)
+        self._events: queue.SimpleQueue[tuple[Connection | None, WorkReport | BaseException | None]]
+        self._events = queue.SimpleQueue()
+        """Messages of workers, None: it is ready; and the error of the chief's own."""
+        self._workers: dict[str, Connection] = {}
+        self._orders: dict[str, tuple[WorkOrder, float]] = {}
+        """The current work of each busy worker, and the time of its assignment."""
+        self._reports: dict[int, WorkReport] = {}
+        """The gradients that wait at the servers, by number."""
+        self._log: UpdateLog | None = None
+        self._recalled: JsonMap = {}
+        """The assigned work in a checkpoint."""
+        self._loads = 0
+        self._seen = 0
+        """The version of the evaluated model."""
+        self._shows_averages = False
+        """Whether the evaluated model holds averages."""
+        self._staleness = Counter[int]()
+        """Number of updates by staleness."""
+        self._mixed = 0
+        """Number of gradients that were computed from variables of several versions."""
+
+    @property
+    def local(self) -> Replica:
+        """The model that is evaluated."""
+        return self._eval_model
+
+    def assign(self, step: int) -> tuple[int, ...]:
+        """Return an empty tuple: shards are assigned to idle workers."""
+        del step
+        return ()
+
+    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
+        """Send the servers the variables, again after a rollback; yield empty tickets: each waits for an update."""
+        version, folder = position.step, self._request.folder
+        try:
+            self._scheduler.recall(self._recalled, version, until)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"meta.json does not hold the assigned steps: {error}.") from None
+        unsaved = unsaved_of(self._eval_model.model)
+        self._servers.load_state(replica_state(self._eval_model), version=version, unsaved=unsaved)
+        self._seen, self._loads = version, self._loads + 1
+        self._reports.clear()
+        if self._log is not None:
+            self._log.close()
+        self._log = UpdateLog(None if folder is None else folder / FILE, version)
+        if self._mode == "async":
+            self._staleness = Counter(line.staleness for line in self._log.kept)
+        while True:
+            yield Ticket(position.step, ())
+
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Handle messages of workers until an update is ready, and make it; idle workers get work."""
+        del ticket, batches
+        if self._thread.ident is None:
+            self._listener.serve(self._listen)
+            self._addresses.publish(OWN, self._listener.address)
+            self._thread.start()
+        while True:
+            update = self._scheduler.next_ready_update()
+            outcome = None if update is None else self._apply(update)
+            self._hand_out()
+            if outcome is not None:
+                return outcome
+            if OWN in self._workers and OWN not in self._orders:  # so that the hang detector does not blame the chief
+                self._eval_model.on_phase("idle", self._scheduler.version)
+            with suppress(queue.Empty):
+                self._take(*self._events.get(timeout=_POLL_S))
+            self._expire_silent_workers()
+
+    def refresh_model(self) -> None:
+        """Read the variables into the model for evaluation."""
+        if self._seen != self._scheduler.version:
+            self._servers.pull(tensors_of(self._eval_model.model))
+            self._seen = self._scheduler.version
+
+    def swap_averages(self) -> bool:
+        """Read the averages from the servers into the model for evaluation; if they are there already, read the
+        variables again.
+        """
+        if self._shows_averages:
+            self._shows_averages, self._seen = False, -1
+            self.refresh_model()
+            return True
+        state = self.state_dict()
+        averages = {name: state.get(f"optimizer/{AVERAGE}/{name}") for name in self._eval_model.params}
+        with torch.no_grad():
+            for name, average in averages.items():
+                if average is not None:
+                    self._eval_model.params[name].copy_(average)
+        self._shows_averages = any(average is not None for average in averages.values())
+        return self._shows_averages
+
+    def state_dict(self) -> StateDict:
+        """Return the state of the servers; before the first step, the state that they will load."""
+        if self._thread.ident is None:
+            return replica_state(self._eval_model)
+        assert self._log is not None
+        self._log.flush()
+        return self._servers.state()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore a checkpoint; the servers load it before the next step."""
+        restore_replica(self._eval_model, state)
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return the work that is assigned and not applied."""
+        return self._recalled if self._log is None else self._scheduler.remember()
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Assign this work again, before any other."""
+        self._recalled = dict(extra)
+
+    def result_extra(self) -> JsonMap:
+        """Return the staleness of the updates, and the number of late gradients."""
+        found: dict[str, object] = {}
+        if self._staleness:
+            found["staleness"] = staleness_summary(self._staleness)
+        if self._scheduler.late:
+            found["late_gradients"] = dict(sorted(self._scheduler.late.items()))
+        if self._mixed:
+            found["mixed_reads"] = self._mixed
+        return found
+
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - other tasks wait for no exchange
+        """End the other tasks, and close all connections."""
+        self._addresses.end()
+        for link in self._workers.values():
+            with suppress(LinkError):
+                link.send("bye")
+        with suppress(LinkError):
+            self._servers.shutdown()
+        self._servers.close()
+        self._listener.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._log is not None:
+            self._log.close()
+
+    def _run_worker(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+            self._events.put((None, error))
+
+    def _listen(self, link: Connection) -> None:
+        """Receive from a worker, on the thread of its connection, until that ends."""
+        try:
+            while True:
+                frame = link.receive()
+                link.tensors(0)
+                self._events.put((link, None if frame.kind == "ready" else WorkReport.of(frame.meta)))
+        except (LinkError, TypeError, ValueError) as error:
+            self._events.put((link, error))
+
+    def _take(self, link: Connection | None, told: WorkReport | BaseException | None) -> None:
+        """Handle one message. Those of workers already declared lost are ignored."""
+        if link is None:
+            assert isinstance(told, BaseException)
+            raise told
+        if told is None:
+            self._lose(link.peer)  # the worker reconnected before its old connection was seen to break
+            self._workers[link.peer] = link
+            self._scheduler.join(link.peer)
+        elif self._workers.get(link.peer) is not link:
+            return
+        elif isinstance(told, BaseException):
+            self._lose(link.peer)
+        else:
+            self._orders.pop(link.peer, None)
+            if self._scheduler.report(told.number, link.peer, told.read):
+                self._reports[told.number] = told
+            else:
+                self._servers.discard_staged(told.keys)
+
+    def _hand_out(self) -> None:
+        for name, link in self._workers.items():
+            item = None if name in self._orders else self._scheduler.next(name)
+            if item is not None:
+                order = WorkOrder(
+                    number=item.number,
+                    step=item.ticket.step,
+                    shards=item.ticket.shards,
+                    version=item.version,
+                    loads=self._loads,
+                    scale=self._eval_model.loss_scale.scale,
+                )
+                self._orders[name] = order, time.monotonic()
+                with suppress(LinkError):  # the thread that receives from a broken connection reports that
+                    link.send("work", asdict(order))
+
+    def _lose(self, name: str) -> None:
+        """Remove a lost worker; its work is assigned again."""
+        link, (order, _) = self._workers.pop(name, None), self._orders.pop(name, (None, 0.0))
+        if link is not None:
+            link.close()
+            self._scheduler.leave(name)
+        if order is not None:
+            count = 1 if self._lanes is None else len(order.shards)
+            self._servers.discard_staged(gradient_keys(order.number, count))
+
+    def _expire_silent_workers(self) -> None:
+        for name, (order, since) in list(self._orders.items()):
+            if time.monotonic() - since > self._timeout_s:
+                if name == OWN:
+                    said = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
+                    raise TrainingError(f"step {order.step}: {said}")
+                self._lose(name)
+
+    def _apply(self, update: PendingUpdate) -> StepOutcome:
+        scheduler, local = self._scheduler, self._eval_model
+        local.on_phase("update", update.version)
+        reports = [self._reports.pop(item.number) for item in update.items]
+        status, norm = (self._apply_one if self._mode == "async" else self._apply_sum)(update, reports)
+        losses = self._number(sum(report.loss_sum for report in reports))
+        weight = sum(weight for report in reports for weight in report.weights)
+        left_out = (LeftOut(update.version, update.tickets),) if status is Status.skipped else ()
+        names = dict.fromkeys(name for report in reports for name in report.terms)
+        terms = {name: self._number(sum(report.terms.get(name, 0.0) for report in reports)) for name in names}
+        if status is Status.retry:
+            scheduler.requeue_after_overflow(update)
+        else:
+            assert self._log is not None
+            scheduler.merged(update)
+            self._log.note(update)
+            self._mixed += sum(report.mixed for report in reports)
+            if self._mode == "async":
+                self._staleness[update.staleness] += 1
+                local.step_metrics["staleness"] = float(update.staleness)
+            if scheduler.late:
+                local.step_metrics["late_gradients"] = float(scheduler.late.total())
+        return StepOutcome(update.version, status, losses, weight, norm, left_out, update.tickets, terms)
+
+    def _apply_one(self, update: PendingUpdate, reports: list[WorkReport]) -> tuple[Status, Tensor | None]:
+        """Apply one gradient that its worker has already scaled and clipped."""
+        (report,), decision = reports, update.decision
+        if not report.is_finite:
+            return Status.skipped, None
+        lr_factor = self._training.rule(update.version).lr_factor / decision.lr_divisor
+        self._servers.apply(version=update.version + 1, lr_factor=lr_factor, factor=decision.factor, keys=report.keys)
+        return Status.applied, None if report.norm is None else self._number(report.norm)
+
+    def _apply_sum(self, update: PendingUpdate, reports: list[WorkReport]) -> tuple[Status, Tensor | None]:
+        """Apply the sum of shards' gradients: like `apply_update`, but on the servers."""
+        local, rule, leaves_out = self._eval_model, self._training.rule(update.version), self._leaves_out
+        scale = local.loss_scale
+        staged = []
+        for item, report in zip(update.items, reports, strict=True):  # one gradient per shard, or one for all
+            of_item = zip(item.ticket.shards, report.keys, report.weights, strict=False)
+            staged += [((item.ticket.step, shard), key, weight) for shard, key, weight in of_item]
+        staged.sort()
+        weight_factor, buffer_factor = self._factors(update, [weight for _, _, weight in staged])
+        options = SumOptions(
+            lanes=self._lanes,
+            weight_factor=weight_factor,
+            check_finite=scale.moves or leaves_out,
+            check_others=leaves_out,
+            unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
+            norms=rule.max_norm is not None,
+        )
+        sums = self._servers.sum([key for _, key, _ in staged], options, exact=self._lanes is not None)
+        is_lost = leaves_out and not (sums.others_finite and all(isfinite(one.loss_sum) for one in reports))
+        if is_lost or not sums.finite:
+            retries = not is_lost and (scale.may_retry or not leaves_out)
+            local.set_loss_scale(scale.after(overflow=True) if retries else scale.after_skip())
+            return (Status.retry if retries else Status.skipped), None
+        norm, factor = None, 1.0
+        if rule.max_norm is not None:
+            norm = sums.norm
+            factor = float(torch.clamp(rule.max_norm / (norm + 1e-6), max=1.0))
+        self._servers.apply(
+            version=update.version + 1, lr_factor=rule.lr_factor, factor=factor, buffer_factor=buffer_factor
+        )
+        local.set_loss_scale(scale.after(overflow=False))
+        return Status.applied, norm
+
+    def _factors(self, update: PendingUpdate, weights: list[float]) -> tuple[float | None, float]:
+        """Return the factors of gradients and buffers that workers have not applied; None: no factor."""
+        plan = self._training.plan
+        samples = sum(plan.shard_size(ticket.step, shard) for ticket in update.tickets for shard in ticket.shards)
+        size = plan.global_size if self._mixes else samples
+        divisor = LossDivisor.of(self._training.weighing, size)
+        if divisor.counted:
+            packing = FlatBuffer([torch.Size([1])], self._eval_model.precision.master_dtype, torch.device("cpu"))
+            given = [[torch.tensor([weight], dtype=packing.dtype)] for weight in weights]
+            (total,) = lane_sum(given, self._lanes, packing)
+            assert total is not None
+            return float(divisor.factor(total)), size / samples
+        return (None if size == samples else size / samples), size / samples
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self._eval_model.numerics.leaves_out
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._eval_model.precision.master_dtype, device=self._eval_model.device)
