@@ -14,7 +14,6 @@ from tests.support.saving import save
 from trainkit.errors import UnreadableError
 from trainkit.trainer.checkpoint.loading import load, newest_valid, note_foreign
 from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.saving import begin, commit, write_part
 from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import MARK, OwnershipToken
 
@@ -134,15 +133,6 @@ def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pyt
     put(root, 2, keep=1)
     assert [path.name for path in (root / "step_00000001.aside").iterdir()] == ["notes.txt"]
     assert "files of step_00000001 that this run did not write" in capsys.readouterr().err
-
-
-def test_a_checkpoint_without_a_token_is_not_of_a_run_that_has_one(root: Path) -> None:
-    draft = begin(root, 1, OwnershipToken.new())
-    (draft / MARK).unlink()
-    commit(draft, step=1, parts=[write_part(draft, {})], meta={}, aliases={})
-    put(root, 2, keep=1)
-    assert steps(root) == [2]
-    assert load(root / "step_00000001").checkpoint.owner is None
 
 
 def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:

@@ -13,7 +13,7 @@ from trainkit.errors import CheckpointError
 from trainkit.strategies.tensor_shards import TensorShard
 from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
 from trainkit.trainer.checkpoint.loading import load
-from trainkit.trainer.checkpoint.saving import begin, commit, write_part
+from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
 from trainkit.trainer.checkpoint.tensor_file import DTYPES, weights_sha256
 from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import OwnershipToken
@@ -92,11 +92,12 @@ def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path: Path) -> No
 
 
 def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    whole, draft = torch.arange(20.0).reshape(5, 4), begin(tmp_path, 8, OwnershipToken.new())
+    whole, owner = torch.arange(20.0).reshape(5, 4), OwnershipToken.new()
+    draft = Draft(folder=begin(tmp_path, 8, owner), step=8)
     cuts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(2, 5), slice(1, 4))]
     pieces = [TensorShard(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
-    parts = [write_part(draft, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
-    commit(draft, step=8, parts=parts, meta={}, aliases={})
+    parts = [write_part(draft.folder, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
+    commit(draft, parts, owner)
     tensors = load(tmp_path / "step_00000008").tensors
     assert torch.equal(tensors["param/w"], whole)
     for number in (0, 2):  # what is read first needs neither
@@ -115,11 +116,12 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_pieces_that_do_not_make_up_a_tensor_are_never_written(
     tmp_path: Path, cuts: list[tuple[int, int]], wrong: str
 ) -> None:
-    whole, draft = torch.arange(10.0).reshape(5, 2), begin(tmp_path, 8, OwnershipToken.new())
+    whole, owner = torch.arange(10.0).reshape(5, 2), OwnershipToken.new()
+    draft = Draft(folder=begin(tmp_path, 8, owner), step=8)
     pieces = [TensorShard(tensor=whole[a:b], offset=(a, 0), shape=(5, 2)) for a, b in cuts]
-    parts = [write_part(draft, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
+    parts = [write_part(draft.folder, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
     with pytest.raises(CheckpointError, match=f"param/w cannot be saved: its {wrong}"):
-        commit(draft, step=8, parts=parts, meta={}, aliases={})
+        commit(draft, parts, owner)
     assert list_complete(tmp_path) == []
 
 

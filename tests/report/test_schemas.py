@@ -19,7 +19,7 @@ from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SweepState
 from trainkit.tracking.state import TrackingState, begun_state
 from trainkit.trainer.checkpoint.retention import EvaluatedIndex
-from trainkit.trainer.checkpoint.saving import begin, commit, write_part
+from trainkit.trainer.checkpoint.saving import Draft, begin, commit, write_part
 from trainkit.trainer.ownership import OwnershipToken
 from trainkit.verbs.looking.schema import schema_of
 
@@ -116,10 +116,11 @@ def test_files_of_a_run_and_of_its_checkpoint(run: Path) -> None:
 
 
 def test_the_index_of_a_sharded_checkpoint_lists_the_pieces_of_each_rank(tmp_path: Path) -> None:
-    draft = begin(tmp_path, 1, OwnershipToken.new())
+    owner = OwnershipToken.new()
+    draft = Draft(folder=begin(tmp_path, 1, owner), step=1, aliases={"param/tied": "param/w"})
     halves = [TensorShard(tensor=torch.zeros(2, 3), offset=(2 * rank, 0), shape=(4, 3)) for rank in range(2)]
-    parts = [write_part(draft, {"param/w": (half,)}, rank=rank) for rank, half in enumerate(halves)]
-    commit(draft, step=1, parts=parts, meta={"position": None}, aliases={"param/tied": "param/w"})
+    parts = [write_part(draft.folder, {"param/w": (half,)}, rank=rank) for rank, half in enumerate(halves)]
+    commit(draft, parts, owner)
     found = json.loads((tmp_path / "step_00000001/index.json").read_text())
     refuse_invalid("checkpoint_index", found)
     assert [piece["file"][:10] for piece in found["tensors"]["param/w"]["pieces"]] == ["rank_00000", "rank_00001"]

@@ -101,13 +101,15 @@ class OwnershipToken:
         except UnreadableError:
             return None
 
-    def mark(self, folder: Path) -> None:
+    def mark(self, folder: Path, *, sync: bool = True) -> None:
         """Write the token into a folder, flushed to the disk; a kill leaves either the complete file or none.
+
+        Without `sync`, for a folder that is soon deleted or gets its final name, a crash of the machine may lose it.
 
         Raises:
             OSError: the file system refuses.
         """
-        write_atomically(folder / MARK, json.dumps(asdict(self)))
+        write_atomically(folder / MARK, json.dumps(asdict(self)), sync=sync)
 
     def make(self, folder: Path) -> None:
         """Create a folder with the token.
@@ -117,7 +119,7 @@ class OwnershipToken:
         """
         folder.mkdir()
         try:
-            self.mark(folder)
+            self.mark(folder, sync=False)
         except OSError:
             folder.rmdir()
             raise

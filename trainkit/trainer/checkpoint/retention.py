@@ -197,7 +197,7 @@ def delete(checkpoint: Checkpoint, owner: OwnershipToken) -> None:
         _delete(_retired(checkpoint.folder, owner), owner, checkpoint.folder.name, proven=True)
 
 
-def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
+def make_room(final: Path, owner: OwnershipToken) -> Path | None:
     """Rename an existing path that has the name of a new checkpoint.
 
     Returns:
@@ -210,7 +210,7 @@ def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
     if not os.path.lexists(final):
         return None
     with suppress(CheckpointError):
-        if owner is not None and not final.is_symlink() and read_manifest(final).owner == owner.token:
+        if not final.is_symlink() and read_manifest(final).owner == owner.token:
             return _retired(final, owner)
     set_aside(final, "is in the place of a new checkpoint")
     return None

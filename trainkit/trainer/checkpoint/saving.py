@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -51,18 +51,21 @@ _VISIBLE_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(kw_only=True)
-class _Saving:
-    """A save between its copy to the host and its manifest."""
+class Draft:
+    """A checkpoint that is being written, until its folder is renamed."""
 
+    folder: Path
+    """The temporary folder."""
     step: int
-    meta: Mapping[str, Any]
-    metric: float | None
-    aliases: Mapping[str, str]
-    needed: int
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    metric: float | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tied tensor -> the name that is written."""
+    needed: int = 0
     """Bytes that all ranks write."""
-    draft: Path | None = None
     thread: threading.Thread | None = None
     part: dict[str, Any] | None = None
+    """The file of this rank, as `write_part` returns it."""
     error: BaseException | None = None
 
 
@@ -103,7 +106,7 @@ class Saver:
         self._snapshot = snapshot or Snapshot()
         self._is_alone, self._is_first = self._ranks.num_ranks == 1, self._ranks.rank == 0
         self._who = "" if self._is_first else f"rank {self._ranks.rank}: "
-        self._pending: _Saving | None = None
+        self._pending: Draft | None = None
         self._finished: list[Checkpoint] = []
 
     def save(self, *, step: int, pieces: ShardedState, meta: Mapping[str, Any], metric: float | None = None) -> None:
@@ -128,26 +131,31 @@ class Saver:
         pieces, aliases = self._untied(pieces)
         own = bytes_needed(piece.tensor for parts in pieces.values() for piece in parts)
         needed = sum(all_gather_object(own, self._ranks))
-        # All ranks share one file system: rank 0 checks it for all.
-        self._agreed(lambda: self._refuse_lack_of_room(step, needed if self._is_first else 0, largest_file=own))
-        saving = _Saving(step=step, meta=meta, metric=metric, aliases=aliases, needed=needed)
-        if not self._is_alone:
-            saving.draft = self._begin(step)
+
+        def refuse_lack_of_room() -> None:
+            """All ranks share one file system: rank 0 checks it for all."""
+            asked = needed if self._is_first else 0
+            with _explained(self._root, step, needed=asked, who=self._who):
+                if (code := lacking(self._root, asked, own)) is not None:
+                    raise OSError(code, os.strerror(code))
+
+        self._agreed(refuse_lack_of_room)
+        if self._background:
+            copies = self._snapshot.take(_by_key(pieces))
+            pieces = {
+                name: [replace(piece, tensor=copies[file_key(name, place)]) for place, piece in enumerate(parts)]
+                for name, parts in pieces.items()
+            }
+        folder = self._begin(step)
+        draft = Draft(folder=folder, step=step, meta=meta, metric=metric, aliases=aliases, needed=needed)
+        self._pending = draft
         if not self._background:
-            self._pending = saving
-            self._write(saving, pieces)
+            self._write(draft, pieces)
             return self.wait()
-        copies = self._snapshot.take(_by_key(pieces))
-        pieces = {
-            name: [replace(piece, tensor=copies[file_key(name, place)]) for place, piece in enumerate(parts)]
-            for name, parts in pieces.items()
-        }
         # A daemon: a second Ctrl-C ends the process at once, and leaves a temporary folder that never counts as a
         # checkpoint.
-        saving.thread = threading.Thread(target=self._write, args=(saving, pieces), name="checkpoint", daemon=True)
-        self._pending = saving
-        saving.thread.start()
-        return None
+        draft.thread = threading.Thread(target=self._write, args=(draft, pieces), name="checkpoint", daemon=True)
+        return draft.thread.start()
 
     def prepare(self, pieces: ShardedState) -> None:
         """Allocate the memory of the copies in the background, so that the first save waits only for the copies; not
@@ -163,10 +171,10 @@ class Saver:
         Raises:
             CheckpointError: one could not be written; the same on every rank.
         """
-        if (saving := self._pending) is not None:
-            busy = torch.tensor([int(saving.thread is not None and saving.thread.is_alive())])
+        if (draft := self._pending) is not None:
+            busy = torch.tensor([int(draft.thread is not None and draft.thread.is_alive())])
             if not any(int(one) for one in self._ranks.gather(busy)):
-                self._complete(saving)
+                self._complete(draft)
         finished, self._finished = self._finished, []
         return finished
 
@@ -176,10 +184,10 @@ class Saver:
         Raises:
             CheckpointError: it could not be written; the same on every rank.
         """
-        if (saving := self._pending) is not None:
-            if saving.thread is not None:
-                saving.thread.join()
-            self._complete(saving)
+        if (draft := self._pending) is not None:
+            if draft.thread is not None:
+                draft.thread.join()
+            self._complete(draft)
 
     def close(self) -> list[Checkpoint]:
         """Wait, release the buffers, and return what `finished` would return; collective while a save is in progress.
@@ -200,70 +208,70 @@ class Saver:
         unique, tied = untied({name: parts[0].tensor for name, parts in pieces.items()})
         return {name: pieces[name] for name in unique}, tied
 
-    def _refuse_lack_of_room(self, step: int, needed: int, *, largest_file: int) -> None:
-        with _explained(self._root, step, needed=needed, who=self._who):
-            if (code := lacking(self._root, needed, largest_file)) is not None:
-                raise OSError(code, os.strerror(code))
-
     def _begin(self, step: int) -> Path:
         """Make the folder that all ranks write into, on rank 0; return its path on every rank."""
-        draft = self._agreed(lambda: begin(self._root, step, self._owner) if self._is_first else None)
-        folder = Path(all_gather_object(str(draft), self._ranks)[0])
+        own = self._agreed(lambda: str(begin(self._root, step, self._owner)) if self._is_first else "")
+        folder = Path(all_gather_object(own, self._ranks)[0])
+
+        def refuse_unseen() -> None:
+            deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
+            while not folder.is_dir():
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"rank {self._ranks.rank} does not see {folder}, which rank 0 created: each rank writes its "
+                        f"own part of a checkpoint there. Put the run folder on a file system that all hosts share."
+                    )
+                time.sleep(0.05)
+
         try:
-            self._agreed(lambda: _refuse_unseen(folder, self._ranks.rank))
+            self._agreed(refuse_unseen)
         except CheckpointError:
             self._discard(folder)
             raise
         return folder
 
-    def _discard(self, draft: Path | None) -> None:
-        if draft is not None and self._is_first:
-            delete_temporary_folder(draft, self._owner)
+    def _discard(self, folder: Path) -> None:
+        if self._is_first:
+            delete_temporary_folder(folder, self._owner)
 
-    def _write(self, saving: _Saving, pieces: ShardedState) -> None:
+    def _write(self, draft: Draft, pieces: ShardedState) -> None:
         """Write this rank's file; a single process also completes the checkpoint."""
         rank = self._ranks.rank
         try:
             self._snapshot.wait_copied()
-            if self._is_alone:
-                saving.draft = begin(self._root, saving.step, self._owner)
-            with _explained(self._root, saving.step, needed=saving.needed, who=self._who):
+            with _explained(self._root, draft.step, needed=draft.needed, who=self._who):
                 if rank:  # rank 0 reaches this failpoint when it completes the checkpoint
-                    hit("save", saving.step)
-                if saving.draft is not None and (any(pieces.values()) or not rank):
-                    saving.part = write_part(saving.draft, pieces, rank=rank)
+                    hit("save", draft.step)
+                if any(pieces.values()) or not rank:
+                    draft.part = write_part(draft.folder, pieces, rank=rank)
             if self._is_alone:
-                self._commit(saving, [saving.part])
+                self._commit(draft, [draft.part])
         except BaseException as error:  # noqa: BLE001 - carried to the thread that trains, and to all ranks
-            saving.error = error
-        if self._is_alone:
-            self._discard(saving.draft)
+            draft.error = error
+            if self._is_alone:
+                self._discard(draft.folder)
 
-    def _complete(self, saving: _Saving) -> None:
+    def _complete(self, draft: Draft) -> None:
         self._pending = None
-        try:
-            self._agreed(lambda: _raise(saving.error))
-            if not self._is_alone:
-                parts = all_gather_object(saving.part, self._ranks)
-                self._agreed(lambda: self._commit(saving, parts))
-        finally:
-            self._discard(saving.draft)
 
-    def _commit(self, saving: _Saving, parts: Sequence[dict[str, Any] | None]) -> None:
-        if not self._is_first or saving.draft is None:
-            return
-        with _explained(self._root, saving.step, needed=saving.needed):
-            done = commit(
-                saving.draft,
-                step=saving.step,
-                parts=[part for part in parts if part is not None],
-                meta=saving.meta,
-                aliases=saving.aliases,
-                metric=saving.metric,
-                confirm=self._confirm,
-            )
-        self._finished.append(done)
-        prune(self._root, self._retention, step=saving.step, owner=self._owner)
+        def raise_error() -> None:
+            if draft.error is not None:
+                raise draft.error
+
+        try:
+            self._agreed(raise_error)
+            if not self._is_alone:
+                parts = all_gather_object(draft.part, self._ranks)
+                self._agreed(lambda: self._commit(draft, parts))
+        finally:
+            self._discard(draft.folder)
+
+    def _commit(self, draft: Draft, parts: Sequence[dict[str, Any] | None]) -> None:
+        if self._is_first:
+            with _explained(self._root, draft.step, needed=draft.needed):
+                done = commit(draft, [part for part in parts if part is not None], self._owner, self._confirm)
+            self._finished.append(done)
+            prune(self._root, self._retention, step=draft.step, owner=self._owner)
 
     def _agreed(self, act: Callable[[], _T]) -> _T:
         """Run a function; if it fails on one rank, it fails on all."""
@@ -280,23 +288,6 @@ class Saver:
         if failed := [text for text in errors if text is not None]:
             raise CheckpointError(failed[0])
         return result  # type: ignore[return-value] # nothing was raised
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
-
-
-def _refuse_unseen(folder: Path, rank: int) -> None:
-    """Raise if this rank does not see the folder that rank 0 has made."""
-    deadline = time.monotonic() + _VISIBLE_TIMEOUT_S
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"rank {rank} does not see {folder}, which rank 0 created: each rank writes its own part of a "
-                f"checkpoint there. Put the run folder on a file system that all hosts share."
-            )
-        time.sleep(0.05)
 
 
 def file_key(name: str, place: int) -> str:
@@ -374,42 +365,33 @@ def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> dict[str,
 
 
 def commit(
-    draft: Path,
-    *,
-    step: int,
+    draft: Draft,
     parts: Sequence[Mapping[str, Any]],
-    meta: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    metric: float | None = None,
+    owner: OwnershipToken,
     confirm: Callable[[], None] = uncontested,
 ) -> Checkpoint:
     """Write index, meta and manifest, and rename the folder: afterwards the checkpoint exists.
-
-    The token of the draft goes into the manifest.
 
     Raises:
         CheckpointError: the parts do not make up the tensors.
         OSError: a file could not be written.
     """
-    owner = OwnershipToken.found(draft)
-    rest = {key: value for key, value in meta.items() if key not in ("position", "fingerprint")}
+    rest = {key: value for key, value in draft.meta.items() if key not in ("position", "fingerprint")}
+    index = {"tensors": _index(parts), "aliases": dict(draft.aliases)}
     files = {part["file"]: FileRecord(num_bytes=part["num_bytes"], sha256=part["sha256"]) for part in parts}
-    for name, content in {
-        "index.json": {"tensors": _index(parts), "aliases": dict(aliases)},
-        "meta.json": rest,
-    }.items():
-        files[name] = write_bytes(draft / name, json.dumps(content, indent=1).encode())
+    for name, content in (("index.json", index), ("meta.json", rest)):
+        files[name] = write_bytes(draft.folder / name, json.dumps(content, indent=1).encode())
     checkpoint = Checkpoint(
-        folder=draft.parent / folder_name(step),
-        step=step,
-        position=meta.get("position"),
-        fingerprint=meta.get("fingerprint"),
-        metric=metric,
-        owner=None if owner is None else owner.token,
+        folder=draft.folder.parent / folder_name(draft.step),
+        step=draft.step,
+        position=draft.meta.get("position"),
+        fingerprint=draft.meta.get("fingerprint"),
+        metric=draft.metric,
+        owner=owner.token,
         files=files,
     )
-    hit("save", step)
-    return _renamed(draft, checkpoint, owner, confirm)
+    hit("save", draft.step)
+    return _renamed(draft.folder, checkpoint, owner, confirm)
 
 
 def bring(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoint:
@@ -447,7 +429,7 @@ def bring(checkpoint: Checkpoint, root: Path, owner: OwnershipToken) -> Checkpoi
 
 
 def _renamed(
-    draft: Path, checkpoint: Checkpoint, owner: OwnershipToken | None, confirm: Callable[[], None] = uncontested
+    draft: Path, checkpoint: Checkpoint, owner: OwnershipToken, confirm: Callable[[], None] = uncontested
 ) -> Checkpoint:
     """Write the manifest into a draft, and rename the draft: afterwards the checkpoint exists."""
     write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
@@ -457,7 +439,7 @@ def _renamed(
     draft.rename(checkpoint.folder)
     unmark(checkpoint.folder)
     sync_folder(checkpoint.folder.parent)
-    if replaced is not None and owner is not None:
+    if replaced is not None:
         delete_temporary_folder(replaced, owner)
     return checkpoint
 
