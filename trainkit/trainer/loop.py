@@ -31,6 +31,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.trainer.events import Callback, Row, Run
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+from trainkit.trainer.phase_clock import each_of
 
 
 class Trigger(NamedTuple):
@@ -243,16 +244,8 @@ class CallbackHooks:
 
     def with_listeners(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that passes each phase to the listeners of the callbacks, and then to `on_phase`."""
-        listeners = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
-        if not listeners:
-            return on_phase
-
-        def listen(phase: str, step: int) -> None:
-            for listener in listeners:
-                listener(phase, step)
-            on_phase(phase, step)
-
-        return listen
+        own = [found for one in self._callbacks if (found := one.phase_listener()) is not None]
+        return each_of(*own, on_phase)
 
     def gradient_listener(self) -> GradientListener | None:
         """Return a listener that passes gradients to the listeners of the callbacks; None if no callback has one."""

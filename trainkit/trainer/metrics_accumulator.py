@@ -23,7 +23,7 @@ from trainkit.errors import NonFiniteError, TrainingError, ZeroWeightError
 from trainkit.strategies.base import LeftOut, LocalModel, PhaseListener, Status, StepOutcome
 from trainkit.trainer.events import Run
 from trainkit.trainer.left_out import REMEDY, listed
-from trainkit.trainer.phase_clock import PARTS, PhaseClock
+from trainkit.trainer.phase_clock import PARTS, PhaseClock, each_of
 
 _MEMORY_S: Final = 0.1
 """Seconds until the memory of a process is read again: reading takes 0.1 ms, a quarter of a step of a small model."""
@@ -73,15 +73,7 @@ class Instruments:
 
     def heard(self, on_phase: PhaseListener) -> PhaseListener:
         """Return a listener that passes each phase to the clock of the device, if there is one, and to `on_phase`."""
-        clock = self._clock
-        if clock is None:
-            return on_phase
-
-        def listen(phase: str, step: int) -> None:
-            clock(phase, step)
-            on_phase(phase, step)
-
-        return listen
+        return on_phase if self._clock is None else each_of(self._clock, on_phase)
 
     def know(self, work: CountedWork) -> None:
         """Store the work of a step, from which MFU and launches are computed."""
@@ -158,7 +150,6 @@ class MetricsAccumulator:
         self._run, self._local, self._waited, self._terms = run, local, waited, tuple(terms)
         self._instruments = instruments
         self._outcomes: list[StepOutcome] = []
-        self._zero = torch.zeros((), device=local.device)
         self._samples = run.state.samples
         self._seconds = run.state.seconds
         self._wait = waited()
@@ -198,47 +189,43 @@ class MetricsAccumulator:
         outcomes, self._outcomes = self._outcomes, []
         if not outcomes:
             return None
-        by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes))]
+        names = ["loss", *self._terms, *dict.fromkeys(name for one in outcomes for name in one.phases)]
+        by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes, names))]
         # Added in the order of the ranks, so that all ranks compute the same bits.
-        losses, *others = reduce(torch.add, by_rank).tolist()
-        terms, (weights, norms, skips, *phases) = others[: len(self._terms)], others[len(self._terms) :]
-        applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
-        for place in applied:
-            if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
-                at = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[0, place])]
-                later = len(outcomes) - 1 - place
-                raise self._refusal(outcomes[place], losses[place], weights[place], norms[place], at, later=later)
-        loss_sum, *term_sums = (sum(sums[i] for i in applied) for sums in (losses, *terms))
-        row = self._row(outcomes, loss_sum, sum(weights[i] for i in applied), term_sums)
-        for name, sums, counts in zip(_phases_in(outcomes), phases[::2], phases[1::2], strict=True):
-            row[f"train/{name}"] = _mean(sum(sums), sum(counts))
-        return row
+        norms, skips, *pairs = reduce(torch.add, by_rank).tolist()
+        losses, weights = pairs[:2]
+        for place, (norm, skipped, loss, weight) in enumerate(zip(norms, skips, losses, weights, strict=True)):
+            if (weight or not skipped) and not (weight and math.isfinite(loss) and math.isfinite(norm)):
+                ranks = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[2, place])]
+                raise self._refusal(outcomes[place], loss, weight, norm, ranks, later=len(outcomes) - 1 - place)
+        sums = zip(names, map(sum, pairs[::2]), map(sum, pairs[1::2]), strict=True)
+        means = {f"train/{name}": total / count if count else math.nan for name, total, count in sums}
+        return self._row(outcomes[-1], means, targets=sum(weights))
 
-    def _measured(self, outcomes: list[StepOutcome]) -> Tensor:
-        """Return (4 + terms + 2 phases, steps) loss, terms, weight, gradient norm, skips and phases of this rank; a
-        skipped step has weight zero.
+    def _measured(self, outcomes: list[StepOutcome], names: Sequence[str]) -> Tensor:
+        """Return (2 + 2 names, steps) numbers of this rank: gradient norm, skips, and the sum and weight of each name;
+        those of a skipped step and of a phase that did not run are zero.
         """
-        zero, skips = self._zero, [one.status is Status.skipped for one in outcomes]
-        counted = list(zip(outcomes, skips, strict=True))
-        seen = [zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]
-        for name in self._terms:
-            seen += [zero if skip else one.terms.get(name, zero) for one, skip in counted]
-        weights = [0.0 if skip else one.weight for one, skip in counted]
-        norms = [0.0 if one.grad_norm is None else one.grad_norm for one in outcomes]
-        tables = [torch.stack(seen).double().view(-1, len(outcomes)), self._table(weights, norms, skips)]
-        for name in _phases_in(outcomes):  # 0 where it did not run
-            ran = [one.phases.get(name, (0.0, 0.0)) for one in outcomes]
-            tables += [self._table([0.0 if one is None else one for one in row]) for row in zip(*ran, strict=True)]
-        return torch.cat(tables)
+        rows: list[list[float | Tensor]] = [
+            [0.0 if one.grad_norm is None else one.grad_norm for one in outcomes],
+            [float(one.status is Status.skipped) for one in outcomes],
+        ]
+        sums: list[dict[str, tuple[Tensor | None, float | Tensor]]] = []
+        for one in outcomes:
+            of_step = {"loss": one.loss_sum, **{name: one.terms.get(name) for name in self._terms}}
+            counted = {} if one.status is Status.skipped else {name: (of_step[name], one.weight) for name in of_step}
+            sums.append({**counted, **one.phases})
+        for name in names:
+            pairs = [found.get(name, (None, 0.0)) for found in sums]
+            rows += [[0.0 if total is None else total for total, _ in pairs], [weight for _, weight in pairs]]
+        return torch.stack([self._placed(row) for row in rows])
 
-    def _table(self, *rows: Sequence[float | Tensor]) -> Tensor:
-        """Return (rows, steps) numbers, which are on the host or on the device."""
+    def _placed(self, row: Sequence[float | Tensor]) -> Tensor:
+        """Return (steps,) float64 on the device."""
         placed = partial(torch.as_tensor, dtype=torch.float64, device=self._local.device)
-        on_device = [any(isinstance(one, Tensor) for one in row) for row in rows]
-        if not any(on_device):
-            return placed(rows)
-        pairs = zip(rows, on_device, strict=True)
-        return torch.stack([torch.stack(list(map(placed, row))) if own else placed(row) for row, own in pairs])
+        if not any(isinstance(one, Tensor) for one in row):
+            return placed(row)
+        return torch.stack([one if isinstance(one, Tensor) else placed(one) for one in row]).double()
 
     def _refusal(
         self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, ranks: list[int], *, later: int
@@ -260,48 +247,38 @@ class MetricsAccumulator:
         remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
         return NonFiniteError(f"step {step}: the {found}{of}. {remedy}{late}")
 
-    def _row(
-        self, outcomes: list[StepOutcome], loss_sum: float, weight: float, terms: Sequence[float]
-    ) -> dict[str, float]:
-        state = self._run.state
+    def _row(self, last: StepOutcome, means: Mapping[str, float], *, targets: float) -> dict[str, float]:
+        run, state, local = self._run, self._run.state, self._local
         self.pause()
         self.proceed()
-        seconds, samples, waited = state.seconds, state.samples, self._waited()
-        elapsed = max(seconds - self._seconds, 1e-9)
+        waited = self._waited()
         row: dict[str, float] = {
             "step": state.step,
             "epoch": state.epoch,
-            "samples": samples,
-            "seconds": seconds,
-            "train/loss": _mean(loss_sum, weight),
-            "lr": self._run.rate(outcomes[-1].step),
-            **{f"lr/{name}": rate(outcomes[-1].step) for name, rate in self._run.rates.items()},
+            "samples": state.samples,
+            "seconds": state.seconds,
+            "train/loss": means["train/loss"],
+            "lr": run.rate(last.step),
+            **{f"lr/{name}": rate(last.step) for name, rate in run.rates.items()},
             **self._instruments.figures(
-                seconds=elapsed, samples=samples - self._samples, targets=weight, waited_s=waited - self._wait
+                seconds=max(state.seconds - self._seconds, 1e-9),
+                samples=state.samples - self._samples,
+                targets=targets,
+                waited_s=waited - self._wait,
             ),
+            **means,
         }
-        row.update({f"train/{name}": _mean(term, weight) for name, term in zip(self._terms, terms, strict=True)})
-        norm = outcomes[-1].grad_norm
-        if norm is not None:
-            row["grad_norm"] = float(norm)
-        if self._local.loss_scale.moves:
-            row["loss_scale"] = self._local.loss_scale.scale
-        if self._run.cfg.elastic.min_replicas is not None:
-            row["replicas"] = self._local.num_ranks
-        row.update(self._local.step_metrics)
+        if last.grad_norm is not None:
+            row["grad_norm"] = float(last.grad_norm)
+        if local.loss_scale.moves:
+            row["loss_scale"] = local.loss_scale.scale
+        if run.cfg.elastic.min_replicas is not None:
+            row["replicas"] = local.num_ranks
+        row.update(local.step_metrics)
         if state.skipped:
             row["skipped_steps"] = state.skipped
-        self._seconds, self._samples, self._wait = seconds, samples, waited
+        self._seconds, self._samples, self._wait = state.seconds, state.samples, waited
         return row
-
-
-def _mean(total: float, weight: float) -> float:
-    return total / weight if weight else math.nan
-
-
-def _phases_in(outcomes: Sequence[StepOutcome]) -> list[str]:
-    """Return the phases that ran in some steps; the same on every rank."""
-    return list(dict.fromkeys(name for one in outcomes for name in one.phases))
 
 
 @dataclass

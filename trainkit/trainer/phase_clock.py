@@ -10,6 +10,8 @@ from typing import Final
 
 import torch
 
+from trainkit.strategies.base import PhaseListener
+
 PARTS: Final = ("input", "forward", "backward", "exchange", "update")
 """The parts of a step, in their order."""
 _PART_OF: Final[Mapping[str, str]] = {
@@ -117,3 +119,13 @@ def wait_for(device: torch.device) -> None:
     """Wait until a GPU has computed everything that was started on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def each_of(*listeners: PhaseListener) -> PhaseListener:
+    """Return a listener that passes each phase to all of these, in order."""
+
+    def listen(phase: str, step: int) -> None:
+        for listener in listeners:
+            listener(phase, step)
+
+    return listen if len(listeners) > 1 else listeners[0]

@@ -31,6 +31,7 @@ from trainkit.trainer.left_out import REMEDY, RollbackNeeded
 from trainkit.trainer.loop import CallbackHooks, TriggerSchedule
 from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+from trainkit.trainer.phase_clock import each_of
 
 
 class Checkpointer:
@@ -280,7 +281,7 @@ def snapshot_beside_steps(cfg: RunConfig, device: str, *, own_loop: bool) -> Sna
 
 def heard_by(snapshot: Snapshot | None, on_phase: PhaseListener) -> PhaseListener:
     """Return a listener that also makes a GPU wait for the copies before a step changes the copied tensors."""
-    return on_phase if snapshot is None else snapshot.heard(on_phase)
+    return on_phase if snapshot is None else each_of(snapshot.on_phase, on_phase)
 
 
 def retention_of(cfg: RunConfig) -> Retention:

@@ -11,8 +11,6 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from trainkit.strategies.base import PhaseListener
-
 _PAGE: Final = 4096
 """Bytes of the smallest pages of memory."""
 _ALIGNMENT: Final = 64
@@ -201,15 +199,11 @@ class Snapshot:
         self._hold(("other",) if self.overlaps else _ALL)
         return dict(self.buffers)
 
-    def heard(self, on_phase: PhaseListener) -> PhaseListener:
-        """Return a listener that lets the device wait for copies before a phase that may change their tensors."""
-
-        def listen(phase: str, step: int) -> None:
-            if self._awaited:
-                self._hold(_CHANGED_BY.get(phase, _ALL))
-            on_phase(phase, step)
-
-        return listen
+    def on_phase(self, phase: str, step: int) -> None:
+        """Let the device wait for copies before a phase that may change their tensors."""
+        del step
+        if self._awaited:
+            self._hold(_CHANGED_BY.get(phase, _ALL))
 
     def wait_copied(self) -> None:
         """Wait, on the host, until the copies of the last `take` are complete; from any thread.
