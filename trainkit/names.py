@@ -49,8 +49,8 @@ _HOMES: Final[Mapping[str, Mapping[str, str]]] = {
         "WarmupStableDecay": "numerics.schedules",
     },
     "strategies": {
-        "CentralStorage": "strategies.central_storage", "DeviceMap": "strategies.device_map.strategy",
-        "Fsdp": "strategies.fsdp.strategy", "LocalSgd": "strategies.local_sgd.strategy",
+        "CentralStorage": "strategies.central_storage", "DeviceMap": "strategies.device_map",
+        "Fsdp": "strategies.fsdp.strategy", "LocalSgd": "strategies.local_sgd",
         "Mirrored": "strategies.data_parallel.strategy", "MultiWorkerMirrored": "strategies.data_parallel.strategy",
         "OneDevice": "strategies.one_device", "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline.strategy", "TensorParallel": "strategies.tensor_parallel.strategy",
