@@ -34,13 +34,6 @@ def test_the_flags_of_a_verb_may_stand_before_it() -> None:
     assert (call.verb, call.arguments, call.flags) == ("generate", ("export",), {"prompt": "plan"})
 
 
-def test_multirun_belongs_to_train() -> None:
-    assert parse(["-m", "seed=1,2"])[0].multirun
-    assert parse(["seed=1,2", "--multirun"])[0].multirun
-    with pytest.raises(ConfigError, match="belongs to train"):
-        parse(["prove", "-m", "strategy=a,b"])
-
-
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--nope", "--config-dir"])

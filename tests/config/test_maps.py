@@ -10,23 +10,6 @@ from trainkit.cli import main
 MAP = ("strategy=device_map", "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}")
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (
-            "strategy=device_map strategy.map={layers.0:cpu,layer.2:cpu}",
-            "strategy.map.layer.2=cpu: no such module. Did you mean layers.2? (command line)",
-        ),
-        ("strategy=device_map strategy.map=atuo", "strategy.map=atuo: must be a mapping or auto. Did you mean auto?"),
-        ("prove strategy=device_map strategy.map={layers.0:cpu}", "strategy.map: no device for layers.2.weight, "),
-        ("device_map=auto", "device_map: no such key. Did you mean strategy.map? It is a key of strategy=device_map"),
-    ],
-)
-def test_a_bad_map_is_refused_by_its_key(refuse: Refuse, line: str, told: str) -> None:
-    (problem,) = refuse(*line.split(), "recipe=null")
-    assert problem.startswith(told)
-
-
 def test_the_plan_shows_what_is_where_and_the_memory_of_the_fullest_device(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

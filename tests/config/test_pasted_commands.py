@@ -67,14 +67,6 @@ def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(o
         assert json.loads((folder / "result.json").read_text())["steps"] == 8
 
 
-def test_a_refused_point_of_a_sweep_is_named(own: Path) -> None:
-    swept = ("steps=40,60", "warmup.steps=50", "strategy=pair,one_device")
-    text = ran("-m", *OWN, "recipe=null", "model=own", *swept, code=2)
-    assert "warmup.steps=50: 50 steps of warmup, and the training has 40." in text
-    assert "In the 2 points with steps=40. (command line)" in text
-    assert not (own / "outputs").exists()
-
-
 def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
     workers = ",".join(f"'127.0.0.1:{free_port()}'" for _ in range(2))
     spec = ("cluster=spec", f"cluster.worker=[{workers}]", "strategy=multi_worker_mirrored", "hydra.run.dir=run")

@@ -65,12 +65,6 @@ def test_problems_of_plans_are_reported_for_all_points_before_the_first_run(refu
     assert told == [f"warmup.steps=30: 30 {rule}", f"warmup.steps=40: 40 {rule}"]
 
 
-def test_the_problems_of_all_points_come_before_the_first_run() -> None:
-    with pytest.raises(ConfigError) as caught:
-        points("seed=1,x", "optimizer.lr=0.1,-1")
-    assert [problem.key for problem in caught.value.problems] == ["optimizer.lr", "seed"]
-
-
 def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path: Path) -> None:
     loader = ComposedConfigLoader(Composer([tmp_path], ["tests"]))
     line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]

@@ -46,11 +46,6 @@ def test_another_training_is_refused_by_name(earlier: Path) -> None:
     assert told[1].startswith(f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3.")
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is not a run folder: it has no resolved\.yaml"):
-        compose_resumed(tmp_path, [])
-
-
 def test_what_ended_the_run_early_does_not_end_it_again(earlier: Path) -> None:
     composed = checked(compose_resumed(earlier, ["recipe=shakespeare", "quiet=true"]))
     assert (composed.values["stop_at_step"], composed.values["quiet"]) == (None, True)

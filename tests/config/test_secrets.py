@@ -11,13 +11,13 @@ import pytest
 from tests.end_to_end.vault import Vault
 from tests.support.present import present
 from trainkit.config.identity import difference, fingerprint, other_training
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import literal_secrets, redacted
 from trainkit.config.targets.build import build
 from trainkit.config.yaml_files import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import mask, masked_output, remember
-from trainkit.run.begin import git_state, packages, write_environment, write_resolved
+from trainkit.run.begin import git_state, packages, write_environment
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
 from trainkit.sweeps.launching import identity
@@ -127,13 +127,6 @@ def test_a_traceback_and_its_record_hold_no_secret() -> None:
         {"key": "data.token", "rule": "(redacted) is wrong.", "origin": "", "value": "(redacted)"},
     )
     assert "canary-words" not in words.message + words.traceback
-
-
-def test_resolved_yaml_is_read_back_by_plain_yaml(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    cfg = RunConfig(data={"image_key": "x", "tokens": 5}, logger={"w": {"token": "${oc.env:X}"}})
-    write_resolved(folder, cfg)
-    assert load_resolved(folder.resolved) == cfg
 
 
 def test_environment_json_contains_arguments_seed_packages_and_devices(tmp_path: Path) -> None:

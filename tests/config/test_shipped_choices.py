@@ -57,10 +57,6 @@ def test_a_recipe_composes_without_an_idle_key_alone_and_on_two_replicas(name: s
     assert read_document(shipped_recipes() / name / "recipe.yaml").description
 
 
-def test_the_default_is_the_recipe_digits() -> None:
-    assert compose([]).values["recipe"] == "digits"
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_command_of_its_page_is_a_whole_config(name: str) -> None:
     page = (shipped_recipes() / name / "README.md").read_text().replace("\\\n", " ")

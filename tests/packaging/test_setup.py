@@ -25,12 +25,6 @@ def command(name: str) -> str:
     return found[1]
 
 
-def test_the_readme_gives_one_line_to_train_and_one_to_test() -> None:
-    start = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e "
-    assert command("train") == f"{start}. && .venv/bin/python -m trainkit"
-    assert command("tests") == f"{start}'.[test]' && .venv/bin/pytest"
-
-
 def test_constraints_name_no_machine() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(r"(#.*)|[A-Za-z0-9_.-]+==[0-9a-z.]+", line)] == []

@@ -36,7 +36,6 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "data",
         {"_target_": "trainkit.report.drawing.subprocess.Popen", "args": ["touch", "CANARY"]},
     ),
-    "a private module": ("model", {"_target_": "torch._utils_internal.os.system", "command": TOUCH}),
     "the names of a function's module": (
         "model",
         {"_target_": "torch.nn.Linear.__init__.__globals__.os.system", "command": TOUCH},
@@ -50,8 +49,6 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     # packages that are not allowed
     "os.system": ("model", {"_target_": "os.system", "command": TOUCH}),
     "os.system as data": ("data", {"_target_": "os.system", "command": TOUCH}),
-    "functools.partial": ("model", {"_target_": "functools.partial", "func": _SYSTEM}),
-    "builtins.eval": ("model", {"_target_": "builtins.eval", "source": _CODE}),
     "a module that is imported": ("model", {"_target_": "evil_module.inner.Net"}),
     "a module that is imported for a nested node": ("model", {**_MLP, "activation": {"_target_": "evil_module.Act"}}),
     # nodes inside others

@@ -129,7 +129,7 @@ def test_a_killed_and_resumed_run_is_one_tracked_run_without_secrets(tmp_path: P
             assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
-    stop = int((run / "metrics.jsonl").read_text().splitlines()[-1].split(":")[1].split(",")[0]) // 500 * 500 + 5000
+    stop = int((run / "metrics.jsonl").read_text().splitlines()[-1].split(":")[1].split(",")[0]) // 500 * 500 + 1000
     resumed = [sys.executable, "-m", "trainkit", "resume", str(run), "--allow-package", "tests"]
     resumed += [f"stop_at_step={stop}"]
     done = subprocess.run(resumed, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
