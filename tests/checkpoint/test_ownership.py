@@ -23,7 +23,7 @@ def root(tmp_path: Path) -> Path:
     """The `checkpoints` folder of a run with a token."""
     run = tmp_path / "run"
     run.mkdir()
-    OwnershipToken.new().mark(run)
+    OwnershipToken().mark(run)
     (run / "checkpoints").mkdir()
     return run / "checkpoints"
 
@@ -50,8 +50,8 @@ def plant(root: Path) -> dict[str, bytes]:
     (root / "step_00000096").symlink_to(users)
     (root / ".tmp_link").symlink_to(users)
     for step in (99, 999):
-        put(root, step, owner=OwnershipToken.new())
-    OwnershipToken.new().make(root / ".tmp_step_00000005")
+        put(root, step, owner=OwnershipToken())
+    OwnershipToken().make(root / ".tmp_step_00000005")
     (root / "index.json").unlink()
     return held(root)
 
@@ -153,7 +153,7 @@ def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: 
 
 def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> None:
     put(root, 1)
-    put(root, 99, owner=OwnershipToken.new())
+    put(root, 99, owner=OwnershipToken())
     said: list[str] = []
     assert present(newest_valid(root, said.append)).checkpoint.step == 1
     note_foreign(root, 1, said.append)

@@ -92,7 +92,7 @@ def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path: Path) -> No
 
 
 def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    whole, owner = torch.arange(20.0).reshape(5, 4), OwnershipToken.new()
+    whole, owner = torch.arange(20.0).reshape(5, 4), OwnershipToken()
     draft = Draft(folder=begin(tmp_path, 8, owner), step=8)
     cuts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(2, 5), slice(1, 4))]
     pieces = [TensorShard(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
@@ -116,7 +116,7 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_pieces_that_do_not_make_up_a_tensor_are_never_written(
     tmp_path: Path, cuts: list[tuple[int, int]], wrong: str
 ) -> None:
-    whole, owner = torch.arange(10.0).reshape(5, 2), OwnershipToken.new()
+    whole, owner = torch.arange(10.0).reshape(5, 2), OwnershipToken()
     draft = Draft(folder=begin(tmp_path, 8, owner), step=8)
     pieces = [TensorShard(tensor=whole[a:b], offset=(a, 0), shape=(5, 2)) for a, b in cuts]
     parts = [write_part(draft.folder, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]

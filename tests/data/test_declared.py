@@ -99,4 +99,4 @@ def test_a_length_that_contradicts_the_class_is_refused(plan: Callable[..., tupl
     rule = "Digits declares 1,437 training samples. Leave the flag out. (command line)"
     assert err.splitlines()[1:] == [f"  --num-samples=5: {rule}"]
     _, err = plan("--num-samples", "none", code=2)
-    assert "--num-samples=none: must be a number of samples, 1,000,000,000,000,000 or less. (command line)" in err
+    assert "--num-samples=none: must be a whole number, 1 to 1,000,000,000,000,000. (command line)" in err

@@ -28,7 +28,7 @@ def test_kills_in_the_middle_of_saves_leave_nothing_and_take_nothing_of_others(t
     for name in held:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(name)
-    OwnershipToken.new().make(run / "checkpoints/.tmp_step_00000010")
+    OwnershipToken().make(run / "checkpoints/.tmp_step_00000010")
     before = (run / "checkpoints/.tmp_step_00000010" / MARK).read_bytes()
     for step in (10, 20, 30):
         fail = {"TRAINKIT_FAIL": f"step={step},phase=save,action=kill"}

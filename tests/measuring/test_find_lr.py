@@ -145,7 +145,7 @@ def test_a_range_test_runs_in_processes_and_writes_its_folder_alone(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["lr", "--steps", "3"], ["--steps=3: must be 10 or more"]),
+        (["lr", "--steps", "3"], ["--steps=3: must be a whole number, 10 to 100,000."]),
         (["lr", "--min-lr", "x", "--max-lr", "-1"], ["--min-lr=x: ", "--max-lr=-1: "]),
         (["lr", "--min-lr", "20"], ["would go from 20 to 10"]),
         (["rate"], ["finds one of lr, micro_size"]),

@@ -116,7 +116,7 @@ def test_files_of_a_run_and_of_its_checkpoint(run: Path) -> None:
 
 
 def test_the_index_of_a_sharded_checkpoint_lists_the_pieces_of_each_rank(tmp_path: Path) -> None:
-    owner = OwnershipToken.new()
+    owner = OwnershipToken()
     draft = Draft(folder=begin(tmp_path, 1, owner), step=1, aliases={"param/tied": "param/w"})
     halves = [TensorShard(tensor=torch.zeros(2, 3), offset=(2 * rank, 0), shape=(4, 3)) for rank in range(2)]
     parts = [write_part(draft.folder, {"param/w": (half,)}, rank=rank) for rank, half in enumerate(halves)]

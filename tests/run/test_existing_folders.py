@@ -97,7 +97,7 @@ def test_a_run_folder_that_was_copied_without_hidden_files_keeps_its_checkpoints
 
 def test_a_run_folder_without_a_token_and_checkpoints_of_several_runs_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
-        put(tmp_path, step, OwnershipToken.new())
+        put(tmp_path, step, OwnershipToken())
     (tmp_path / "resolved.yaml").touch()
     with pytest.raises(CheckpointError) as caught:
         RunFolder(tmp_path).begin()
@@ -151,7 +151,7 @@ def test_a_lock_of_a_job_that_never_began_is_deleted_unless_it_is_held_or_not_ou
 
 
 def test_a_half_written_token_does_not_keep_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    owner = OwnershipToken.new()
+    owner = OwnershipToken()
     put(tmp_path, 1, owner)
     root = tmp_path / "checkpoints"
     (checkpoint,) = list_complete(root)

@@ -228,7 +228,7 @@ def test_what_top_cannot_do_is_refused_by_its_flag(stopped: Path, tmp_path: Path
     cases: list[tuple[object, tuple[str, ...], dict[str, str], str]] = [
         ("absent", (), {}, "is not a folder"),
         (tmp_path / "empty", (), {}, "contains no run"),
-        (tmp_path / "a", (), {"k": "0"}, "--k 0: "),
+        (tmp_path / "a", (), {"k": "0"}, "--k=0: "),
         (tmp_path / "a", (), {"mode": "max"}, "--mode: has no effect"),
         (tmp_path / "a", (), {"metric": "val/f1", "mode": "best"}, "--mode best: "),
         (tmp_path / "a", (), {"metric": "val/f1"}, "There are: val/accuracy."),

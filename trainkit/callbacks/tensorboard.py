@@ -56,7 +56,7 @@ class TensorBoard(Callback):
             return
         if self.images and not self._open.seen and run.begun_at == 0:
             self._open.seen = True
-            self._show(run, next(images_in(run.example_batch()), None))
+            self._show(run, next(images_in(run.example), None))
         self._write(run, row)
         for name, found in run.findings().items():
             if isinstance(found, Mapping) and "counts" in found:

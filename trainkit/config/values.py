@@ -11,7 +11,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path, PurePath
@@ -43,6 +43,17 @@ def closest(word: str, words: Iterable[str]) -> str | None:
     """
     found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def nearest(word: str, known: Collection[str], *, shown: Collection[str] | None = None) -> str:
+    """Return a sentence with the word most similar to a misspelt one; else with all words, or those `shown`.
+
+    Example:
+        >>> nearest("epohs", ["epochs", "steps"]), nearest("x", ["epochs", "steps"])
+        ('Did you mean epochs?', 'There are: epochs, steps.')
+    """
+    near = closest(word, known)
+    return f"Did you mean {near}?" if near else f"There are: {', '.join(known if shown is None else shown)}."
 
 
 def plain(hint: Any) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from trainkit.config.grammar import refusal
-from trainkit.config.values import closest
+from trainkit.config.values import nearest
 from trainkit.exporting.trained import TrainedModel, Written
 
 FORMATS: Final[Mapping[str, str]] = {
@@ -55,7 +55,5 @@ def format_named(name: str) -> Format:
         ConfigError: there is no such format.
     """
     if name not in FORMATS:
-        near = closest(name, FORMATS)
-        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
-        raise refusal(f"--to {name}", f"is not a format. {hint}")
+        raise refusal(f"--to {name}", f"is not a format. {nearest(name, FORMATS)}")
     return cast("Format", import_module(FORMATS[name]))

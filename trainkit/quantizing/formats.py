@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, cast
 from torch import Tensor, nn
 
 from trainkit.config.grammar import refusal
-from trainkit.config.values import closest
+from trainkit.config.values import nearest
 from trainkit.errors import MissingExtraError
 from trainkit.exporting.inputs import Inputs
 from trainkit.exporting.quiet import quiet
@@ -107,9 +107,7 @@ def format_named(name: str) -> Format:
         ConfigError: there is no such format, or torchao is not installed, or not for this torch.
     """
     if name not in FORMATS:
-        near = closest(name, FORMATS)
-        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(FORMATS)}."
-        raise refusal(f"--to {name}", f"is not a format. {hint}")
+        raise refusal(f"--to {name}", f"is not a format. {nearest(name, FORMATS)}")
     with quiet():
         try:
             import_module("torchao")

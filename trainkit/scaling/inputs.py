@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Final, Generic, Literal, TypeVar
 
-from trainkit.config.values import closest
+from trainkit.config.values import nearest
 from trainkit.errors import ConfigError, Problem
 
 Origin = Literal["assumed", "given", "measured", "hardware"]
@@ -141,9 +141,7 @@ def _item_rule(
 ) -> str | None:
     """Return the problem of one item, or None."""
     if name not in known:
-        near = closest(name, known)
-        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(known)}."
-        return f"is not an input here. {hint}"
+        return f"is not an input here. {nearest(name, known)}"
     if not equals:
         return f"needs a value: {name}=NUMBER."
     if name in found:

@@ -221,10 +221,6 @@ class Run:
         """End the run after this step; every rank must call it in the same step. The first reason counts."""
         self.stop_reason = self.stop_reason or reason
 
-    def example_batch(self) -> Any:
-        """Return the first batch; None before the first step."""
-        return self.example
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:

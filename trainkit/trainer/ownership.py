@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import sys
 import time
 import uuid
@@ -58,21 +57,16 @@ class OwnershipToken:
     Example:
         >>> import tempfile
         >>> root = Path(tempfile.mkdtemp())
-        >>> run, other = OwnershipToken.new(), OwnershipToken.new()
+        >>> run, other = OwnershipToken(), OwnershipToken()
         >>> run.make(root / "live")
         >>> run.owns(root / "live"), other.owns(root / "live")
         (True, False)
     """
 
-    token: str
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
     """32 hexadecimal digits, generated once for a run."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Usual name of a folder -> its name in this run, if the usual one was taken: {"live": "live-2"}."""
-
-    @classmethod
-    def new(cls) -> OwnershipToken:
-        """Generate a token."""
-        return cls(token=uuid.uuid4().hex)
 
     @classmethod
     def read(cls, folder: Path) -> OwnershipToken | None:
@@ -206,10 +200,7 @@ def print_notice(line: str) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
+    return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114 - pathlib may raise
 
 
 @contextmanager

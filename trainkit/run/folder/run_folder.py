@@ -358,7 +358,7 @@ def _new_owner(path: Path) -> OwnershipToken:
         for taken in sorted(path.glob(pattern)):
             if taken.is_symlink() or not taken.is_file() or taken.stat().st_size:  # Hydra opens an empty log beforehand
                 set_aside(taken, "was not written by this run")
-    return replace(OwnershipToken.new(), folders=_beside(path, FOLDERS))
+    return replace(OwnershipToken(), folders=_beside(path, FOLDERS))
 
 
 def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:

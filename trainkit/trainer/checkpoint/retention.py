@@ -162,7 +162,7 @@ def owner_of(root: Path) -> OwnershipToken:
     if owner is None:
         written = {(entry.owner, entry.fingerprint) for entry in list_complete(root)}
         token = next(iter(written))[0] if len(written) == 1 else None
-        owner = OwnershipToken.new() if token is None else OwnershipToken(token=token)
+        owner = OwnershipToken() if token is None else OwnershipToken(token=token)
     return owner
 
 

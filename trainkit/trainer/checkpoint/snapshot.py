@@ -23,6 +23,8 @@ _CHANGED_BY: Final[Mapping[str, tuple[Part, ...]]] = {"data": (), "forward": ("m
 """Phase -> the parts that it may change: some models change their own parameters in a forward pass, and an optimizer's
 state changes in updates alone (docs/decisions/0051). Any other phase may change all of them.
 """
+_PART_OF: Final[Mapping[str, Part]] = {"param": "model", "buffer": "model", "optimizer": "optimizer"}
+"""First word of a tensor's name in a checkpoint -> its part."""
 _ALL: Final[tuple[Part, ...]] = ("other", "model", "optimizer")
 """In the order in which the training waits for them: all copies of a device are on one stream."""
 
@@ -184,7 +186,8 @@ class Snapshot:
         self.buffers = {name: kept[name] if name in kept else made[name] for name in tensors}
         found: dict[tuple[Part, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for name, tensor in tensors.items():
-            found.setdefault((_part_of(name), tensor.device), []).append((tensor.detach(), self.buffers[name]))
+            part = _PART_OF.get(name.partition("/")[0], "other")
+            found.setdefault((part, tensor.device), []).append((tensor.detach(), self.buffers[name]))
         self._copying = []
         for part in _ALL:
             for device in {device for one, device in found if one == part}:
@@ -244,10 +247,3 @@ class Snapshot:
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:
     return (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
-
-
-def _part_of(name: str) -> Part:
-    kind = name.partition("/")[0]
-    if kind == "optimizer":
-        return "optimizer"
-    return "model" if kind in ("param", "buffer") else "other"

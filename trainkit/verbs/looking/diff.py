@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.errors import ConfigError, Problem, yaml_text
+from trainkit.errors import yaml_text
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 
@@ -54,6 +55,5 @@ def _run_at(argument: str) -> RunConfig:
     path = Path(argument).expanduser()
     file = path / "resolved.yaml" if path.is_dir() else path
     if not file.is_file():
-        rule = "is neither a run folder nor a resolved.yaml."
-        raise ConfigError([Problem(key=argument, rule=rule, origin="command line")])
+        raise refusal(argument, "is neither a run folder nor a resolved.yaml.")
     return load_resolved(file)

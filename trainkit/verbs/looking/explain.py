@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.errors import ConfigError, Problem, yaml_text
+from trainkit.config.grammar import refusal
+from trainkit.errors import ConfigError, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
@@ -51,7 +52,7 @@ def _explain_errors(call: Call) -> int:
 
     call.check_arity(arguments=len(call.arguments), overrides=False)
     if "json" in call.flags:
-        raise ConfigError([Problem(key="--json", rule="is for keys: a section is text.", origin="command line")])
+        raise refusal("--json", "is for keys: a section is text.")
     if call.arguments == (PREFIX,):
         texts = [f"{PREFIX}.{name}" for name in sections()]
     else:
@@ -85,14 +86,13 @@ def explanation(composition: Composition, key: str) -> Explanation:
     """
     from trainkit.config.composition import dotted, leaves  # noqa: PLC0415
     from trainkit.config.described.key_facts import facts_of  # noqa: PLC0415 - imports the targets
-    from trainkit.config.values import closest  # noqa: PLC0415
+    from trainkit.config.values import nearest  # noqa: PLC0415
 
     path = tuple(key.split("."))
     keys = [dotted(inner) for inner, _ in leaves(composition.values)]
     if not any(name == key or name.startswith(f"{key}.") for name in keys):
-        near = closest(key, [*keys, *composition.values])
-        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(composition.values)}."
-        raise ConfigError([Problem(key=key, rule=f"no such key in this composition. {hint}", origin="command line")])
+        hint = nearest(key, [*keys, *composition.values], shown=composition.values)
+        raise refusal(key, f"no such key in this composition. {hint}")
     value = _value(composition, key)
     inner = [(*path, *below) for below, _ in leaves(value)] if isinstance(value, Mapping) else []
     return {

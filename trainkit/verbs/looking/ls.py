@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from trainkit.config.grammar import refusal
 from trainkit.config.targets.allowed import TARGET
-from trainkit.config.values import closest
+from trainkit.config.values import nearest
 from trainkit.config.yaml_files import Document, read_document, shipped_conf, shipped_recipes, shown_text
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
 from trainkit.report.json_output import print_json
 from trainkit.report.numbers import compact, count
 from trainkit.report.tables import row_lines
@@ -116,10 +117,8 @@ def _lines(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
     yield from (f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
 
-def _unknown(name: str, rule: str, known: Mapping[str, object]) -> ConfigError:
-    near = closest(name.rpartition("=")[2], known)
-    hint = f"Did you mean {near}?" if near else f"There are: {', '.join(known)}."
-    return ConfigError([Problem(key=name, rule=f"{rule} {hint}", origin="command line")])
+def _unknown(name: str, rule: str, known: Collection[str]) -> ConfigError:
+    return refusal(name, f"{rule} {nearest(name.rpartition('=')[2], known)}")
 
 
 def list_runs(root: Path, *, as_json: bool = False) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from trainkit.config.grammar import refusal
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem, together
 from trainkit.report.json_output import print_json
@@ -15,7 +16,7 @@ from trainkit.report.rate_curve import corners, curve_line, draw_rates
 from trainkit.report.tables import print_rows, print_summary
 from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
-from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for, number_flag
+from trainkit.verbs.support.planned_data import DATA_FLAGS, declared_for
 
 if TYPE_CHECKING:
     from trainkit.cluster.launch import LaunchEnvironment
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 USAGE: Final = "OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "world": Flag(help="plan for a host with this many GPUs", value="N"),
-    "hosts": Flag(help="plan for this many hosts, with --gpus-per-host", value="N"),
-    "gpus-per-host": Flag(help="GPUs per host of --hosts, with one task per GPU", value="N"),
+    "world": Flag(help="plan for a host with this many GPUs", value="N", least=0, most=MOST_PROCESSES),
+    "hosts": Flag(help="plan for this many hosts, with --gpus-per-host", value="N", least=1, most=MOST_PROCESSES),
+    "gpus-per-host": Flag(
+        help="GPUs per host of --hosts, with one task per GPU", value="N", least=1, most=MOST_PROCESSES
+    ),
     **DATA_FLAGS,
     "fail-if-too-big": Flag(help="end with exit code 2 if the run does not fit into the memory of hardware=..."),
     "rate-png": Flag(help="draw the learning rate into this PNG", value="FILE"),
@@ -54,11 +57,9 @@ class _Asked:
         """Return the flags of a call.
 
         Raises:
-            ConfigError: an invalid number, or flags that exclude or need each other.
+            ConfigError: flags that exclude or need each other.
         """
-        world = number_flag(call, "world", "GPUs", low=0, high=MOST_PROCESSES)
-        hosts = number_flag(call, "hosts", "hosts", low=1, high=MOST_PROCESSES)
-        each = number_flag(call, "gpus-per-host", "GPUs", low=1, high=MOST_PROCESSES)
+        world, hosts, each = (call.number(name) for name in ("world", "hosts", "gpus-per-host"))
         rules = {}
         if (hosts is None) != (each is None):
             given, other = ("--hosts", "--gpus-per-host") if each is None else ("--gpus-per-host", "--hosts")
@@ -69,10 +70,7 @@ class _Asked:
             rules["--hosts"] = f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer."
         if rules:
             raise ConfigError([Problem(key=key, rule=rule, origin="command line") for key, rule in rules.items()])
-        return cls(
-            num_gpus=world if each is None else each,
-            num_hosts=hosts,
-        )
+        return cls(num_gpus=world if each is None else each, num_hosts=hosts)
 
     def launch(self) -> LaunchEnvironment | None:
         """Return the hypothetical launch of `--hosts`; None without it."""
@@ -108,11 +106,13 @@ class _Planned:
 def run(call: Call) -> int:
     """Print the plan; return 2 if there are problems, like every verb."""
     call.check_arity()
+    call.check_numbers(FLAGS)
     asked = _Asked.of(call)
     composition = call.compose(may_lack=None if "open-data" in call.flags else "data")
     if "fail-if-too-big" in call.flags and not composition.cfg.hardware:
-        rule = "needs the memory of a device. Name the hardware: hardware=this, hardware=h100_sxm."
-        raise ConfigError([Problem(key="--fail-if-too-big", rule=rule, origin="command line")])
+        raise refusal(
+            "--fail-if-too-big", "needs the memory of a device. Name the hardware: hardware=this, hardware=h100_sxm."
+        )
     found = _planned(call, composition, asked)
     if "rate-png" in call.flags:
         _draw(found, call.flags["rate-png"])

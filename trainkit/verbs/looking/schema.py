@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trainkit.config.grammar import refusal
-from trainkit.config.values import closest
+from trainkit.config.values import nearest
 from trainkit.report.json_output import print_json
 from trainkit.report.schemas import DOCUMENTS
 from trainkit.verbs.support.call import Call, Flag
@@ -29,9 +29,7 @@ def run(call: Call) -> int:
         return 0
     name = call.arguments[0]
     if name not in names:
-        near = closest(name, names)
-        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(names)}."
-        raise refusal(name, f"no such schema. {hint}")
+        raise refusal(name, f"no such schema. {nearest(name, names)}")
     print_json(_config(call) if name == _CONFIG else schema_of(name))
     return 0
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import EvalConfig
-from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
 from trainkit.report.json_output import print_json
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 USAGE: Final = "DIR [--then OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "k": Flag(help="number of runs; all without it", value="N"),
+    "k": Flag(help="number of runs; all without it", value="N", least=1),
     "metric": Flag(help="the metric for the order; eval.metric of the runs without it", value="NAME"),
     "mode": Flag(help="whether the smallest (min) or the largest (max) value is best", value="MODE"),
     "then": Flag(help="train the config of the best run again, with the given key=value: --then strategy=mirrored"),
@@ -57,8 +56,9 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     """
     from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - nothing is read to refuse a flag
 
+    call.check_numbers(FLAGS)
     folder = Path(call.arguments[0]).expanduser()
-    goal, count = _goal(call.flags), _count(call.flags)
+    goal, count = _goal(call.flags), call.number("k")
     if not folder.is_dir():
         raise refusal(str(folder), "is not a folder. Give the folder of a sweep, or one that contains runs.")
     board = collect(folder, goal)
@@ -134,13 +134,3 @@ def _goal(flags: Mapping[str, str]) -> MonitoredMetric | None:
     if mode not in (None, "min", "max"):
         raise refusal(f"--mode {mode}", "must be min or max.")
     return MonitoredMetric.of(EvalConfig(metric=metric, mode=cast("Literal['min', 'max'] | None", mode)))
-
-
-def _count(flags: Mapping[str, str]) -> int | None:
-    text = flags.get("k")
-    if text is None:
-        return None
-    number = whole_number(text, low=1, high=10**9)
-    if number is None:
-        raise refusal(f"--k {text}", "must be a whole number of at least 1.")
-    return number

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.config.grammar import refusal
 from trainkit.report.json_output import print_json
 from trainkit.report.tables import terminal_console
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
@@ -23,8 +23,7 @@ def run(call: Call) -> int:
     call.check_arity(arguments=min(len(call.arguments), 1), overrides=False)
     root = Path(call.arguments[0] if call.arguments else "outputs").expanduser()
     if not root.is_dir():
-        rule = "is not a folder. Give one that contains runs; without one, outputs is watched."
-        raise ConfigError([Problem(key=str(root), rule=rule, origin="command line")])
+        raise refusal(str(root), "is not a folder. Give one that contains runs; without one, outputs is watched.")
     board = Board(root)
     if "json" in call.flags:
         print_json(board.read())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.values import MOST_PROCESSES, whole_number
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 USAGE: Final = "[OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "devices": Flag(help="the largest number of devices to use; those of this machine without it", value="N"),
+    "devices": Flag(
+        help="the largest number of devices to use; those of this machine without it",
+        value="N",
+        least=1,
+        most=MOST_PROCESSES,
+    ),
     "hardware": Flag(help="a choice of the group hardware; this without it", value="CHOICE"),
     "for": Flag(help="time, the shortest step; cost, the fewest device seconds; memory; time without it", value="GOAL"),
     **DATA_FLAGS,
@@ -97,11 +102,7 @@ def _checked(call: Call) -> _Request:
     call.check_arity()
     from trainkit.advising.advice import GOALS  # noqa: PLC0415 - not for --help
 
-    problems, flags = [], call.flags
-    devices = whole_number(flags["devices"], low=1, high=MOST_PROCESSES) if "devices" in flags else None
-    if "devices" in flags and devices is None:
-        rule = f"must be a number of devices, 1 to {MOST_PROCESSES:,}."
-        problems.append(Problem(key="--devices", value=flags["devices"], rule=rule, origin=COMMAND_LINE))
+    problems, flags = [*call.number_problems(FLAGS)], call.flags
     goal = next((one for one in GOALS if one == flags.get("for", "time")), None)
     if goal is None:
         rule = f"must be one of {', '.join(GOALS)}."
@@ -113,7 +114,7 @@ def _checked(call: Call) -> _Request:
     if problems or goal is None:
         raise ConfigError(problems)
     hardware = () if chosen else (f"hardware={flags.get('hardware', 'this')}",)
-    return _Request(devices=devices, hardware=hardware, goal=goal)
+    return _Request(devices=call.number("devices"), hardware=hardware, goal=goal)
 
 
 def _hardware_of(composition: Composition) -> Hardware:

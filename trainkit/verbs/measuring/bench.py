@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.config.composition import Level
-from trainkit.config.grammar import replacing
-from trainkit.config.values import whole_number
+from trainkit.config.grammar import COMMAND_LINE, refusal, replacing
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
-from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 from trainkit.verbs.support.measured import (
     launch_problems,
     line_printer,
     out_problems,
-    problem_of,
     result_folder,
+    show_results,
     training_problems,
 )
 
@@ -34,15 +31,13 @@ if TYPE_CHECKING:
 
 USAGE: Final = "KEY=A,B[,C...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "rounds": Flag(help="turns of each choice; 3 without it, 1 with --until", value="N"),
-    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N"),
+    "rounds": Flag(help="turns of each choice; 3 without it, 1 with --until", value="N", least=1, most=1_000),
+    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N", least=1, most=100_000),
     "until": Flag(help="measure the time to a result instead: --until val/accuracy=0.9", value="METRIC=VALUE"),
     "data": Flag(help="find whether the loader or the model limits the training, and which loader.num_workers to use"),
     "json": JSON_FLAG,
     "out": Flag(help="folder of the results; without it, a new one below outputs/bench", value="FOLDER"),
 }
-_MOST_ROUNDS: Final = 1_000
-_DRAWING_S: Final = 60.0
 _print_line: Final = line_printer("bench")
 
 
@@ -63,8 +58,7 @@ def _measure(call: Call, points: Sequence[Composition]) -> int:
     from trainkit.measuring.showing import document, table_lines  # noqa: PLC0415 - the same
 
     candidates, target = _candidates(points), _target(call, points)
-    rounds = int(call.flags.get("rounds", "3" if target is None else "1"))
-    steps = int(call.flags["steps"]) if "steps" in call.flags else None
+    rounds, steps = call.number("rounds") or (3 if target is None else 1), call.number("steps")
     with result_folder("bench", call.flags.get("out")) as folder:
         found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
         notes = list(dict.fromkeys([*(note for point in points for note in point.notes), *_energy_notes(found)]))
@@ -81,7 +75,7 @@ def _measure_data(call: Call, point: Composition) -> int:
 
     cfg = _candidates([point], fewest=FEWEST_STEPS)[0].cfg
     plan = make_plan(cfg)
-    rounds, ranks = int(call.flags.get("rounds", "1")), len(plan.tasks)
+    rounds, ranks = call.number("rounds") or 1, len(plan.tasks)
     with result_folder("bench", call.flags.get("out")) as folder:
         found = search_workers(cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
         content = document(found.choices, command=call.command, rounds=rounds, notes=point.notes)
@@ -90,14 +84,12 @@ def _measure_data(call: Call, point: Composition) -> int:
 
 
 def _show(call: Call, folder: Path, content: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Write the results, and print them."""
-    _write(folder, content)
-    failure = _draw(folder, content)
-    if "json" in call.flags:
-        print_json(content)
-        return
-    notes = [f"  note: {note}" for note in [*content["notes"], *([failure] if failure else [])]]
-    sys.stdout.write("\n".join([*lines, "", *notes, f"  folder  {folder}"]) + "\n")
+    from trainkit.report.drawing import bench_request  # noqa: PLC0415 - not for --help
+
+    measured = [one for one in content["choices"] if one["samples_per_s"] is not None]
+    shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in measured]
+    picture = bench_request(folder / "bench.png", title=content["command"], choices=shown) if shown else None
+    show_results(call, folder, "bench", content, lines, picture=picture)
 
 
 def _points(call: Call, problems: list[Problem]) -> list[Composition] | None:
@@ -127,19 +119,16 @@ def _of_until(one: Problem) -> Problem:
 
 def _flag_problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags."""
-    for name, most in (("rounds", _MOST_ROUNDS), ("steps", 100_000)):
-        text = call.flags.get(name)
-        if text is not None and whole_number(text, low=1, high=most) is None:
-            yield problem_of(f"--{name}", f"must be 1 or more, {most:,} at most.", text)
+    yield from call.number_problems(FLAGS)
     until = call.flags.get("until")
     if until is not None:
         if _number(until) is None:
-            yield problem_of("--until", "must be a metric and its value: --until val/accuracy=0.9.", until)
+            yield call.problem("until", "must be a metric and its value: --until val/accuracy=0.9.")
         if "steps" in call.flags:
-            yield problem_of("--steps", "has no effect with --until: a training runs until its result.")
+            yield call.problem("steps", "has no effect with --until: a training runs until its result.")
     if "data" in call.flags:
         for name in call.flags.keys() & {"steps", "until"}:
-            yield problem_of(f"--{name}", "has no effect with --data.")
+            yield call.problem(name, "has no effect with --data.")
     yield from out_problems(call)
 
 
@@ -156,14 +145,15 @@ def _choice_problems(call: Call, points: Sequence[Composition]) -> Iterator[Prob
     """Yield the problems of the choices together, and those of each choice that cannot be measured."""
     if "data" in call.flags:
         if len(points) > 1:
-            rule = f"measures one training, and the lists contain {len(points)}. Give each key one value."
-            yield problem_of("--data", rule)
+            yield call.problem(
+                "data", f"measures one training, and the lists contain {len(points)}. Give each key one value."
+            )
         if points[0].origin("loader.num_workers").level is Level.command_line:
             rule = "has no effect with --data, which finds its value. Leave it out."
             yield points[0].problem("loader.num_workers", rule, value=points[0].values["loader"]["num_workers"])
     elif len(points) == 1:
         rule = "compares choices, and no key has several. Give a key a list: strategy=one_device,mirrored."
-        yield problem_of("bench", rule)
+        yield Problem(key="bench", rule=rule, origin=COMMAND_LINE)
     for point in points:
         yield from _point_problems(call, point)
 
@@ -175,8 +165,9 @@ def _point_problems(call: Call, point: Composition) -> Iterator[Problem]:
         rule = "has no effect: bench measures a training without its evaluator. Leave it out."
         yield point.problem("strategy.evaluator", rule, value=True)
     if "until" in call.flags and (values["eval"]["every_steps"], values["eval"]["every_epochs"]) == (None, None):
-        rule = "no evaluation comes before the end of the training. Give eval.every_steps or eval.every_epochs."
-        yield problem_of("--until", rule, call.flags["until"])
+        yield call.problem(
+            "until", "no evaluation comes before the end of the training. Give eval.every_steps or eval.every_epochs."
+        )
 
 
 def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> list[Candidate]:
@@ -191,7 +182,7 @@ def _candidates(points: Sequence[Composition], *, fewest: int | None = None) -> 
     lengths, fewest = plan_all_points(points), fewest or WARMUP_STEPS + 1
     if min(lengths) < fewest:
         rule = f"the training has {min(lengths)}, and bench needs {fewest} or more. Give steps=100, or more epochs."
-        raise ConfigError([problem_of("steps", rule)])
+        raise refusal("steps", rule)
     return [
         Candidate(label=label, cfg=_with_workers(point), num_steps=length)
         for label, point, length in zip(_labels(points), points, lengths, strict=True)
@@ -234,23 +225,3 @@ def _energy_notes(found: Sequence[Choice]) -> Iterator[str]:
         on_gpu = any(turn.figures.get("device") == "cuda" for one in found for turn in one.turns)
         missing = "NVML reports none here: pip install nvidia-ml-py" if on_gpu else "no device here reports it"
         yield f"energy is not measured: {missing}."
-
-
-def _write(folder: Path, content: Mapping[str, object]) -> None:
-    from trainkit.files import write_json_atomically  # noqa: PLC0415 - imports torch
-    from trainkit.storage import reporting  # noqa: PLC0415 - the same
-
-    with reporting(folder):
-        write_json_atomically(folder / "bench.json", content)
-
-
-def _draw(folder: Path, content: Mapping[str, Any]) -> str:
-    """Draw bench.png; return the reason if it cannot be drawn, else an empty text."""
-    from trainkit.report.drawing import Drawing, bench_request  # noqa: PLC0415 - not for --help
-
-    choices = [one for one in content["choices"] if one["samples_per_s"] is not None]
-    if not choices:
-        return ""
-    shown = [{name: one[name] for name in ("label", "samples_per_s", "parts_s")} for one in choices]
-    failure = Drawing(bench_request(folder / "bench.png", title=content["command"], choices=shown)).wait(_DRAWING_S)
-    return f"bench.png is not drawn: {failure}" if failure else ""

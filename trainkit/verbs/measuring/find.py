@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.config.values import whole_number
-from trainkit.errors import ConfigError, Problem
-from trainkit.report.json_output import print_json
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 from trainkit.verbs.support.measured import (
+    composed,
     launch_problems,
     line_printer,
     out_problems,
-    problem_of,
     result_folder,
-    training_problems,
+    show_results,
 )
 
 if TYPE_CHECKING:
@@ -38,17 +36,17 @@ FLAGS: Final[Mapping[str, Flag]] = {
         help="lr: steps between them, 100 without it; micro_size: measured steps of a turn, about two seconds without "
         "it",
         value="N",
+        least=1,
+        most=100_000,
     ),
-    "rounds": Flag(help="micro_size: turns of each size; 1 without it", value="N"),
+    "rounds": Flag(help="micro_size: turns of each size; 1 without it", value="N", least=1, most=1_000),
     "json": JSON_FLAG,
     "out": Flag(help="write the results into this new folder: a JSON file, and the curve of lr as PNG", value="FOLDER"),
 }
 _OF_ONE: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
 """Flag -> the only argument that takes it."""
-_MOST: Final = {"steps": 100_000, "rounds": 1_000}
 _RANGE: Final = (1e-7, 10.0)
 _STEPS: Final = 100
-_DRAWING_S: Final = 60.0
 _print_line: Final = line_printer("find")
 
 
@@ -57,9 +55,9 @@ def run(call: Call) -> int:
     what = " ".join(call.arguments)
     if what not in WORDS:
         rule = f"finds one of {', '.join(WORDS)}: trainkit find {WORDS[0]} OVERRIDES."
-        raise ConfigError([problem_of("find", rule, what or None)])
+        raise ConfigError([Problem(key="find", value=what or MISSING, rule=rule, origin=COMMAND_LINE)])
     problems = [*_flag_problems(call, what), *launch_problems("find", "try every value")]
-    point = _point(call, problems)
+    point = composed(replace(call, arguments=()), problems)
     if problems or point is None:
         raise ConfigError(problems)
     return _find_lr(call, point) if what == "lr" else _find_micro_size(call, point)
@@ -68,10 +66,11 @@ def run(call: Call) -> int:
 def _find_lr(call: Call, point: Composition) -> int:
     from trainkit.measuring.find_showing import rate_document, rate_lines  # noqa: PLC0415 - imports torch
     from trainkit.measuring.range_test import range_config, range_test  # noqa: PLC0415 - the same
+    from trainkit.report.drawing import range_request  # noqa: PLC0415 - the same
 
     plan = _plan(point, _rate_problems)
     low, high = _rates(call)
-    steps = int(call.flags.get("steps", _STEPS))
+    steps = call.number("steps") or _STEPS
     _print_line(f"{steps} steps from {low:g} to {high:g}, until the loss diverges")
     cfg = range_config(point.cfg, low=low, high=high, steps=steps, peak=plan.rate.peak)
     with ExitStack() as stack:
@@ -85,10 +84,8 @@ def _find_lr(call: Call, point: Composition) -> int:
             scale=plan.rate.peak / plan.rate.base,
             notes=[*point.notes, *_range_notes(plan, found)],
         )
-        failure = _draw(folder, content)
-        if failure:
-            content["notes"].append(failure)
-        _show(call, folder, "find_lr", content, rate_lines(found, content))
+        picture = None if folder is None else range_request(folder / "find_lr.png", title=call.command, content=content)
+        show_results(call, folder, "find_lr", content, rate_lines(found, content), picture=picture)
     return int(found.curve.steepest is None)
 
 
@@ -97,8 +94,7 @@ def _find_micro_size(call: Call, point: Composition) -> int:
     from trainkit.measuring.micro_sizes import overrides_for, search_micro_size  # noqa: PLC0415 - the same
 
     plan = _plan(point, lambda _: ())
-    rounds = int(call.flags.get("rounds", "1"))
-    steps = int(call.flags["steps"]) if "steps" in call.flags else None
+    rounds, steps = call.number("rounds") or 1, call.number("steps")
     with ExitStack() as stack:
         folder = _folder(call, stack)
         found = search_micro_size(
@@ -107,7 +103,7 @@ def _find_micro_size(call: Call, point: Composition) -> int:
         overrides = overrides_for(point.cfg, found)
         notes = [*point.notes, *_size_notes(plan)]
         content = size_document(found, command=call.command, rounds=rounds, overrides=overrides, notes=notes)
-        _show(call, folder, "find_micro_size", content, size_lines(found, overrides))
+        show_results(call, folder, "find_micro_size", content, size_lines(found, overrides))
     return int(found.best is None)
 
 
@@ -181,26 +177,13 @@ def _host_memory(plan: RunPlan) -> HostMemory | None:
     return HostMemory(memory_bytes=available_bytes()) if on_cpu and plan.backend is None else None
 
 
-def _point(call: Call, problems: list[Problem]) -> Composition | None:
-    """Compose the training; None if that adds problems."""
-    try:
-        point = replace(call, arguments=()).compose()
-    except ConfigError as error:
-        problems += error.problems
-        return None
-    problems += training_problems("find", point)
-    return point
-
-
 def _flag_problems(call: Call, what: str) -> Iterator[Problem]:
     """Yield the problems of the flags."""
-    for name, text in call.flags.items():
+    for name in call.flags:
         if _OF_ONE.get(name, what) != what:
-            yield problem_of(f"--{name}", f"has no effect with find {what}.")
-        elif name in _MOST:
-            low = 10 if (name, what) == ("steps", "lr") else 1
-            if whole_number(text, low=low, high=_MOST[name]) is None:
-                yield problem_of(f"--{name}", f"must be {low} or more, {_MOST[name]:,} at most.", text)
+            yield call.problem(name, f"has no effect with find {what}.")
+    least = 10 if what == "lr" else 1
+    yield from call.number_problems({**FLAGS, "steps": replace(FLAGS["steps"], least=least)})
     if what == "lr":
         yield from _range_problems(call)
     yield from out_problems(call)
@@ -210,10 +193,10 @@ def _range_problems(call: Call) -> Iterator[Problem]:
     low, high = _rates(call)
     wrong = [name for name, rate in (("min-lr", low), ("max-lr", high)) if not 0 < rate < float("inf")]
     for name in wrong:
-        yield problem_of(f"--{name}", "must be a number above 0.", call.flags[name])
+        yield call.problem(name, "must be a number above 0.")
     if not wrong and low >= high:
         name = "max-lr" if "max-lr" in call.flags else "min-lr"
-        yield problem_of(f"--{name}", f"must leave a range: it would go from {low:g} to {high:g}.", call.flags[name])
+        yield call.problem(name, f"must leave a range: it would go from {low:g} to {high:g}.")
 
 
 def _rates(call: Call) -> tuple[float, float]:
@@ -231,30 +214,3 @@ def _folder(call: Call, stack: ExitStack) -> Path | None:
     """Create and return the folder of `--out`; None without the flag."""
     out = call.flags.get("out")
     return None if out is None else stack.enter_context(result_folder("find", out))
-
-
-def _show(call: Call, folder: Path | None, name: str, content: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Write the results into the folder of `--out`, if given, and print them."""
-    if folder is not None:
-        from trainkit.files import write_json_atomically  # noqa: PLC0415 - the same
-        from trainkit.storage import reporting  # noqa: PLC0415 - imports torch
-
-        with reporting(folder):
-            write_json_atomically(folder / f"{name}.json", content)
-    if "json" in call.flags:
-        print_json(content)
-        return
-    notes = [f"  note: {note}" for note in content["notes"]]
-    where = [] if folder is None else [f"  folder  {folder}"]
-    sys.stdout.write("\n".join([*lines, *([""] if notes or where else []), *notes, *where]) + "\n")
-
-
-def _draw(folder: Path | None, content: Mapping[str, Any]) -> str:
-    """Draw find_lr.png; return the reason if it cannot be drawn, else an empty text."""
-    if folder is None:
-        return ""
-    from trainkit.report.drawing import Drawing, range_request  # noqa: PLC0415 - not for --help
-
-    path = folder / "find_lr.png"
-    failure = Drawing(range_request(path, title=content["command"], content=content)).wait(_DRAWING_S)
-    return f"find_lr.png is not drawn: {failure}" if failure else ""

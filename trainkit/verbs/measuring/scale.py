@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import JSON_FLAG, Call, Flag
 from trainkit.verbs.support.measured import (
+    composed,
     launch_problems,
     line_printer,
     out_problems,
-    problem_of,
     result_folder,
-    training_problems,
 )
 
 if TYPE_CHECKING:
@@ -35,17 +33,15 @@ if TYPE_CHECKING:
 
 USAGE: Final = "OVERRIDES --to-replicas N, or --simulate --to-replicas N"
 FLAGS: Final[Mapping[str, Flag]] = {
-    "to-replicas": Flag(help="the largest number of replicas", value="N"),
+    "to-replicas": Flag(help="the largest number of replicas", value="N", least=1, most=10_000),
     "simulate": Flag(help="measure nothing: spares, staleness and checkpoints by simulation"),
     "assume": Flag(help="inputs that are not measured, such as gbit=100,price_h=2.5", value="NAME=VALUE,..."),
-    "seed": Flag(help="seed of the simulation and of the intervals; 0 without it", value="N"),
-    "rounds": Flag(help="turns of each measurement; 2 without it", value="N"),
-    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N"),
+    "seed": Flag(help="seed of the simulation and of the intervals; 0 without it", value="N", least=0, most=2**32 - 1),
+    "rounds": Flag(help="turns of each measurement; 2 without it", value="N", least=1, most=1_000),
+    "steps": Flag(help="measured steps of a turn; without it, those of two seconds", value="N", least=1, most=100_000),
     "json": JSON_FLAG,
     "out": Flag(help="folder of scale.json and scale.png; without it, a new one below outputs/scale", value="FOLDER"),
 }
-_MOST: Final = {"to-replicas": 10_000, "seed": 2**32 - 1, "rounds": 1_000, "steps": 100_000}
-_LEAST: Final = {"to-replicas": 1, "seed": 0, "rounds": 1, "steps": 1}
 _MEASURING: Final = ("rounds", "steps", "out")
 _print_line: Final = line_printer("scale")
 
@@ -67,7 +63,7 @@ def _simulate(call: Call) -> int:
     from trainkit.scaling.study import study  # noqa: PLC0415 - as above
     from trainkit.scaling.study_text import study_json, study_lines  # noqa: PLC0415 - the same
 
-    target, seed = int(call.flags["to-replicas"]), int(call.flags.get("seed", "0"))
+    target, seed = int(call.flags["to-replicas"]), call.number("seed") or 0
     known = KnownInputs(values=Inputs()).with_values("given", assumed)
     found = study(known.values, target, seed=seed)
     if "json" in call.flags:
@@ -82,16 +78,15 @@ def _predict(call: Call) -> int:
 
     problems = [*_flag_problems(call), *_argument_problems(call), *launch_problems("scale", "measure")]
     assumed = _assumed(call, LinkInputs, problems)
-    composition = _composed(call, problems)
+    composition = composed(call, problems)
     if problems or composition is None:
         raise ConfigError(problems)
     target = int(call.flags["to-replicas"])
     what = _scalable(composition, target)
     from trainkit.measuring.replicas import measure  # noqa: PLC0415 - imports torch
 
-    steps = int(call.flags["steps"]) if "steps" in call.flags else None
     with result_folder("scale", call.flags.get("out")) as folder:
-        measured = measure(what, target, rounds=int(call.flags.get("rounds", "2")), steps=steps, log=_print_line)
+        measured = measure(what, target, rounds=call.number("rounds") or 2, steps=call.number("steps"), log=_print_line)
         if measured.failures:
             sys.stderr.write("".join(f"scale: failed: {line}\n" for line in measured.failures))
             return 1
@@ -135,7 +130,7 @@ def _answers(
     )
     fitted = fit(work, points, computing=computing_error(measured)).on_hosts(per_host, _between(known.values))
     counts = known_counts(target, [point.replicas for point in points])
-    return scaling_of(fitted, counts, subject, seed=int(call.flags.get("seed", "0")))
+    return scaling_of(fitted, counts, subject, seed=call.number("seed") or 0)
 
 
 def _notes(what: Scalable, values: LinkInputs, hardware: Hardware | None, *, points: int) -> Iterator[str]:
@@ -188,7 +183,7 @@ def _show(call: Call, folder: Path, found: Scaling, target: int) -> None:
     from trainkit.scaling.result import scaling_json, scaling_lines  # noqa: PLC0415 - imports numpy
     from trainkit.storage import reporting  # noqa: PLC0415 - the same
 
-    content = scaling_json(found, target=target, seed=int(call.flags.get("seed", "0")))
+    content = scaling_json(found, target=target, seed=call.number("seed") or 0)
     with reporting(folder):
         write_json_atomically(folder / "scale.json", content)
         draw_scaling(folder / "scale.png", found)
@@ -216,30 +211,15 @@ def _scalable(composition: Composition, target: int) -> Scalable:
             f"a step has {what.most_replicas} {unit}, and each replica needs one. "
             f"Give a larger batch.global_size,{way} or fewer replicas."
         )
-        raise ConfigError([problem_of("--to-replicas", rule, str(target))])
+        raise ConfigError([Problem(key="--to-replicas", value=target, rule=rule, origin=COMMAND_LINE)])
     return what
-
-
-def _composed(call: Call, problems: list[Problem]) -> Composition | None:
-    """Compose the config; None if that adds problems."""
-    try:
-        composition = call.compose()
-    except ConfigError as error:
-        problems += error.problems
-        return None
-    problems += training_problems("scale", composition)
-    return composition
 
 
 def _flag_problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags."""
-    for name, most in _MOST.items():
-        text = call.flags.get(name)
-        wanted = text is not None or name == "to-replicas"
-        if wanted and whole_number(text or "", low=_LEAST[name], high=most) is None:
-            yield problem_of(
-                f"--{name}", f"must be a whole number, {_LEAST[name]} to {most:,}: {FLAGS[name].help}.", text
-            )
+    yield from call.number_problems(FLAGS)
+    if "to-replicas" not in call.flags:
+        yield call.problem("to-replicas", f"is needed: {FLAGS['to-replicas'].help}.")
     yield from out_problems(call)
 
 
@@ -253,7 +233,7 @@ def _without_meaning(call: Call) -> Iterator[Problem]:
     yield from _argument_problems(call)
     for name in _MEASURING:
         if name in call.flags:
-            yield problem_of(f"--{name}", "has no meaning with --simulate, which measures nothing.")
+            yield call.problem(name, "has no meaning with --simulate, which measures nothing.")
     for word in call.overrides:
         rule = "has no meaning with --simulate, which trains nothing: --assume NAME=VALUE,... sets its inputs."
         yield Problem(key=word, rule=rule, origin=COMMAND_LINE)

@@ -103,10 +103,9 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
             takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
             rule = f"has no effect on {name}: only {', '.join(takers)} use it."
         if rule is not None:
-            yield Problem(key=f"--{flag}", value=text, rule=rule, origin="command line")
+            yield call.problem(flag, rule)
     if "gpus-per-host" in flags and "processes-per-host" in flags:
-        rule = "a host has processes with or without GPUs: give only one of the two."
-        yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
+        yield call.problem("processes-per-host", "a host has processes with or without GPUs: give only one of the two.")
     each = flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"
     hosts = flags.get("hosts", "1")
     numbers = [whole_number(text, low=0, high=_MOST_RANKS) or 0 for text in (hosts, each)]
@@ -114,13 +113,14 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         rule = f"are {numbers[0] * numbers[1]:,} processes; the limit is {_MOST_RANKS:,}."
         yield Problem(key="--hosts", value=f"{hosts} of {each} each", rule=rule, origin="command line")
     if "processes-per-host" in flags and engine.takes_devices:
-        rule = f"has no effect on {name}: it starts one process per host. Give strategy.replicas."
-        yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
+        yield call.problem(
+            "processes-per-host", f"has no effect on {name}: it starts one process per host. Give strategy.replicas."
+        )
     yield from _missing(call, engine)
     if "names" in flags and "names" in engine.options:
-        yield from _name_problems(flags)
+        yield from _name_problems(call)
     if "head" in engine.options:
-        yield from _host_flag_problems(flags)
+        yield from _host_flag_problems(call)
 
 
 def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
@@ -140,23 +140,21 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         also = (
             " They write into one run folder; or give hydra.run.dir, a folder that all see." if flag == "shared" else ""
         )
-        rule = f"is missing: {why}. --{flag} {FLAGS[flag].value}.{also}"
-        yield Problem(key=f"--{flag}", rule=rule, origin="command line")
+        yield call.problem(flag, f"is missing: {why}. --{flag} {FLAGS[flag].value}.{also}")
 
 
-def _name_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
+def _name_problems(call: Call) -> Iterator[Problem]:
     """Yield problems of the host names."""
+    flags = call.flags
     names = flags["names"].split(",")
     number = whole_number(flags.get("hosts", str(len(names))), low=0, high=_MOST_RANKS)
     double = next((name for name in names if names.count(name) > 1), None)
     if not all(names):
-        yield Problem(key="--names", value=flags["names"], rule="contains an empty name.", origin=COMMAND_LINE)
+        yield call.problem("names", "contains an empty name.")
     elif double is not None:
-        rule = f"names {double} twice. Give each host once."
-        yield Problem(key="--names", value=flags["names"], rule=rule, origin=COMMAND_LINE)
+        yield call.problem("names", f"names {double} twice. Give each host once.")
     elif number not in (None, len(names)):
-        rule = f"but --names has {len(names)}. Leave it out."
-        yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
+        yield call.problem("hosts", f"but --names has {len(names)}. Leave it out.")
     else:
         port = whole_number(flags.get("port", "2222"), low=1, high=65_535) or 2222
         hosts = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
@@ -164,21 +162,20 @@ def _name_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
             yield replace(problem, key="--names")
 
 
-def _host_flag_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
+def _host_flag_problems(call: Call) -> Iterator[Problem]:
     """Yield problems of torchrun's flags about the rendezvous of several hosts and about lost hosts."""
+    flags = call.flags
     hosts, least = flags.get("hosts", "1"), flags.get("min-hosts", "1")
     if hosts == "1":
         for flag in ("head", "port", "min-hosts"):
             if flag in flags:
-                rule = "has no effect on one host. Give --hosts."
-                yield Problem(key=f"--{flag}", value=flags[flag], rule=rule, origin="command line")
+                yield call.problem(flag, "has no effect on one host. Give --hosts.")
         return
     if "min-hosts" in flags and flags.get("restarts", "0") == "0":
-        rule = "needs --restarts: the remaining hosts restart together."
-        yield Problem(key="--min-hosts", value=least, rule=rule, origin="command line")
+        yield call.problem("min-hosts", "needs --restarts: the remaining hosts restart together.")
     most = whole_number(hosts, low=0, high=_MOST_RANKS)
     if most is not None and (whole_number(least, low=0, high=_MOST_RANKS) or 0) > most:
-        yield Problem(key="--min-hosts", value=least, rule=f"must be --hosts={hosts} or less.", origin="command line")
+        yield call.problem("min-hosts", f"must be --hosts={hosts} or less.")
 
 
 def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
@@ -244,20 +241,23 @@ def _role_problems(call: Call, engine: ManifestWriter, roles: Mapping[str, int])
     flags, name, total = call.flags, call.arguments[0], sum(roles.values())
     shown = ", ".join(f"{number} {role}" for role, number in roles.items())
     if "hosts" in flags and engine.host_for_each:
-        rule = f"has no effect on {name} with parameter servers: each task is a separate host ({shown})."
-        yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
+        yield call.problem(
+            "hosts", f"has no effect on {name} with parameter servers: each task is a separate host ({shown})."
+        )
     if "processes-per-host" in flags:
-        rule = f"has no effect with parameter servers: strategy.workers and strategy.servers set the tasks ({shown})."
-        yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin=COMMAND_LINE)
+        yield call.problem(
+            "processes-per-host",
+            f"has no effect with parameter servers: strategy.workers and strategy.servers set the tasks ({shown}).",
+        )
     if engine.host_for_each and "shared" not in flags and "hydra.run.dir" not in map(key_of, call.overrides):
-        rule = f"is missing: {name} needs it for several hosts. --shared {FLAGS['shared'].value}."
-        yield Problem(key="--shared", rule=rule, origin=COMMAND_LINE)
+        yield call.problem(
+            "shared", f"is missing: {name} needs it for several hosts. --shared {FLAGS['shared'].value}."
+        )
     if engine.kind == "TF_CONFIG" and engine.host_for_each and "worker" not in roles:
         rule = "vertex needs a pool of workers between the chief and the servers. Give strategy.workers=2 or more."
         yield Problem(key="strategy.workers", value=1, rule=rule)
     if not engine.host_for_each and int(flags.get("hosts", "1")) > total:
-        rule = f"are more than the {total} tasks ({shown})."
-        yield Problem(key="--hosts", value=flags["hosts"], rule=rule, origin=COMMAND_LINE)
+        yield call.problem("hosts", f"are more than the {total} tasks ({shown}).")
 
 
 def _arguments(call: Call) -> Iterator[str]:

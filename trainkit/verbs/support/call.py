@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.config.grammar import refusal
+from trainkit.config.values import whole_number
+from trainkit.errors import MISSING, ConfigError, Problem
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
@@ -70,6 +72,10 @@ class Flag:
     """Description in one line."""
     value: str | None = None
     """Name of its value in the help; None for a flag without a value."""
+    least: int | None = None
+    """Smallest value of a whole number; None: the value is not one."""
+    most: int = 10**9
+    """Largest value of a whole number."""
 
 
 JSON_FLAG: Final = Flag(help="print one JSON document, whose schema trainkit schema prints")
@@ -132,6 +138,42 @@ class Call:
 
         return checked_points(self.overrides, self.config_dirs, self.packages)
 
+    def number(self, name: str) -> int | None:
+        """Return the whole number of a flag, which `number_problems` has accepted; None without it."""
+        return int(self.flags[name]) if name in self.flags else None
+
+    def problem(self, flag: str, rule: str) -> Problem:
+        """Return a problem of a flag of this call, which may be missing.
+
+        Example:
+            >>> str(Call(flags={"k": "0"}).problem("k", "must be 1 or more."))
+            '--k=0: must be 1 or more. (command line)'
+        """
+        return Problem(key=f"--{flag}", value=self.flags.get(flag) or MISSING, rule=rule, origin="command line")
+
+    def number_problems(self, flags: Mapping[str, Flag]) -> Iterator[Problem]:
+        """Yield the problems of the flags that are whole numbers.
+
+        Example:
+            >>> flags = {"k": Flag(help="number of runs", value="N", least=1)}
+            >>> [str(problem) for problem in Call(flags={"k": "0"}).number_problems(flags)]
+            ['--k=0: must be a whole number, 1 to 1,000,000,000. (command line)']
+        """
+        for name, flag in flags.items():
+            text = self.flags.get(name)
+            if text is None or flag.least is None or whole_number(text, low=flag.least, high=flag.most) is not None:
+                continue
+            yield self.problem(name, f"must be a whole number, {flag.least:,} to {flag.most:,}.")
+
+    def check_numbers(self, flags: Mapping[str, Flag]) -> None:
+        """Refuse flags that are not the whole numbers that they must be.
+
+        Raises:
+            ConfigError: all problems.
+        """
+        if problems := list(self.number_problems(flags)):
+            raise ConfigError(problems)
+
     def check_arity(self, *, arguments: int = 0, overrides: bool = True) -> None:
         """Refuse arguments that this verb does not take.
 
@@ -146,5 +188,4 @@ class Call:
                 hint += " A path with = in it begins with / or ./."
             raise ConfigError([Problem(key=self.verb, rule=rule + hint, origin="command line")])
         if self.overrides and not overrides:
-            rule = "takes no key=value."
-            raise ConfigError([Problem(key=self.verb, rule=rule, origin="command line")])
+            raise refusal(self.verb, "takes no key=value.")

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.local import VARIABLE, detect
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.values import path_rule
-from trainkit.errors import Problem
+from trainkit.errors import ConfigError, Problem
+from trainkit.report.json_output import print_json
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
 
-def problem_of(key: str, rule: str, value: str | None = None) -> Problem:
-    """Return a problem of the command line.
-
-    Example:
-        >>> str(problem_of("--steps", "must be 1 or more.", "0"))
-        '--steps=0: must be 1 or more. (command line)'
-    """
-    if value is None:
-        return Problem(key=key, rule=rule, origin=COMMAND_LINE)
-    return Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)
+_DRAWING_S: Final = 60.0
 
 
 def out_problems(call: Call) -> Iterator[Problem]:
     """Yield the problem of `--out`: an invalid path, a file, or a folder with files."""
     out = call.flags.get("out")
     if out is not None and (rule := path_rule(out) or _occupied(Path(out).expanduser())):
-        yield problem_of("--out", rule, out)
+        yield call.problem("out", rule)
 
 
 def _occupied(path: Path) -> str | None:
@@ -52,7 +44,7 @@ def launch_problems(verb: str, what: str) -> Iterator[Problem]:
             f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would {what}. "
             f"Start {verb} without the launcher ({VARIABLE}=none)."
         )
-        yield problem_of(verb, rule)
+        yield Problem(key=verb, rule=rule, origin=COMMAND_LINE)
 
 
 def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
@@ -62,10 +54,21 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
         yield composition.problem("cv.folds", "starts several trainings. Give cv.fold too.", value=value)
     if composition.submits_single_runs:
         rule = f"passes runs to another system, and {verb} measures this machine. Leave it out."
-        yield problem_of("cluster", rule)
+        yield Problem(key="cluster", rule=rule, origin=COMMAND_LINE)
     if (resumed := composition.values["resume"]) is not None:
         rule = f"has no effect: {verb} trains from the start. Leave it out, or load weights with init_from=CHECKPOINT."
         yield composition.problem("resume", rule, value=resumed)
+
+
+def composed(call: Call, problems: list[Problem]) -> Composition | None:
+    """Compose the one training that a verb measures; None if that adds problems."""
+    try:
+        composition = call.compose()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    problems += training_problems(call.verb, composition)
+    return composition
 
 
 @contextmanager
@@ -96,6 +99,43 @@ def result_folder(verb: str, out: str | None) -> Iterator[Path]:
         if not was_there:
             with suppress(OSError):
                 folder.rmdir()  # not if it contains any file
+
+
+def show_results(
+    call: Call,
+    folder: Path | None,
+    name: str,
+    content: Mapping[str, Any],
+    lines: Iterable[str],
+    *,
+    picture: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the results of a measurement into its folder, if there is one, and print them.
+
+    Args:
+        call: its flag `json` asks for the content instead of the lines.
+        folder: the folder of `NAME.json` and `NAME.png`.
+        name: the name of the files.
+        content: the document, with its `notes`.
+        lines: the text of the results.
+        picture: the request for the plot; None: nothing is drawn.
+    """
+    from trainkit.files import write_json_atomically  # noqa: PLC0415 - not for --help
+    from trainkit.report.drawing import Drawing  # noqa: PLC0415 - the same
+    from trainkit.storage import reporting  # noqa: PLC0415 - the same
+
+    notes = list(content["notes"])
+    if folder is not None:
+        if picture is not None and (failure := Drawing(dict(picture)).wait(_DRAWING_S)):
+            notes.append(f"{name}.png is not drawn: {failure}")
+        content = {**content, "notes": notes}
+        with reporting(folder):
+            write_json_atomically(folder / f"{name}.json", content)
+    if "json" in call.flags:
+        print_json(content)
+        return
+    rest = [*(f"  note: {note}" for note in notes), *([] if folder is None else [f"  folder  {folder}"])]
+    sys.stdout.write("\n".join([*lines, *([""] if rest else []), *rest]) + "\n")
 
 
 def line_printer(verb: str) -> Callable[[str], None]:
